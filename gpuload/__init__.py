@@ -137,7 +137,7 @@ def open_loader(
     transform: Transform | Mapping[str, Transform | None] | None = None,
     output: str = "dense",
     dtype: Any = "float32",
-    device: str = "auto",
+    device: Any = "auto",
     prefetch: int = 2,
     num_threads: int | None = None,
     verify: str = "once",
@@ -253,7 +253,8 @@ def open_loader(
         minibatches are uint16 arrays of the bit patterns, which the PyTorch front returns as torch.bfloat16.
     device
         ``"cpu"``; ``"cuda:0"``; ``"cuda"``, this process's GPU under torchrun, else the first; or ``"auto"``, a usable
-        GPU if there is one, else the CPU, on which the GPU settings below have no effect; the choice is logged.
+        GPU if there is one, else the CPU, on which the GPU settings below have no effect; the choice is logged. A
+        torch.device stands for its name.
     prefetch
         Fetches to load ahead of the consumer.
     num_threads

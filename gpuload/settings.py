@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from gpuload.errors import PlanError, ReadError, shown
+from gpuload.errors import PlanError, ReadError, nearest, shown
 from gpuload.sampling import block_size_of
 
 if TYPE_CHECKING:
@@ -59,14 +59,21 @@ def takes_settings(function: Callable[P, R]) -> Callable[P, R]:
 def fill_in(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments, with those that `settings` among them supplies; raises as `read_settings`.
 
-    Raises PlanError for an argument of PyTorch's DataLoader that the function lacks.
+    Raises PlanError for an argument of PyTorch's DataLoader that the function lacks, and Python's own TypeError for one
+    whose name is misspelt, with the name that was probably meant.
     """
+    own = tuple(inspect.signature(function).parameters)
     for name, value in given.items():
-        if name in _IN_PLACE and name not in inspect.signature(function).parameters:
+        if name in own:
+            continue
+        if name in _IN_PLACE:
             raise PlanError(
                 f"{name}={shown(value)}: {function.__name__} has no such argument of PyTorch's DataLoader; "
                 f"{_IN_PLACE[name]}."
             )
+        if near := nearest(name, own):
+            said = f"{function.__name__}() got an unexpected keyword argument {name!r}"
+            raise TypeError(f"{said}; did you mean {near!r}?")
     saved = read_settings(given.get("settings"), known_settings(function))
     sampler = given.get("sampler")
     if sampler is not None:  # it sets the order, perhaps the block size too, as if given

@@ -6,6 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -100,9 +102,6 @@ def draw(
     path: Path, rows: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], labels: Sequence[str]
 ) -> None:
     """Draw the scores and the loss curves of each model, and above them the paper's scores, as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shown = [*_of_paper(labels), *rows]
     models = list(dict.fromkeys(row["model"] for row in shown))
     figure = Figure(figsize=(3.0 * len(labels) + 5, 3.2 * len(models)), layout="constrained")

@@ -8,6 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -217,9 +219,6 @@ def draw_proteins(
 
 
 def _figure(size: tuple[float, float]) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

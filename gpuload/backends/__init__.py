@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpuload.checks import check_choice, parse_nbytes
 from gpuload.errors import PlanError, shown
@@ -19,7 +19,7 @@ _log = logging.getLogger("gpuload")
 
 
 def open_backend(
-    device: str,
+    device: Any,
     *,
     num_threads: int | None,
     verify: str,
@@ -34,7 +34,7 @@ def open_backend(
     ----------
     device
         ``"cpu"``; ``"cuda:<n>"``, or ``"cuda"`` for this process's GPU (LOCAL_RANK) or the first one; ``"auto"``: a
-        GPU if one is usable, else the CPU.
+        GPU if one is usable, else the CPU. A torch.device stands for its name.
     num_threads
         Native threads for reading and decoding; None takes one per core available to this process.
     verify
@@ -57,6 +57,7 @@ def open_backend(
         A required package is not installed.
     """
     check_choice("io", io, ("auto", "kvikio", "pinned"))
+    device = device_name(device)
     number = device_number(device)
     memory, cache = (
         None if value is None else parse_nbytes(name, value)
@@ -81,6 +82,12 @@ def open_backend(
     return open_cuda(
         number, num_threads=num_threads, verify=verify, memory_nbytes=memory, cache_nbytes=cache or 0, io=io
     )
+
+
+def device_name(device: Any) -> Any:
+    """Return the name of a torch.device; anything else as it is."""
+    kind = type(device)
+    return str(device) if (kind.__module__, kind.__qualname__) == ("torch", "device") else device
 
 
 def device_number(device: object) -> int | None:

@@ -119,6 +119,10 @@ def run(args: argparse.Namespace) -> int:
     settings.settle(args)
     also = [file for file in (args.join, args.genes, args.settings) if isinstance(file, str)]
     text.check_outputs([*args.paths, *also], args.timeline, args.report)
+    if args.timeline or args.report:
+        from gpuload.cli.figure import check_matplotlib
+
+        check_matplotlib("the timeline")
     result, spans, gpus = bench(args)
     if args.json:
         text.print_json(result)

@@ -202,7 +202,7 @@ def _synthetic(args: argparse.Namespace) -> DataSet:
     if args.fresh or _n_cells(held_out) != n_held_out or _n_cells(train) != args.cells - n_held_out:
         with text.Progress(args.cells, f"making {args.cells:,} cells", is_quiet=args.quiet) as progress:
             cells = tahoe_shaped(args.cells, progress=progress.reach)
-        text.say(f"writing them to {train}, with gzip through anndata", is_quiet=args.quiet)
+        text.say(f"writing {args.cells:,} cells to {train}, with gzip through anndata", is_quiet=args.quiet)
         _write_split(train, held_out, cells, share=0.1)
     fetch_factor = max(1, int(MAX_FETCH_SHARE * (args.cells - n_held_out)) // 64)
     settings = {**ON_THE_CPU, "batch_size": 64, "block_size": 16, "fetch_factor": fetch_factor}

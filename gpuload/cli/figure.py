@@ -80,7 +80,7 @@ def draw_inspection(
     MissingDependencyError
         matplotlib is not installed.
     """
-    figure = _figure(11.5, 7.2, "The plot")
+    figure = _figure(11.5, 7.2, "the plot")
     runs, rest = figure.subfigures(2, 1, height_ratios=(1, 2.9))
     _draw_runs(runs.subplots(), label, column)
     choices, chunks = rest.subplots(1, 2, width_ratios=(2.4, 1))
@@ -143,12 +143,18 @@ def _draw_choices(axis: Any, advised: Advice, label: str) -> None:
     )
 
 
-def _figure(width: float, height: float, feature: str) -> Any:
+def check_matplotlib(feature: str) -> None:
+    """Raise MissingDependencyError if what a feature needs for drawing is not installed; for before the work."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError("matplotlib", feature, "plot") from error
+
+
+def _figure(width: float, height: float, feature: str) -> Any:
+    check_matplotlib(feature)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -277,7 +283,7 @@ def draw_timeline(
             since = span._replace(start=span.start - began, stop=span.stop - began)
             by_timer[span.timer].setdefault(span.thread, []).append(since)
     n_lines = {timer: _DENSE if len(threads) > _MOST_THREADS else len(threads) for timer, threads in by_timer.items()}
-    figure = _figure(13, 2.0 + 0.22 * (sum(n_lines.values()) + 2 * len(gpus)), "The timeline")
+    figure = _figure(13, 2.0 + 0.22 * (sum(n_lines.values()) + 2 * len(gpus)), "the timeline")
     axis, line, ticks = figure.subplots(), 0, []
     for timer, name, color in lanes:
         threads, words = by_timer[timer], name

@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError("--plot draws a label's entropy: give --label too.")
     least = text.min_entropy(args, advice.MIN_ENTROPY)
     text.check_outputs(args.paths, args.plot)
+    if args.plot:
+        figure.check_matplotlib("the plot")
     labels, join = (args.label,) if args.label else (), check_join(settings.join_of(args))
     with closing(open_store(args.paths, layer=args.layer, obs=labels, join=join)) as store:
         if args.plot and not store.n_obs:

@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     from gpuload.packing import pack
 
+    text.say_of_compiling(is_quiet=args.quiet)
     start = time.perf_counter()
     with text.Progress(1.0, "packing", is_quiet=args.quiet, unit="s") as progress:
         packed = pack(

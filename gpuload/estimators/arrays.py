@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.backends import device_number, first_gpu
+from gpuload.backends import device_name, device_number, first_gpu
 from gpuload.errors import DeviceError, MissingDependencyError, PlanError
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ def open_engine(name: str, device: str, *, has_choice: bool = False) -> Engine:
     """
     if name not in (*ENGINES, "auto"):
         raise PlanError(f"engine={name!r}: expected 'auto', 'numpy', 'torch' or 'cupy'.")
+    device = device_name(device)
     number = device_number(device)
     if name == "numpy" and number is not None:
         raise PlanError(f"engine='numpy' with device={device!r}: NumPy works on the CPU; use 'torch' or 'cupy'.")

@@ -315,7 +315,8 @@ def check_given(paths: Any) -> None:
         raise PlanError("paths='': expected the path of a file or folder; it is empty.")
     module = f"{type(paths).__module__}."
     is_reader = module.startswith(("h5py.", "zarr.", "gpuload.", "torch.utils.data."))
-    if is_reader and not isinstance(paths, (str, os.PathLike)):
+    is_file = callable(getattr(paths, "read", None))
+    if (is_reader or is_file) and not isinstance(paths, (str, os.PathLike)):
         raise PlanError(f"paths={shown(paths)}: it is already open; pass its path, which gpuload opens itself.")
 
 

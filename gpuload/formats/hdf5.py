@@ -230,6 +230,8 @@ def _cure(path: str) -> str:
     """Return what to do about a file that is not HDF5."""
     if path.lower().endswith((".rds", ".rdata")):  # gzip too, but of no use when unpacked
         return "this is R's own format; write it from R as .h5ad, for example with anndataR"
+    if path.lower().removesuffix(".gz").endswith((".mtx", ".csv", ".tsv", ".txt")):
+        return "this is text; write it as .h5ad once, for example with scanpy.read_10x_mtx(folder).write_h5ad(DST)"
     with suppress(OSError):  # it may have gone meanwhile
         if first_bytes(path).startswith(_GZIP):
             return "gunzip it first"

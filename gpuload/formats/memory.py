@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import StoreError
+from gpuload.errors import StoreError, shown
 from gpuload.formats.arrays import (
     OBSM,
     as_strings,
@@ -97,8 +97,10 @@ def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]
             return _open_backed(cells, where, layer, obs)
         return _open_anndata(cells, where, layer, obs)
     if not is_matrix(cells):
+        cure = "; of a data frame of genes, pass anndata.AnnData(frame)" if hasattr(cells, "iloc") else ""
         raise StoreError(
-            f"{where}: this is a {_kind(cells)}; expected a path, an AnnData, a SciPy CSR matrix or a NumPy array."
+            f"paths{'' if place is None else f'[{place}]'}={shown(cells)}: expected a path, an AnnData, a SciPy CSR "
+            f"matrix or a NumPy array{cure}."
         )
     check_plain_matrix(where, layer, obs, "pass an AnnData")
     matrix, sources = _matrix(cells, where, "", "X = X.tocsr()")

@@ -39,6 +39,17 @@ N_CELLS, N_TRAIN, N_TEST = 1_203, 963, 240
 SMALL = ("--test", "plate_5", "--batch-size", 16, "--block-size", 4, "--fetch-factor", 4, "--values", "log1p")
 
 
+@pytest.mark.parametrize("program", ["classify", "modality"])
+def test_without_matplotlib_nothing_is_begun(tmp_path: Path, program: str) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(\"No module named 'matplotlib'\")")
+    command = [sys.executable, PROGRAM.with_name(f"{program}.py"), tmp_path / "made", "--make", "20"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, env=env, timeout=120, cwd=tmp_path)
+    told = f"{program}.py: No module named 'matplotlib'. From the checkout, pip install '.[{program}]' installs what"
+    assert (ended.returncode, ended.stdout, ended.stderr[: len(told)]) == (1, "", told)
+    assert not (tmp_path / "made").exists()
+
+
 @pytest.fixture(scope="module")
 def classify() -> Iterator[ModuleType]:
     """The program as a module; its second file lies beside it."""

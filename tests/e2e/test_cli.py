@@ -160,6 +160,13 @@ def test_unreadable_files_exit_with_1_and_one_sentence(run, tmp_path, command, c
     assert err.endswith("; gunzip it first.\n") == (content is not None and content[:2] == b"\x1f\x8b")
 
 
+@pytest.mark.parametrize("name", ["matrix.mtx", "matrix.mtx.gz", "cells.csv", "cells.TSV"])
+def test_files_of_text_are_named_as_what_they_are(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\x1f\x8b\x08" if name.endswith(".gz") else b"gene,cell")
+    with pytest.raises(StoreError, match=r"; this is text; write it as \.h5ad once, .*\.write_h5ad\(DST\)\.$"):
+        open_loader(tmp_path / name)
+
+
 def test_files_of_R_and_loom_are_named_as_what_they_are(tmp_path):
     (tmp_path / "cells.rds").write_bytes(b"\x1f\x8b\x08")
     with pytest.raises(StoreError, match=r"; this is R's own format; write it from R as \.h5ad, .*anndataR\.$"):
@@ -422,13 +429,17 @@ def test_bench_of_a_file_that_is_cut_meanwhile(run, tmp_path, monkeypatch):
     assert err.endswith(". Was the file truncated?\n")
 
 
-def test_bench_without_matplotlib_says_how_to_get_it(run, path, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "option", "feature"),
+    [("bench", "--timeline", "timeline"), ("bench", "--report", "timeline"), ("inspect", "--plot", "plot")],
+)
+def test_without_matplotlib_nothing_is_begun(run, path, tmp_path, monkeypatch, command, option, feature):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    options = ["--seconds", 0.05, "--repeats", 1, "--fetch-factor", 2, "--timeline", tmp_path / "timeline.png"]
-    code, out, err = run("bench", path, *options)
-    assert code == 1
-    assert "end to end" in out  # what was measured is told all the same
-    assert "The timeline needs matplotlib, which is not installed; install it with: pip install 'gpuload[plot]'" in err
+    picture = tmp_path / ("page.html" if option == "--report" else "picture.png")
+    code, out, err = run(command, path, "--label", "plate", option, picture)
+    assert (code, out) == (1, "")
+    told = f"the {feature} needs matplotlib, which is not installed; install it with: pip install 'gpuload[plot]'"
+    assert err == f"gpuload {command}: {told}\n"
 
 
 @pytest.mark.parametrize("batch_size", [1_500, 2_000])  # of all cells; of more than there are

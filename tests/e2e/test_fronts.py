@@ -167,6 +167,13 @@ def test_torch_bfloat16(plain: Stored, CellDataset: Any, dtype: str) -> None:
             assert torch.equal(batch["X"], expected)
 
 
+def test_a_device_of_torch_stands_for_its_name(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, device=torch.device("cpu")) as loader:
+        assert loader.device == "cpu"
+    with pytest.raises(gpuload.PlanError, match=r"^device='mps': expected 'auto', 'cpu', 'cuda' or"):
+        gpuload.open_loader(plain.path, device=torch.device("mps"))
+
+
 def test_torch_refuses_other_dtypes(plain: Stored, CellDataset: Any) -> None:
     with gpuload.open_loader(plain.path) as loader, pytest.raises(gpuload.PlanError, match=r"int8.*bfloat16"):
         CellDataset(loader, dtype="int8")

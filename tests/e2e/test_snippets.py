@@ -55,7 +55,6 @@ GIVEN = {
     "loader = gpuload.open_loader('atlas.h5ad', batch_size=64, block_size='chunk', seed=0)\nnext(iter(loader))",
     "docs/howto/where-and-genes.md": f"highly_variable = {GENES!r}\nimport numpy as np\n"
     "wanted = gpuload.obs_names('atlas.h5ad')[[7, 3]]",
-    "docs/concepts/formats.md": "import anndata\nadata, other = anndata.read_h5ad('cells.h5ad'), 'prot.h5ad'",
     "docs/howto/several-matrices.md": "import anndata\nadata = anndata.read_h5ad('cells.h5ad')",
     "docs/migration/index.md": "import numpy\nfrom gpuload.torch import CellDataset\ntrain_rows = numpy.arange(300)",
 }
@@ -92,9 +91,6 @@ INSTEAD = {
         ),
     ],
     "docs/howto/slow-file.md": [("--out settings.json", "--out settings.json --seconds 0.5 --quiet", SHORT)],
-    "docs/howto/several-matrices.md": [
-        ("batch.X, batch.", "batch = next(iter(loader))\nbatch.X, batch.", "the page shows what a batch has")
-    ],
 }
 """Per page: what is replaced, by what, and why. All of it must occur in the page."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import weakref
@@ -307,6 +308,7 @@ def torch_loader_of(path: Path) -> Any:
     [
         (lambda path: {str(path)}, "a set has no order; pass a list, in whose order the rows"),
         (h5py.File, r"paths=<HDF5 file .*: it is already open; pass its path"),
+        (lambda path: io.BytesIO(path.read_bytes()), r"paths=<_io.BytesIO>: it is already open; pass its path"),
         (loader_of, r"paths=<Loader of .*: it is already open; pass its path"),
         (torch_loader_of, r"paths=<torch.*DataLoader>: it is already open; pass its path"),
     ],

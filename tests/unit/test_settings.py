@@ -129,3 +129,16 @@ def test_every_saved_setting_is_one_of_the_loader(plain):
 def test_an_argument_of_pytorchs_is_told_what_to_use_instead(name, value, message):
     with pytest.raises(PlanError, match=f"^{message}"):
         gpuload.open_loader("none.h5ad", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("batchsize", "batch_size"), ("shufle", "shuffle"), ("num_thread", "num_threads")]
+)
+def test_a_misspelt_argument_is_told_what_was_meant(name, meant):
+    with pytest.raises(TypeError, match=rf"^open_loader\(\) got .* argument '{name}'; did you mean '{meant}'\?$"):
+        gpuload.open_loader("none.h5ad", **{name: 1})
+
+
+def test_an_argument_like_no_other_is_refused_by_python():
+    with pytest.raises(TypeError, match=r"^open_loader\(\) got an unexpected keyword argument 'xyz'$"):
+        gpuload.open_loader("none.h5ad", xyz=1)
