@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from gpuload.cache.catalogue import cost_of
+from gpuload.cache.catalogue import content_name, cost_of
 from gpuload.cache.fetch import DISK_FULL
 from gpuload.cache.files import Download
 from gpuload.cache.reading import Sample
+from gpuload.objects import RemoteObject
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from gpuload.cache.catalogue import Catalogue
     from gpuload.cache.fetch import Settings
     from gpuload.cache.files import Folders
-    from gpuload.remote import RemoteObject
 
 _log = logging.getLogger("gpuload.cache")
 
@@ -41,7 +41,7 @@ class Copies:
     def samples(self, ids: NDArray[np.int64]) -> list[Sample]:
         """Return the samples to read, by file numbers of a snapshot."""
         return [
-            Sample(key_id, key, etag, nbytes, None if name is None else self._folders.path(name), crc, file_id)
+            Sample(key_id, key, etag, nbytes, self._path(name, RemoteObject(key, nbytes, etag)), crc, file_id)
             for key_id, key, etag, nbytes, name, crc, file_id in self._catalogue.copies(ids)
         ]
 
@@ -51,7 +51,12 @@ class Copies:
         if found is None:
             return None
         key_id, name, crc, file_id = found
-        return Sample(key_id, wanted.key, wanted.etag, wanted.nbytes, self._folders.path(name), crc, file_id)
+        path = self._path(name, wanted)
+        return None if path is None else Sample(key_id, wanted.key, wanted.etag, wanted.nbytes, path, crc, file_id)
+
+    def _path(self, name: str | None, wanted: RemoteObject) -> str | None:
+        """Return the path of a copy; None if there is none, or it is of another object, as in a damaged catalogue."""
+        return self._folders.path(name) if name is not None and name.startswith(content_name(wanted)) else None
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether the budget and the disk have room for so many more bytes."""
