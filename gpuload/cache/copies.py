@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from gpuload.cache.catalogue import content_name, cost_of
@@ -12,6 +13,8 @@ from gpuload.cache.reading import Sample
 from gpuload.objects import RemoteObject
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -68,11 +71,6 @@ class Copies:
         """Keep an object that was read from the remote anyway; return its path, or None if there is no room for it."""
         if not self.has_room(wanted.nbytes):
             return None
-        for file_id in self._catalogue.older_copies(wanted.key, wanted.etag):
-            old = self._catalogue.take_leaving(file_id, self._holder)
-            if old is not None:
-                self._folders.remove(old.name)
-                self._catalogue.let_go(old)
         file = self._catalogue.reserve_known(wanted, self._holder, self._settings.budget)
         if file is None:
             found = self.find(wanted)
@@ -97,7 +95,32 @@ class Copies:
     def drop(self, sample: Sample, fault: str) -> None:
         """Remove a damaged local copy; it will be downloaded again."""
         _log.warning("%s: its local copy is unusable: %s; reading from the remote", sample.key, fault)
-        file = self._catalogue.find_by_id(sample.file_id)
-        if file is not None:
+        file = self._catalogue.take_damaged(sample.file_id, self._holder)
+        if file is None:
+            return
+        try:
             self._folders.remove(file.name)
+        except OSError as error:
+            _log.warning("%s: it cannot be removed, and takes up room: %s", self._folders.path(file.name), error)
+        else:
             self._catalogue.let_go(file, is_evicted=False)
+
+    def others(self, first: str, stop: str, etag: str) -> list[tuple[int, str]]:
+        """Return the numbers and keys of the copies with another ETag, of the keys from `first` to before `stop`."""
+        return self._catalogue.other_copies(first, stop, etag)
+
+    def evict(self, file_ids: Iterable[int]) -> None:
+        """Remove copies, except those that an epoch needs or that the remote has no more."""
+        for file_id in file_ids:
+            file = self._catalogue.take_leaving(file_id, self._holder)
+            if file is not None:
+                self._folders.remove(file.name)
+                self._catalogue.let_go(file)
+
+    def shrink(self) -> None:
+        """Remove the oldest copies if there are more than the budget allows: it may have been larger before."""
+        if self._is_above_budget():
+            self.evict(takewhile(lambda _: self._is_above_budget(), [file.id for file in self._catalogue.published()]))
+
+    def _is_above_budget(self) -> bool:
+        return int(self._catalogue.meta("held_nbytes")) > self._settings.budget

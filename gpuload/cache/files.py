@@ -22,12 +22,12 @@ import os
 import re
 import threading
 import zlib
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from gpuload.cache import leases
 from gpuload.cache.catalogue import content_name
-from gpuload.errors import CorruptDataError, ReadError
+from gpuload.errors import CorruptDataError, GpuloadError, ReadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,6 +44,20 @@ _OURS = re.compile("[0-9a-f]{32}[.][0-9a-f]{16}")
 
 _PARTS = [f"{i:02x}" for i in range(256)]
 """Subfolders of ``objects``: the first digits of the names in each."""
+
+
+@contextmanager
+def usable(root: str) -> Iterator[None]:
+    """Raise ReadError if the system refuses what a with-block does in the folder of a store."""
+    try:
+        yield
+    except GpuloadError:
+        raise
+    except OSError as error:
+        raise ReadError(
+            f"{root}: it cannot be the folder of a sample store: {error.filename or root}: {error.strerror or error}. "
+            "Put that right, or choose another folder."
+        ) from error
 
 
 class Folders:
@@ -64,17 +78,9 @@ class Folders:
         self.root = os.path.abspath(os.fspath(root))
         self.tmp, self.leases = (os.path.join(self.root, name) for name in ("tmp", "leases"))
         self.catalogue = os.path.join(self.root, "catalogue.sqlite")
-        try:
-            self._make()
-        except OSError as error:
-            raise ReadError(
-                f"{self.root}: it cannot be the folder of a sample store: {error.strerror}. Choose another folder, or "
-                "make room for this one."
-            ) from error
-
-    def _make(self) -> None:
-        for path in (self.tmp, self.leases, *map(self._objects, _PARTS)):
-            os.makedirs(path, exist_ok=True)
+        with usable(self.root):
+            for path in (self.tmp, self.leases, *map(self._objects, _PARTS)):
+                os.makedirs(path, exist_ok=True)
 
     def path(self, name: str) -> str:
         """Return the path of a published file."""
