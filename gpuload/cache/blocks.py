@@ -28,7 +28,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from gpuload.cache.reading import read_copy
-from gpuload.errors import PlanError, StoreError
+from gpuload.errors import BusyError, PlanError, StoreError
 from gpuload.layout import MAX_EXTENT, MAX_GAP
 from gpuload.remote import RemoteObject
 
@@ -148,6 +148,7 @@ class BlockCache:
             of = f"it keeps the objects of {store.remote.name} whole" if hasattr(store, "remote") else repr(store)
             raise PlanError(f"cache: {of}; expected a SampleStore over a BlockRemote.")
         store.drop_strays()
+        store.copies.shrink()
         self._store = store
         self._blocks: BlockRemote = store.remote  # type: ignore[assignment]
         self.inner = self._blocks.remote
@@ -155,6 +156,7 @@ class BlockCache:
         self._lock = threading.Lock()
         self._under_way: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()  # for as long as it is used
         self._copies: dict[tuple[str, str], _Copy] = {}
+        self._current: set[tuple[str, str]] = set()  # keys and ETags of the objects that something was fetched of
         self._is_full, self._paused_until = False, 0.0
         self.n_local_nbytes, self.n_remote_nbytes, self.n_missed_nbytes, self.n_dropped = 0, 0, 0, 0
 
@@ -239,10 +241,35 @@ class BlockCache:
 
     def _fetched(self, block: RemoteObject, start: int, stop: int) -> NDArray[np.uint8]:
         body = np.frombuffer(self._blocks.get(block, start, stop), dtype=np.uint8)
+        if body.size != stop - start:
+            raise BusyError(
+                f"{self.name}/{block.key}: short read at byte {start}: wanted {stop - start} bytes, got {body.size}."
+            )
         self._store.reads.add_remote()
         with self._lock:
             self.n_remote_nbytes += body.size
+        self._drop_outdated(block)
         return body
+
+    def _drop_outdated(self, block: RemoteObject) -> None:
+        """Drop what is cached of other contents of an object, once the remote has given something of this one."""
+        of, _ = _parts(block.key)
+        if (of, block.etag) in self._current:
+            return
+        self._current.add((of, block.etag))
+        try:
+            found = self._store.copies.others(f"{of}#", f"{of}#:", block.etag)  # in ASCII, ":" follows the digits
+            outdated = [file_id for file_id, key in found if _parts(key)[0] == of]
+            self._store.copies.evict(outdated)
+        except OSError as error:
+            self._pause(error)
+            return
+        if outdated:
+            self._is_full = False
+
+    def _pause(self, error: OSError) -> None:
+        _log.warning("%s: no blocks are kept for the next %d s: %s", self._store.root, _PAUSE_S, error)
+        self._paused_until = time.monotonic() + _PAUSE_S
 
     def _keep(self, block: RemoteObject, whole: NDArray[np.uint8]) -> None:
         try:
@@ -250,8 +277,7 @@ class BlockCache:
                 self._is_full = not self._store.copies.has_room(block.nbytes)
                 return
         except OSError as error:  # a full disk, a busy catalogue: the data can be returned all the same
-            _log.warning("%s: no blocks are kept for the next %d s: %s", self._store.root, _PAUSE_S, error)
-            self._paused_until = time.monotonic() + _PAUSE_S
+            self._pause(error)
             return
         sample = self._store.copies.find(block)
         if sample is not None and sample.path is not None:
@@ -294,7 +320,10 @@ class BlockCache:
             if self._copies.get((block.key, block.etag)) is copy:
                 self._copies.pop((block.key, block.etag), None)
             self._is_full = False
-        self._store.copies.drop(sample, fault)
+        try:
+            self._store.copies.drop(sample, fault)
+        except OSError as error:
+            self._pause(error)
 
 
 def _crcs(*parts: NDArray[np.uint8]) -> NDArray[np.uint32]:

@@ -153,7 +153,7 @@ class Catalogue(Database):
             db.execute(
                 "INSERT INTO keys (key, etag, nbytes, digest, place, listing)"
                 " VALUES (?, ?, ?, ?, ?, (SELECT value FROM meta WHERE name = 'listing'))"
-                " ON CONFLICT (key) DO UPDATE SET etag = excluded.etag, nbytes = excluded.nbytes",
+                " ON CONFLICT (key) DO UPDATE SET etag = excluded.etag, nbytes = excluded.nbytes, is_gone = 0",
                 (wanted.key, wanted.etag, wanted.nbytes, wanted.digest, _place(wanted.key)),
             )
             (key_id,) = db.execute("SELECT id FROM keys WHERE key = ?", (wanted.key,)).fetchone()
@@ -232,9 +232,9 @@ class Catalogue(Database):
             )
         ]
 
-    def older_copies(self, key: str, etag: str) -> list[int]:
-        """Return the numbers of files with other content of an object."""
-        return [row[0] for row in self.rows(_OLDER, key, etag)]
+    def other_copies(self, first: str, stop: str, etag: str) -> list[tuple[int, str]]:
+        """Return the numbers and keys of the files with another ETag, of the keys from `first` to before `stop`."""
+        return self.rows(_OTHERS, first, stop, etag)
 
     def take_leaving(self, file_id: int, lease: str) -> File | None:
         """Hide a file, so that it may be removed; None if it may no longer go."""
@@ -244,6 +244,14 @@ class Catalogue(Database):
                 " AND NOT EXISTS (SELECT 1 FROM pinned p WHERE p.key_id = files.key_id)"
                 " AND NOT (SELECT is_gone FROM keys k WHERE k.id = files.key_id)",
                 (lease, file_id),
+            ).rowcount
+            return self._files(db, "f.id = ?", file_id)[0] if changed else None
+
+    def take_damaged(self, file_id: int, lease: str) -> File | None:
+        """Hide a damaged file, whoever needs it, so that it may be removed; None if it is no longer published."""
+        with self.transaction() as db:
+            changed = db.execute(
+                "UPDATE files SET state = 2, lease = ? WHERE id = ? AND state = 1", (lease, file_id)
             ).rowcount
             return self._files(db, "f.id = ?", file_id)[0] if changed else None
 
@@ -399,11 +407,6 @@ class Catalogue(Database):
         )
         return found[0] if found else None
 
-    def find_by_id(self, file_id: int) -> File | None:
-        """Return a file by its number, if it is published."""
-        with self._held() as db:
-            return next(iter(self._files(db, "f.id = ? AND f.state = ?", file_id, PUBLISHED)), None)
-
     def n_ready(self) -> int:
         """Return how many samples a snapshot would have."""
         return int(
@@ -538,9 +541,9 @@ _OF_ANOTHER_CLOCK_S = 3600
 """A retry time further away than this was set by a clock that was ahead."""
 
 _VISITED = "UPDATE files SET visits = visits + 1, used_at = ? WHERE key_id = ? AND state < 3 AND state = 1"
-_OLDER = (
-    "SELECT f.id FROM files f JOIN keys k ON k.id = f.key_id"
-    " WHERE f.state < 3 AND f.state = 1 AND k.key = ? AND f.etag != ?"
+_OTHERS = (
+    "SELECT f.id, k.key FROM files f JOIN keys k ON k.id = f.key_id"
+    " WHERE f.state < 3 AND f.state = 1 AND k.key >= ? AND k.key < ? AND f.etag != ?"
 )
 """With `state < 3`, which says no more, SQLite finds a file by its key; else it goes through all that are published."""
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from gpuload.cache.catalogue import cost_of
+from gpuload.cache.catalogue import content_name, cost_of
 from gpuload.cache.fetch import DISK_FULL
 from gpuload.cache.files import Download
 from gpuload.cache.reading import Sample
+from gpuload.objects import RemoteObject
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
     from numpy.typing import NDArray
 
     from gpuload.cache.catalogue import Catalogue
     from gpuload.cache.fetch import Settings
     from gpuload.cache.files import Folders
-    from gpuload.remote import RemoteObject
 
 _log = logging.getLogger("gpuload.cache")
 
@@ -41,7 +44,7 @@ class Copies:
     def samples(self, ids: NDArray[np.int64]) -> list[Sample]:
         """Return the samples to read, by file numbers of a snapshot."""
         return [
-            Sample(key_id, key, etag, nbytes, None if name is None else self._folders.path(name), crc, file_id)
+            Sample(key_id, key, etag, nbytes, self._path(name, RemoteObject(key, nbytes, etag)), crc, file_id)
             for key_id, key, etag, nbytes, name, crc, file_id in self._catalogue.copies(ids)
         ]
 
@@ -51,7 +54,12 @@ class Copies:
         if found is None:
             return None
         key_id, name, crc, file_id = found
-        return Sample(key_id, wanted.key, wanted.etag, wanted.nbytes, self._folders.path(name), crc, file_id)
+        path = self._path(name, wanted)
+        return None if path is None else Sample(key_id, wanted.key, wanted.etag, wanted.nbytes, path, crc, file_id)
+
+    def _path(self, name: str | None, wanted: RemoteObject) -> str | None:
+        """Return the path of a copy; None if there is none, or it is of another object, as in a damaged catalogue."""
+        return self._folders.path(name) if name is not None and name.startswith(content_name(wanted)) else None
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether the budget and the disk have room for so many more bytes."""
@@ -63,11 +71,6 @@ class Copies:
         """Keep an object that was read from the remote anyway; return its path, or None if there is no room for it."""
         if not self.has_room(wanted.nbytes):
             return None
-        for file_id in self._catalogue.older_copies(wanted.key, wanted.etag):
-            old = self._catalogue.take_leaving(file_id, self._holder)
-            if old is not None:
-                self._folders.remove(old.name)
-                self._catalogue.let_go(old)
         file = self._catalogue.reserve_known(wanted, self._holder, self._settings.budget)
         if file is None:
             found = self.find(wanted)
@@ -92,7 +95,32 @@ class Copies:
     def drop(self, sample: Sample, fault: str) -> None:
         """Remove a damaged local copy; it will be downloaded again."""
         _log.warning("%s: its local copy is unusable: %s; reading from the remote", sample.key, fault)
-        file = self._catalogue.find_by_id(sample.file_id)
-        if file is not None:
+        file = self._catalogue.take_damaged(sample.file_id, self._holder)
+        if file is None:
+            return
+        try:
             self._folders.remove(file.name)
+        except OSError as error:
+            _log.warning("%s: it cannot be removed, and takes up room: %s", self._folders.path(file.name), error)
+        else:
             self._catalogue.let_go(file, is_evicted=False)
+
+    def others(self, first: str, stop: str, etag: str) -> list[tuple[int, str]]:
+        """Return the numbers and keys of the copies with another ETag, of the keys from `first` to before `stop`."""
+        return self._catalogue.other_copies(first, stop, etag)
+
+    def evict(self, file_ids: Iterable[int]) -> None:
+        """Remove copies, except those that an epoch needs or that the remote has no more."""
+        for file_id in file_ids:
+            file = self._catalogue.take_leaving(file_id, self._holder)
+            if file is not None:
+                self._folders.remove(file.name)
+                self._catalogue.let_go(file)
+
+    def shrink(self) -> None:
+        """Remove the oldest copies if there are more than the budget allows: it may have been larger before."""
+        if self._is_above_budget():
+            self.evict(takewhile(lambda _: self._is_above_budget(), [file.id for file in self._catalogue.published()]))
+
+    def _is_above_budget(self) -> bool:
+        return int(self._catalogue.meta("held_nbytes")) > self._settings.budget

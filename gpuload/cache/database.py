@@ -82,11 +82,8 @@ class Database:
                 while (found := self.meta("version")) in _TO_THE_NEXT:
                     for statement in _TO_THE_NEXT[found]:
                         db.execute(statement)
-        except sqlite3.DatabaseError as error:
-            raise _told(error, self.path) or StoreError(
-                f"{self.path}: it cannot be read as the catalogue of a sample store: {error}. Remove it, and the store "
-                "makes a new one from the files that are there."
-            ) from error
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            raise _told(error, self.path) from error
         if found != VERSION:
             raise StoreError(
                 f"{self.path}: it has version {found}, but this gpuload reads up to version {VERSION}; use another "
@@ -144,11 +141,8 @@ class Database:
                 yield self._db
             except sqlite3.ProgrammingError as error:
                 raise PlanError("the sample store was closed; open it again.") from error
-            except sqlite3.OperationalError as error:
-                told = _told(error, self.path)
-                if told is None:
-                    raise
-                raise told from error
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+                raise _told(error, self.path) from error
 
     def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """Return the rows of a query, outside any transaction."""
@@ -157,7 +151,10 @@ class Database:
 
     def meta(self, name: str) -> Any:
         """Return one of the store's metadata values."""
-        return self.rows("SELECT value FROM meta WHERE name = ?", name)[0][0]
+        found = self.rows("SELECT value FROM meta WHERE name = ?", name)
+        if not found:
+            raise _damaged(f"no {name!r} is in it", self.path)
+        return found[0][0]
 
     def set_meta(self, **values: Any) -> None:
         """Set metadata values of the store."""
@@ -172,8 +169,8 @@ class Database:
         db.executemany("UPDATE meta SET value = value + ? WHERE name = ?", [(n, name) for name, n in amounts.items()])
 
 
-def _told(error: sqlite3.DatabaseError, path: str) -> OSError | None:
-    """Return our message for an error that is not the database's own fault."""
+def _told(error: Exception, path: str) -> OSError | StoreError:
+    """Return our message for an error of the database, or of the system under it."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code == sqlite3.SQLITE_FULL:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
@@ -181,10 +178,17 @@ def _told(error: sqlite3.DatabaseError, path: str) -> OSError | None:
         return ReadError(f"{path}: another process has held it for {_BUSY_S:.0f} s; end it, or use another folder.")
     if code in _OF_SYSTEM:
         return _refused(error, path)
-    return None
+    return _damaged(str(error), path)
 
 
-def _refused(error: sqlite3.DatabaseError, path: str) -> ReadError:
+def _damaged(what: str, path: str) -> StoreError:
+    return StoreError(
+        f"{path}: it cannot be read as the catalogue of a sample store: {what}. Remove it, and the store makes a new "
+        "one from the files that are there."
+    )
+
+
+def _refused(error: Exception, path: str) -> ReadError:
     return ReadError(f"{path}: {error}; check its permissions and the disk.")
 
 

@@ -9,6 +9,8 @@ A file is written under tmp, synced, verified and renamed; only then does its ro
 reverse: the row says that it is leaving, the file is removed, the row says that it is gone. Bytes count against the
 budget from before the first step until after the last. So a process may end between any two steps, and leaves one of a
 few cases, which `repair` handles.
+
+A folder may also hold files of somebody else, which are left alone.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import threading
 import zlib
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from gpuload.cache import leases
 from gpuload.cache.catalogue import content_name
-from gpuload.errors import CorruptDataError, ReadError
+from gpuload.errors import CorruptDataError, GpuloadError, ReadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,6 +38,26 @@ if TYPE_CHECKING:
 _log = logging.getLogger("gpuload.cache")
 
 _PIECE = 8 << 20
+
+_OURS = re.compile("[0-9a-f]{32}[.][0-9a-f]{16}")
+"""Names of `catalogue.name_of`; whatever else is in the folder is not the store's to remove."""
+
+_PARTS = [f"{i:02x}" for i in range(256)]
+"""Subfolders of ``objects``: the first digits of the names in each."""
+
+
+@contextmanager
+def usable(root: str) -> Iterator[None]:
+    """Raise ReadError if the system refuses what a with-block does in the folder of a store."""
+    try:
+        yield
+    except GpuloadError:
+        raise
+    except OSError as error:
+        raise ReadError(
+            f"{root}: it cannot be the folder of a sample store: {error.filename or root}: {error.strerror or error}. "
+            "Put that right, or choose another folder."
+        ) from error
 
 
 class Folders:
@@ -55,20 +78,9 @@ class Folders:
         self.root = os.path.abspath(os.fspath(root))
         self.tmp, self.leases = (os.path.join(self.root, name) for name in ("tmp", "leases"))
         self.catalogue = os.path.join(self.root, "catalogue.sqlite")
-        try:
-            self._make()
-        except OSError as error:
-            raise ReadError(
-                f"{self.root}: it cannot be the folder of a sample store: {error.strerror}. Choose another folder, or "
-                "make room for this one."
-            ) from error
-
-    def _make(self) -> None:
-        for name in (self.tmp, self.leases):
-            os.makedirs(name, exist_ok=True)
-        if not os.path.isdir(self._objects("ff")):  # the last one to be created
-            for i in range(256):
-                os.makedirs(self._objects(f"{i:02x}"), exist_ok=True)
+        with usable(self.root):
+            for path in (self.tmp, self.leases, *map(self._objects, _PARTS)):
+                os.makedirs(path, exist_ok=True)
 
     def path(self, name: str) -> str:
         """Return the path of a published file."""
@@ -80,8 +92,12 @@ class Folders:
 
     def names(self) -> Iterator[str]:
         """Yield the names of all published files on disk."""
-        for i in range(256):
-            yield from os.listdir(self._objects(f"{i:02x}"))
+        for part in _PARTS:
+            yield from filter(_OURS.fullmatch, os.listdir(self._objects(part)))
+
+    def tmp_names(self) -> list[str]:
+        """Return the names of all files that are being downloaded, or were."""
+        return list(filter(_OURS.fullmatch, os.listdir(self.tmp)))
 
     def publish(self, name: str) -> None:
         """Rename a downloaded file to its final name, durably even if the machine fails."""
@@ -219,7 +235,7 @@ def repair(folders: Folders, catalogue: Catalogue, lease: str, budget: int, *, i
                 _log.warning("%s: %s bytes on disk, %d wanted; dropped", file.wanted.key, size, file.wanted.nbytes)
                 folders.remove(file.name)
                 catalogue.let_go(file, is_evicted=False)
-        in_tmp = os.listdir(folders.tmp)
+        in_tmp = folders.tmp_names()
         for name in set(in_tmp) - catalogue.names():
             folders.remove(name)
         if catalogue.meta("listed_at"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import time
 import weakref
@@ -14,6 +15,9 @@ from contextlib import suppress
 
 _NEW_S = 60.0
 """A file that was just created may not be locked yet."""
+
+_OURS = re.compile("[.]?[0-9]+-[0-9a-f]{16}")
+"""Names of leases; whatever else is in the folder is not the store's to remove."""
 
 
 class Lease:
@@ -37,8 +41,11 @@ class Lease:
     def release(self) -> None:
         """End the lease; may be called twice."""
         if self._fd >= 0:
-            os.unlink(self._path)
-            self.forget()
+            try:
+                with suppress(FileNotFoundError):  # it may have gone with the whole store
+                    os.unlink(self._path)
+            finally:
+                self.forget()
 
     def forget(self) -> None:
         """Close the file; if a forked process shares it, it stays locked until that one closes it too."""
@@ -78,7 +85,7 @@ def is_alive(folder: str, name: str) -> bool:
 
 def sweep(folder: str, wanted: set[str]) -> None:
     """Remove the files of dead leases that nothing refers to any more."""
-    for name in os.listdir(folder):
+    for name in filter(_OURS.fullmatch, os.listdir(folder)):
         path = os.path.join(folder, name)
         with suppress(FileNotFoundError):
             is_new = name.startswith(".") and time.time() - os.stat(path).st_mtime < _NEW_S

@@ -15,7 +15,7 @@ from gpuload.cache.catalogue import POLICIES, Catalogue
 from gpuload.cache.copies import Copies
 from gpuload.cache.fetch import Settings, Window, get_patiently
 from gpuload.cache.fetchers import Fetchers
-from gpuload.cache.files import Folders, check_digest, digest_of, repair, stray_names
+from gpuload.cache.files import Folders, check_digest, digest_of, repair, stray_names, usable
 from gpuload.cache.leases import Lease
 from gpuload.cache.order import MODES, visiting_order
 from gpuload.cache.reading import no_copy
@@ -24,7 +24,7 @@ from gpuload.cache.room import Room
 from gpuload.cache.snapshot import Snapshot, check_order_settings
 from gpuload.checks import check_choice, check_int64, check_seconds, check_seed, check_share, check_whole, parse_nbytes
 from gpuload.distributed import rank_and_world_size
-from gpuload.errors import BusyError, GpuloadError, PlanError, ReadError, StoreError, first_line
+from gpuload.errors import BusyError, GpuloadError, PlanError, ReadError, StoreError, first_line, shown
 from gpuload.object_errors import BUSY
 from gpuload.remote import FolderRemote, open_remote
 from gpuload.threads import MOST_IN_FLIGHT, Closer
@@ -127,9 +127,9 @@ class SampleStore:
     PlanError
         An option is invalid; or the folder and that of the remote overlap.
     StoreError
-        The folder holds samples of another remote, or a catalogue of a later version.
+        The folder holds samples of another remote, a catalogue of a later version, or one that is damaged.
     ReadError
-        The folder cannot be created: a file has its name, or the system refuses it.
+        The folder cannot be created or used: a file has its name, or the system refuses it.
     """
 
     def __init__(
@@ -170,13 +170,18 @@ class SampleStore:
             relist_s=check_seconds("relist_s", relist_s),
         )
         self.remote: Remote = open_remote(remote) if isinstance(remote, (str, os.PathLike)) else remote
-        self.root = os.path.abspath(os.fspath(root))
+        self.root = _checked_root(root)
         self._max_bad = check_share("max_bad", max_bad)
         self._check_apart()
         self._opened_at = time.time()
-        self._folders = Folders(root)
-        self._catalogue = Catalogue(self._folders.catalogue)
-        self._lease = Lease(self._folders.leases)
+        with usable(self.root):
+            self._folders = Folders(self.root)
+            self._catalogue = Catalogue(self._folders.catalogue)
+            try:
+                self._lease = Lease(self._folders.leases)
+            except BaseException:
+                self._catalogue.close()
+                raise
         self.copies = Copies(self._folders, self._catalogue, self._lease.name, self._settings)
         """The samples on the local disk."""
         self.reads = Reads()
@@ -192,7 +197,8 @@ class SampleStore:
         self._closer = Closer(self, _close, self._stop, None, self._lease, self._catalogue)
         try:
             self._check_remote()
-            repair(self._folders, self._catalogue, self._lease.name, self._settings.budget, is_opening=True)
+            with usable(self.root):
+                repair(self._folders, self._catalogue, self._lease.name, self._settings.budget, is_opening=True)
             if fetch:
                 self._catalogue.forgive_size(self._settings.budget)
                 self._fetchers = Fetchers(
@@ -232,14 +238,15 @@ class SampleStore:
         return listed_at >= self._opened_at or not is_due
 
     def _check_remote(self) -> None:
+        name = self.remote.name.encode(errors="backslashreplace").decode()  # of a folder: it need not be UTF-8
         known = self._catalogue.meta("remote")
         if known and isinstance(self.remote, FolderRemote):
             known = os.path.abspath(known)
-        if known and known != self.remote.name:
+        if known and known != name:
             raise StoreError(
-                f"{self.root}: it holds samples of {known}, not of {self.remote.name}; use a separate folder for each."
+                f"{self.root}: it holds samples of {known}, not of {name}; use a separate folder for each."
             )
-        self._catalogue.set_meta(remote=self.remote.name)
+        self._catalogue.set_meta(remote=name)
 
     def close(self) -> None:
         """Close its snapshots, stop fetching and release everything; may be called twice. Downloads are kept.
@@ -458,8 +465,9 @@ class SampleStore:
     def drop_strays(self) -> None:
         """Remove copies without a row, as after the loss of the catalogue, if no process lists and would adopt them."""
         if self._fetchers is None and not self._catalogue.meta("listing"):
-            for name in stray_names(self._folders, self._catalogue):
-                self._folders.remove(name)
+            with usable(self.root):
+                for name in stray_names(self._folders, self._catalogue):
+                    self._folders.remove(name)
 
     def fetch_whole(self, sample: Sample) -> Any:
         """Return a sample's bytes from the remote, verified.
@@ -575,6 +583,17 @@ class SampleStore:
     def verdict(self) -> str:
         """Return one line naming the stage that holds training up."""
         return self.reads.verdict(self._waited_s)
+
+
+def _checked_root(root: object) -> str:
+    """Return the absolute path of a store's folder; raise PlanError if it cannot be one on this machine."""
+    path = os.fspath(root) if isinstance(root, (str, os.PathLike)) else None
+    if not isinstance(path, str) or not path or path.startswith("~") or "://" in path or "\0" in path:
+        raise PlanError(
+            f"root={shown(root)}: expected the path of a local folder, as text; '~' is not expanded: pass "
+            "os.path.expanduser(root)."
+        )
+    return os.path.abspath(path)
 
 
 def _close(stop: threading.Event, fetchers: Fetchers | None, lease: Lease, catalogue: Catalogue) -> None:

@@ -29,7 +29,7 @@ import pytest
 from gpuload.cache import SampleStore, files, leases, room
 from gpuload.cache import snapshot as snapshot_module
 from gpuload.cache import store as store_module
-from gpuload.cache.catalogue import _OLDER, _VISITED, POLICIES, Catalogue, cost_of
+from gpuload.cache.catalogue import _OTHERS, _VISITED, POLICIES, Catalogue, cost_of
 from gpuload.cache.fetch import Fetcher, Settings, SoftDigests, Window, get_patiently
 from gpuload.cache.fetchers import _keep
 from gpuload.cache.files import adopt_strays
@@ -1916,7 +1916,7 @@ def test_uses_are_counted_once_each(tmp_path: Path, remote: CountingRemote) -> N
         assert store.verdict().split(":")[0] in ("consumer-bound", "disk-bound", "store-bound")
 
 
-@pytest.mark.parametrize(("statement", "values"), [(_VISITED, (0.0, 1)), (_OLDER, ("key", "etag"))])
+@pytest.mark.parametrize(("statement", "values"), [(_VISITED, (0.0, 1)), (_OTHERS, ("key", "keyz", "etag"))])
 def test_a_file_is_found_by_its_key(tmp_path: Path, statement: str, values: tuple[Any, ...]) -> None:
     with closing(Catalogue(str(tmp_path / "catalogue.sqlite"))) as catalogue:
         plan = catalogue.rows(f"EXPLAIN QUERY PLAN {statement}", *values)
