@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from bisect import bisect_right
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.alignment import check_join
-from gpuload.backends.cpu import scratch_nbytes
+from gpuload.backends.cpu import far_nbytes, scratch_nbytes
 from gpuload.errors import PlanError
 from gpuload.formats import open_store
 from gpuload.outlook import (
@@ -83,6 +84,8 @@ class Trial:
         Cells per second of every turn.
     n_blocks
         Blocks per fetch, used to compare trials without a label; infinite if a fetch holds the whole file.
+    read_nbytes
+        Bytes to read per cell.
     """
 
     block_size: int | str
@@ -93,6 +96,7 @@ class Trial:
     entropy_bits: float
     repeats: tuple[float, ...] = ()
     n_blocks: float = float("nan")
+    read_nbytes: float = 0.0
 
     @property
     def cells_per_s(self) -> float:
@@ -268,7 +272,9 @@ class Bench:
         self._store, self._wish = store, wish
         self._form = Form(wish.output, wish.dtype, store.n_vars, store.columns())
         self._cell_nbytes = max(1.0, store.nbytes_per_row)
-        self._thread_nbytes = scratch_nbytes(layout for matrix in store.matrices for layout in matrix.layouts)
+        self._layouts = [layout for matrix in store.matrices for layout in matrix.layouts]
+        self._stored_nbytes = sum(int(layout.chunk_nbytes.sum()) for layout in self._layouts) / max(1, store.n_obs)
+        self._thread_nbytes = scratch_nbytes(self._layouts)
         self.outlooks = Outlooks(store, wish.batch_size, wish.label)
         self.cores = len(os.sched_getaffinity(0))
         self.least_bits = wish.min_entropy * self.outlooks.random_bits
@@ -290,9 +296,10 @@ class Bench:
         few = max(1, min(factors[0], _CALIBRATION_CELLS // wish.batch_size))
         pace = measure_pace(self.outlooks, self.cores, few)
         seen = [self.outlooks.of(size, factor, pace) for factor in factors for size in self.outlooks.sizes(factor)]
+        seen = [o for o in seen if self._trial(o).memory_nbytes <= wish.memory_nbytes]
         good = [o for o in seen if o.mixes(wish.batch_size, self.least_bits)]
         if not good:
-            raise PlanError(self._nothing_mixes(seen))
+            raise PlanError(self._nothing_mixes(seen) if seen else self._too_little_memory())
         good.sort(key=lambda o: -o.cells_per_s)
         trials = [self._trial(o) for o in good]
         n = sum(not o.cells_per_s < WORTH_TIMING * good[0].cells_per_s for o in good[:_MOST_TIMED])
@@ -306,30 +313,35 @@ class Bench:
         PlanError
             Not even fetches of one minibatch fit into the memory.
         """
-        wish = self._wish
-        usual = PREFETCHES[1]
-        left = wish.memory_nbytes - self.memory_nbytes(0, self.cores, usual)
-        by_memory = int(left // ((usual + 1) * wish.batch_size * self._cell_nbytes))
-        if by_memory < 1:
-            least = self.memory_nbytes(1, self.cores, usual)
-            of_threads = self.cores * self._thread_nbytes
-            cure = "use fewer cells per minibatch"
-            if of_threads >= wish.memory_nbytes:
-                cure = f"run it on fewer cores (taskset): {self.cores} threads take {of_threads / 1e6:,.0f} MB of it"
-            raise PlanError(
-                f"memory: {wish.memory_nbytes / 1e6:,.0f} MB do not hold the smallest fetches, which take "
-                f"{least / 1e6:,.0f} MB with batch_size={wish.batch_size}; allow more, or {cure}."
-            )
-        most = min(by_memory, self.outlooks.largest())
+        factors = range(1, self.outlooks.largest() + 1)
+        most = bisect_right(factors, self._wish.memory_nbytes, key=self._usual_nbytes)
+        if not most:
+            raise PlanError(self._too_little_memory())
         return sorted({most, max(1, most // 2), max(1, most // 4), max(1, most // 16)}, reverse=True)
 
-    def memory_nbytes(self, fetch_factor: int, num_threads: int, prefetch: int) -> int:
-        """Return the maximum memory of a loader in bytes: fetches, minibatches, scratch and metadata."""
+    def _usual_nbytes(self, fetch_factor: int) -> int:
+        """Return the least memory of a loader with such fetches."""
+        return self.memory_nbytes(fetch_factor, self.cores, PREFETCHES[1])
+
+    def memory_nbytes(
+        self, fetch_factor: int, num_threads: int, prefetch: int, read_nbytes: float | None = None
+    ) -> int:
+        """Return the maximum memory of a loader in bytes: fetches, bytes in transfer, minibatches, scratch and metadata.
+
+        Parameters
+        ----------
+        fetch_factor, num_threads, prefetch
+            As in `gpuload.open_loader`.
+        read_nbytes
+            Bytes to read per cell; None: those of no other cells.
+        """
         wish = self._wish
         n_cells = min(wish.batch_size * fetch_factor, self._store.n_obs)
         row = self._store.n_vars * np.dtype("uint16" if wish.dtype == "bfloat16" else wish.dtype).itemsize
         batch = wish.batch_size * (row if wish.output == "dense" else 8.0 * self._store.values_per_row)
-        fetches = (prefetch + 1) * n_cells * self._cell_nbytes
+        under_way = (prefetch + 1) * n_cells
+        far = far_nbytes(self._layouts, under_way * (self._stored_nbytes if read_nbytes is None else read_nbytes))
+        fetches = under_way * self._cell_nbytes + far
         return int(fetches + _HELD_BATCHES * batch + num_threads * self._thread_nbytes + self._store.metadata_nbytes)
 
     def neighbours(self, trial: Trial) -> list[Trial]:
@@ -337,7 +349,7 @@ class Bench:
         threads = [(n, trial.prefetch) for n in (max(1, self.cores // 2), 2 * self.cores)]
         found = []
         for n_threads, prefetch in (*threads, *((trial.num_threads, n) for n in PREFETCHES)):
-            nbytes = self.memory_nbytes(trial.fetch_factor, n_threads, prefetch)
+            nbytes = self.memory_nbytes(trial.fetch_factor, n_threads, prefetch, trial.read_nbytes)
             other = replace(trial, num_threads=n_threads, prefetch=prefetch, memory_nbytes=nbytes, repeats=())
             if nbytes <= self._wish.memory_nbytes and other.key != trial.key:
                 found.append(other)
@@ -391,10 +403,20 @@ class Bench:
 
     def _trial(self, outlook: Outlook) -> Trial:
         prefetch = PREFETCHES[1]
-        nbytes = self.memory_nbytes(outlook.fetch_factor, self.cores, prefetch)
+        nbytes = self.memory_nbytes(outlook.fetch_factor, self.cores, prefetch, outlook.read_nbytes)
         n_blocks = outlook.blocks(self._wish.batch_size)
         sizes = outlook.block_size, outlook.fetch_factor, self.cores, prefetch
-        return Trial(*sizes, nbytes, outlook.entropy_bits, n_blocks=n_blocks)
+        return Trial(*sizes, nbytes, outlook.entropy_bits, n_blocks=n_blocks, read_nbytes=outlook.read_nbytes)
+
+    def _too_little_memory(self) -> str:
+        wish, of_threads = self._wish, self.cores * self._thread_nbytes
+        cure = "use fewer cells per minibatch"
+        if of_threads >= wish.memory_nbytes:
+            cure = f"run it on fewer cores (taskset): {self.cores} threads take {of_threads / 1e6:,.0f} MB of it"
+        return (
+            f"memory: {wish.memory_nbytes / 1e6:,.0f} MB do not hold the smallest fetches, which take "
+            f"{self._usual_nbytes(1) / 1e6:,.0f} MB with batch_size={wish.batch_size}; allow more, or {cure}."
+        )
 
     def _nothing_mixes(self, seen: list[Outlook]) -> str:
         wish, random_bits = self._wish, self.outlooks.random_bits

@@ -365,6 +365,30 @@ def scratch_nbytes(layouts: Iterable[ArrayLayout]) -> int:
     return most
 
 
+def far_nbytes(layouts: Iterable[ArrayLayout], under_way: float) -> float:
+    """Return the most memory that bytes in transfer over a network take, in bytes.
+
+    They are there twice: as the bodies of responses, and put together for decoding.
+
+    Parameters
+    ----------
+    layouts
+        The arrays.
+    under_way
+        Bytes that the fetches under way read.
+    """
+    most = 0.0
+    for layout in layouts:
+        if layout.source.ranges is None or not layout.chunk_offset.size:
+            continue
+        task = float(TASK_NBYTES)
+        if not layout.is_raw:  # what lies between the chunks of an extent is read, but not decoded
+            decoded = int(layout.decoded_nbytes(np.arange(layout.chunk_offset.size)).sum())
+            task = TASK_NBYTES * int(layout.chunk_nbytes.sum()) / max(1, decoded) + layout.source.ranges.max_extent
+        most = max(most, 2 * min(FAR_PARTS * task, under_way))
+    return most
+
+
 def _csr_of(data: NDArray[Any], indices: NDArray[np.int32], indptr: NDArray[np.int32], n_cols: int) -> Any:
     """Return a CSR matrix over these arrays without a copy: SciPy's constructor copies slices of a larger buffer."""
     matrix = copy.copy(_empty_csr(indptr.size - 1, n_cols))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
+from scipy.sparse import csr_matrix
 
 import gpuload
 from benchmarks import run_tune
@@ -17,6 +20,7 @@ from gpuload.cli import advice, main
 from gpuload.diversity import entropy_of_runs, measure_entropy
 from gpuload.errors import PlanError
 from gpuload.formats import open_store
+from gpuload.formats.addresses import at_addresses
 from gpuload.formats.obs import write_h5ad
 from gpuload.outlook import MAX_FETCH_FACTOR, Outlook, Outlooks, Pace
 from gpuload.plan import DEFAULT_BLOCK_SIZE
@@ -201,6 +205,56 @@ def test_the_memory_includes_that_of_large_chunks(tmp_path):
         next(iter(loader))
         parts = loader.memory()
     assert 16 * MIB < parts["scratch"] <= sum(parts.values()) <= estimated
+
+
+GROWTH_OF_MEMORY = """
+import json, re, sys
+from itertools import islice
+import gpuload
+
+def status(name):
+    with open("/proc/self/status") as file:
+        return int(re.search(name + r":\\s+(\\d+) kB", file.read())[1]) << 10
+
+address, reached, few, many = sys.argv[1], *map(json.loads, sys.argv[2:])
+for settings in (few, many):
+    before = status("VmRSS")
+    with gpuload.open_loader(address, device="cpu", storage_options=reached, **settings) as loader:
+        for batch in islice(loader, 8 * settings["fetch_factor"]):
+            pass
+print(status("VmHWM") - before)
+"""
+
+
+def test_the_memory_includes_that_of_bytes_in_transfer(tmp_path, monkeypatch):
+    """They are there twice, as responses and put together, in a process that has done all of it on a small scale."""
+    pytest.importorskip("obstore")
+    from benchmarks.s3server import start
+
+    monkeypatch.setenv("GPULOAD_INDEX", "off")
+    (tmp_path / "data").mkdir()
+    n_obs, n_vars, n_values = 16_000, 2_000, 1_000
+    rng = np.random.default_rng(0)
+    indices = np.tile(np.arange(0, n_vars, 2, dtype=np.int32), n_obs)
+    X = csr_matrix((rng.random(indices.size, np.float32), indices, np.arange(n_obs + 1) * n_values), (n_obs, n_vars))
+    path, stored = tmp_path / "data/cells.h5ad", {"chunks": (65_536,)}
+    writers.write_h5ad(path, lambda file: writers.write_csr(file, "X", X, data=stored, indices=stored), *X.shape)
+    few = {"batch_size": 64, "fetch_factor": 1, "num_threads": 2, "prefetch": 1}
+    many = {"batch_size": 64, "fetch_factor": 32, "num_threads": 2, "prefetch": 2}
+    with start(tmp_path, latency_ms=20) as server:
+        reached = {"endpoint": server.url, "region": "us-east-1", "anonymous": True}
+        command = [sys.executable, "-W", "ignore", "-c", GROWTH_OF_MEMORY, "s3://data/cells.h5ad"]
+        command += [json.dumps(each) for each in (reached, few, many)]
+        done = subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        far = open_store(at_addresses("s3://data/cells.h5ad", None, reached), layer="X", obs=())
+        with closing(far), closing(open_store(path, layer="X", obs=())) as near:
+            bench = Bench(far, Wish(1 << 30))
+            read_nbytes = bench.outlooks.of(DEFAULT_BLOCK_SIZE, 32).read_nbytes
+            estimated = bench.memory_nbytes(32, 2, 2, read_nbytes)
+            of_a_file = Bench(near, Wish(1 << 30)).memory_nbytes(32, 2, 2, read_nbytes)
+            assert all(t.memory_nbytes <= 200e6 for t in Bench(far, Wish(200_000_000)).first_trials())
+    assert of_a_file < int(done.stdout) <= estimated
 
 
 def test_of_equally_fast_settings_the_smaller_are_chosen():
