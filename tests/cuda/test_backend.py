@@ -457,6 +457,21 @@ def test_another_stream_of_the_consumers_waits_for_what_the_first_was_given(
         np.testing.assert_array_equal(found, expected[i])
 
 
+def test_a_stream_that_becomes_cupys_current_one_waits_for_what_the_one_before_was_given(
+    open_fake: Callable[..., Opened], plain: Stored
+) -> None:
+    opened = open_fake(plain.path, seed_of_streams=None)
+    device, expected = opened.device, np.arange(5)
+    given = opened.loader.to_device(expected)  # as the obs of fetches in flight are
+    device._default = stream = device.stream()
+    kept = opened.loader.to_device(np.arange(3))
+    found = device.pinned(expected.nbytes).view(expected.dtype)
+    device.download(given, found, stream)
+    device.wait(device.record(stream))
+    np.testing.assert_array_equal(found, expected)
+    del kept
+
+
 def test_parts_before_one_that_fails_live_until_the_stream_is_past_them(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ class Timed:
         self.n_started = self.n_closed = 0
 
     def start(self, source: Any, offset: Any, nbytes: Any, place: Any, out: Any, stream: Any, *, name: str = "") -> Any:
+        assert offset.shape == nbytes.shape == place.shape
         self.n_started += 1
         seconds = self._s_per_byte * nbytes.sum() if self.n_started > 1 else 0.2
         outer = self

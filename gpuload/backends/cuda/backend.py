@@ -182,7 +182,8 @@ class CudaBackend:
         # It has its own memory pool: it would otherwise have to wait for other users of the memory.
         self._counting = device.stream(is_urgent=True)
         self._counted = DevicePool(device, 16, self._pools)
-        self._stream: Any = None
+        self._chosen_stream: Any = None
+        self._stream: Any = None  # the consumer's, as of its last use
         self._uploads = _Uploads(device)
         self._never_bad = device.typed(device.empty(4), np.int32, (1,))
         self._has_warned_of_rounding = False
@@ -206,15 +207,9 @@ class CudaBackend:
             return _Ready(take(resident, positions, form, stream))
 
     def use_stream(self, number: int) -> None:
-        """Launch on this consumer stream from now on; without a call, on CuPy's current stream.
-
-        The new stream waits for the work given to the previous one, which uploads the obs columns of fetches in flight.
-        """
-        stream = self._device.stream_of(number)
-        if stream is not self._stream:
-            before = self._consumer_stream()
-            self._stream = stream
-            self._device.stream_wait(stream, self._device.record(before))
+        """Launch on this consumer stream from now on; without a call, on CuPy's current stream."""
+        self._chosen_stream = self._device.stream_of(number)
+        self._consumer_stream()
 
     def busy(self) -> Callable[[], bool]:
         """Return a function that tells whether the consumer's stream still has earlier work; see `Backend.busy`."""
@@ -249,7 +244,16 @@ class CudaBackend:
             self._device.free()
 
     def _consumer_stream(self) -> Any:
-        return self._device.current_stream() if self._stream is None else self._stream
+        """Return the consumer's stream.
+
+        If it is another than before, it waits for the work given to that one, which uploads the obs columns of fetches
+        in flight.
+        """
+        stream = self._device.current_stream() if self._chosen_stream is None else self._chosen_stream
+        before, self._stream = self._stream, stream
+        if before is not None and before != stream:
+            self._device.stream_wait(stream, self._device.record(before))
+        return stream
 
     def _upload(self, host: NDArray[Any], stream: Any, pool: DevicePool) -> tuple[Any, Lease]:
         """Copy a host array to the device, ready on a stream; return it and the lease of its memory from a pool."""

@@ -77,8 +77,8 @@ class MeasuredReader:
         if chosen is not None:
             return chosen.start(source, offset, nbytes, place, out, stream, name=name)
         with self._lock:
-            n_rounds, place = divmod(self._n_started, len(self.readers))
-            number = (n_rounds + place) % len(self.readers)
+            n_rounds, turn = divmod(self._n_started, len(self.readers))
+            number = (n_rounds + turn) % len(self.readers)
             self._n_started += 1
 
         def start(reader: Reader) -> Pending:
