@@ -338,13 +338,11 @@ def test_a_file_that_changed_where_the_server_does_not_say(
             monkeypatch.setattr(Careless, "content", content)
             with gpuload.open_loader(address, shuffle=False, batch_size=200, device="cpu") as loader:
                 np.testing.assert_array_equal(next(iter(loader)).X, X)
-        if validators:
-            return
         with (
             SampleStore(
                 tmp_path / "cache", BlockRemote(open_remote(address.rpartition("/")[0])), n_processes=0
             ) as store,
-            pytest.raises(StoreError, match="sends neither an ETag nor the time of the last change, so a cached copy"),
+            pytest.raises(StoreError, match="sends no ETag that identifies its bytes .*, so a cached copy might be of an"),
         ):
             gpuload.open_loader(address, cache=store)
     finally:
