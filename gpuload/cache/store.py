@@ -218,7 +218,7 @@ class SampleStore:
 
     def _check_apart(self) -> None:
         """Refuse a folder that contains the remote's, or is in it: one would take in the other's files."""
-        remote = getattr(self.remote, "inner", self.remote)
+        remote = getattr(self.remote, "remote", self.remote)  # of a `BlockRemote`
         if not isinstance(remote, FolderRemote):
             return
         here, there = os.path.realpath(self.root), os.path.realpath(remote.name)

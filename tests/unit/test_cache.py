@@ -1528,6 +1528,31 @@ def test_a_broken_catalogue_is_told(tmp_path: Path, remote: CountingRemote) -> N
         pass
 
 
+def test_a_catalogue_of_which_something_is_broken_is_told(tmp_path: Path, remote: CountingRemote) -> None:
+    path, told = tmp_path / "store" / "catalogue.sqlite", "cannot be read as the catalogue of a sample store: .* Remove"
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+    whole = path.read_bytes()
+    for harmed in (
+        whole[: whole.index(b"CREATE TABLE files") + 30].ljust(len(whole), b"\xff"),
+        whole.replace(b"files_held", b"files\xff\xffld"),  # a name that is no text
+        whole[:8192] + b"\x55" * (len(whole) - 8192),  # the beginning is whole
+    ):
+        path.write_bytes(harmed)
+        with pytest.raises(StoreError, match=told), opened(tmp_path, remote, fetch=False):
+            pass
+    path.write_bytes(whole)
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("DELETE FROM meta WHERE name = 'listed_at'")
+    with pytest.raises(StoreError, match="sample store: no 'listed_at' is in it"), opened(tmp_path, remote):
+        pass
+    path.write_bytes(whole)
+    with opened(tmp_path, remote, fetch=False) as store:
+        path.write_bytes(b"")
+        with pytest.raises(StoreError, match=told):
+            store.stats()
+
+
 def test_a_catalogue_of_another_version_is_told(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote, fetch=False):
         pass
@@ -1602,6 +1627,71 @@ def test_processes_that_open_a_new_catalogue_at_once_wait_for_each_other(tmp_pat
 
 
 REFUSED = r"^{}: {}; check its permissions and the disk\.$"
+
+
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path, remote: CountingRemote) -> None:
+    root = tmp_path / "store"
+    theirs = [root / "tmp" / "draft.txt", root / "tmp" / "part" / "x", root / "leases" / "1.pdf"]
+    theirs += [root / "objects" / "ab" / "ab.pack", root / "objects" / "a.b", root / "readme"]
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("theirs")
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+    with opened(tmp_path, remote, n_held=N, fetch=False) as store:
+        store._catalogue.set_meta(listing=0)
+        store.drop_strays()
+        assert len(train(store)) == N
+    assert [path.read_text() for path in theirs] == ["theirs"] * len(theirs)
+
+
+def test_folders_that_are_gone_are_made_again(tmp_path: Path, remote: CountingRemote, no_leaks: None) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+    for part in ("objects/3a", "objects/ff", "tmp", "leases"):
+        shutil.rmtree(tmp_path / "store" / part)
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        assert len(train(store)) == N
+    with opened(tmp_path, remote, n_held=N, fetch=False) as store:
+        shutil.rmtree(tmp_path / "store")
+
+
+def test_what_the_system_refuses_in_the_folder_is_told(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    def refuse(*arguments: Any, **_: Any) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), "the/file")
+
+    told = r"/store: it cannot be the folder of a sample store: the/file: Permission denied\. Put that right, or choose"
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+    for module, name in ((store_module, "Lease"), (store_module, "repair"), (store_module, "Catalogue")):
+        with (
+            monkeypatch.context() as patched,
+            pytest.raises(ReadError, match=told),
+        ):
+            patched.setattr(module, name, refuse)
+            with opened(tmp_path, remote):
+                pass
+
+
+@pytest.mark.parametrize("root", ["", "~/store", "s3://bucket/store", b"store", None, "a\0b"])
+def test_what_is_no_local_folder_is_refused(
+    tmp_path: Path, remote: CountingRemote, root: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PlanError, match=r"^root=.*: expected the path of a local folder, as text; '~' is not expanded: "):
+        SampleStore(root, remote, fetch=False)
+    assert os.listdir(tmp_path) == ["remote"]
+
+
+def test_a_remote_in_a_folder_that_is_not_utf_8(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/remote\xff"))
+    for _ in range(2):
+        with opened(tmp_path, CountingRemote(fill(folder, N)), n_held=N) as store:
+            full(store, N)
+            assert len(train(store)) == N
 
 
 def test_a_catalogue_that_cannot_be_opened_is_told(tmp_path: Path, remote: CountingRemote) -> None:
