@@ -1553,6 +1553,16 @@ def test_a_catalogue_of_which_something_is_broken_is_told(tmp_path: Path, remote
             store.stats()
 
 
+def test_a_catalogue_that_takes_one_copy_for_another_is_not_believed(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        one, two = store._catalogue.rows("SELECT id, name, crc FROM files WHERE state = 1 ORDER BY id LIMIT 2")
+        with store._catalogue.transaction() as db:
+            for (of, *_), (_, name, crc) in ((one, (0, "?", 0)), (two, one), (one, two)):
+                db.execute("UPDATE files SET name = ?, crc = ? WHERE id = ?", (name, crc, of))
+        assert sorted(train(store)) == list(range(N))
+
+
 def test_a_catalogue_of_another_version_is_told(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote, fetch=False):
         pass
@@ -1667,12 +1677,9 @@ def test_what_the_system_refuses_in_the_folder_is_told(
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
     for module, name in ((store_module, "Lease"), (store_module, "repair"), (store_module, "Catalogue")):
-        with (
-            monkeypatch.context() as patched,
-            pytest.raises(ReadError, match=told),
-        ):
+        with monkeypatch.context() as patched:
             patched.setattr(module, name, refuse)
-            with opened(tmp_path, remote):
+            with pytest.raises(ReadError, match=told), opened(tmp_path, remote):
                 pass
 
 
@@ -1681,7 +1688,7 @@ def test_what_is_no_local_folder_is_refused(
     tmp_path: Path, remote: CountingRemote, root: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PlanError, match=r"^root=.*: expected the path of a local folder, as text; '~' is not expanded: "):
+    with pytest.raises(PlanError, match=r"^root=.*: expected the path of a local folder, as text; '~' is not"):
         SampleStore(root, remote, fetch=False)
     assert os.listdir(tmp_path) == ["remote"]
 
