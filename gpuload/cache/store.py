@@ -194,6 +194,7 @@ class SampleStore:
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._waited_s = 0.0
         self._warned: set[str] = set()
+        self._may_have_strays = True
         self._closer = Closer(self, _close, self._stop, None, self._lease, self._catalogue)
         try:
             self._check_remote()
@@ -463,8 +464,12 @@ class SampleStore:
         self._catalogue.check_process()
 
     def drop_strays(self) -> None:
-        """Remove copies without a row, as after the loss of the catalogue, if no process lists and would adopt them."""
-        if self._fetchers is None and not self._catalogue.meta("listing"):
+        """Remove copies without a row, as after the loss of the catalogue, if no process lists and would adopt them.
+
+        It looks for them only the first time: each file of a data set may ask.
+        """
+        if self._may_have_strays and self._fetchers is None and not self._catalogue.meta("listing"):
+            self._may_have_strays = False
             with usable(self.root):
                 for name in stray_names(self._folders, self._catalogue):
                     self._folders.remove(name)
