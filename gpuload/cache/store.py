@@ -200,6 +200,7 @@ class SampleStore:
             self._check_remote()
             with usable(self.root):
                 repair(self._folders, self._catalogue, self._lease.name, self._settings.budget, is_opening=True)
+            *_, self._fault_before = self._catalogue.listing_fault() or ("",)
             if fetch:
                 self._catalogue.forgive_size(self._settings.budget)
                 self._fetchers = Fetchers(
@@ -418,7 +419,7 @@ class SampleStore:
                 )
             if self._fetchers is not None:
                 self._fetchers.check()
-            fault, may_pass = self._catalogue.listing_fault(self._opened_at) or ("", True)
+            fault, may_pass, _ = self._catalogue.listing_fault(self._fault_before) or ("", True, "")
             if not may_pass:
                 raise ReadError(
                     f"no sample can arrive, because the remote cannot be listed: {fault.rstrip('.')}. Fix that, and "

@@ -1250,6 +1250,21 @@ def test_what_failed_is_asked_for_again_when_it_is_time(
         assert (store._catalogue.reserve(store._lease.name, N * COST) is not None) is is_asked
 
 
+def test_a_listing_that_fails_is_told_although_the_clock_goes_back(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote, fetch=False) as store:
+        store._catalogue.note_listing_fault("an old fault", may_pass=False)
+    with opened(tmp_path, remote, fetch=False) as store:
+        with pytest.raises(ReadError, match=r"^wait_s=0\.1: 0 samples are in .* after that time, but min_samples=1"):
+            store.snapshot(wait_s=0.1)
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() - 3600)
+        store._catalogue.note_listing_fault("there is no bucket", may_pass=False)
+        with pytest.raises(ReadError, match=r"the remote cannot be listed: there is no bucket\. Fix that"):
+            store.snapshot(wait_s=5)
+
+
 def test_room_that_was_wanted_by_a_clock_that_was_ahead_is_not_made(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
