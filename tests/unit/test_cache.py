@@ -1367,6 +1367,21 @@ def test_a_store_that_is_closed_loses_no_uses(
         assert store.coverage().n_visits == 14
 
 
+def test_a_catalogue_that_breaks_during_an_epoch_is_told_at_its_end(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down(*_: Any) -> None:
+        raise StoreError("it is broken")
+
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        snapshot = store.snapshot()
+        monkeypatch.setattr(store, "note_visits", break_down)
+        assert len(keyed(snapshot)) == N  # an error in the thread that notes uses would fail the test
+        with pytest.raises(StoreError, match="it is broken"):
+            snapshot.close()
+
+
 def test_a_store_that_is_closed_in_the_middle_ends_the_thread_that_notes_uses(
     tmp_path: Path, remote: CountingRemote, no_leaks: None
 ) -> None:
