@@ -88,7 +88,7 @@ class Catalogue(Database):
             number = int(meta["listing"]) + 1
             db.executemany(
                 "UPDATE meta SET value = ? WHERE name = ?",
-                [(number, "listing"), (now, "listing_began_at"), (lease, "listing_lease")],
+                [(number, "listing"), (lease, "listing_lease")],
             )
             return number
 
