@@ -343,7 +343,9 @@ def test_a_file_that_changed_where_the_server_does_not_say(
             SampleStore(
                 tmp_path / "cache", BlockRemote(open_remote(address.rpartition("/")[0])), n_processes=0
             ) as store,
-            pytest.raises(StoreError, match="sends no ETag that identifies its bytes .*, so a cached copy might be of an"),
+            pytest.raises(
+                StoreError, match=r"sends no ETag that identifies its bytes .*, so a cached copy might be of an"
+            ),
         ):
             gpuload.open_loader(address, cache=store)
     finally:

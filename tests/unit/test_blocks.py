@@ -302,6 +302,17 @@ def test_blocks_of_a_lost_catalogue_take_no_room(tmp_path: Path, big: CountingRe
     assert n_left == N_BLOCKS, "whoever only opens a store leaves what another rank may adopt"
 
 
+def test_copies_are_gone_through_once_for_all_files_of_a_data_set(
+    tmp_path: Path, big: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store_of(tmp_path, big, fetch=False) as store:
+        listdir, listed = os.listdir, []
+        monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or listdir(path))  # type: ignore[func-returns-value]
+        for _ in range(3):
+            BlockCache(store)
+    assert len(listed) == 256
+
+
 def test_a_limit_of_open_files_is_no_fault_of_a_block(
     tmp_path: Path, big: CountingRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1250,6 +1250,21 @@ def test_what_failed_is_asked_for_again_when_it_is_time(
         assert (store._catalogue.reserve(store._lease.name, N * COST) is not None) is is_asked
 
 
+def test_a_listing_that_fails_is_told_although_the_clock_goes_back(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote, fetch=False) as store:
+        store._catalogue.note_listing_fault("an old fault", may_pass=False)
+    with opened(tmp_path, remote, fetch=False) as store:
+        with pytest.raises(ReadError, match=r"^wait_s=0\.1: 0 samples are in .* after that time, but min_samples=1"):
+            store.snapshot(wait_s=0.1)
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() - 3600)
+        store._catalogue.note_listing_fault("there is no bucket", may_pass=False)
+        with pytest.raises(ReadError, match=r"the remote cannot be listed: there is no bucket\. Fix that"):
+            store.snapshot(wait_s=5)
+
+
 def test_room_that_was_wanted_by_a_clock_that_was_ahead_is_not_made(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
@@ -1350,6 +1365,21 @@ def test_a_store_that_is_closed_loses_no_uses(
         list(batches)
     with opened(tmp_path, remote, n_held=N, fetch=False) as store:
         assert store.coverage().n_visits == 14
+
+
+def test_a_catalogue_that_breaks_during_an_epoch_is_told_at_its_end(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down(*_: Any) -> None:
+        raise StoreError("it is broken")
+
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        snapshot = store.snapshot()
+        monkeypatch.setattr(store, "note_visits", break_down)
+        assert len(keyed(snapshot)) == N  # an error in the thread that notes uses would fail the test
+        with pytest.raises(StoreError, match="it is broken"):
+            snapshot.close()
 
 
 def test_a_store_that_is_closed_in_the_middle_ends_the_thread_that_notes_uses(
@@ -1553,6 +1583,16 @@ def test_a_catalogue_of_which_something_is_broken_is_told(tmp_path: Path, remote
             store.stats()
 
 
+def test_a_catalogue_that_takes_one_copy_for_another_is_not_believed(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        one, two = store._catalogue.rows("SELECT id, name, crc FROM files WHERE state = 1 ORDER BY id LIMIT 2")
+        with store._catalogue.transaction() as db:
+            for (of, *_), (_, name, crc) in ((one, (0, "?", 0)), (two, one), (one, two)):
+                db.execute("UPDATE files SET name = ?, crc = ? WHERE id = ?", (name, crc, of))
+        assert sorted(train(store)) == list(range(N))
+
+
 def test_a_catalogue_of_another_version_is_told(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote, fetch=False):
         pass
@@ -1667,12 +1707,9 @@ def test_what_the_system_refuses_in_the_folder_is_told(
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
     for module, name in ((store_module, "Lease"), (store_module, "repair"), (store_module, "Catalogue")):
-        with (
-            monkeypatch.context() as patched,
-            pytest.raises(ReadError, match=told),
-        ):
+        with monkeypatch.context() as patched:
             patched.setattr(module, name, refuse)
-            with opened(tmp_path, remote):
+            with pytest.raises(ReadError, match=told), opened(tmp_path, remote):
                 pass
 
 
@@ -1681,7 +1718,7 @@ def test_what_is_no_local_folder_is_refused(
     tmp_path: Path, remote: CountingRemote, root: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PlanError, match=r"^root=.*: expected the path of a local folder, as text; '~' is not expanded: "):
+    with pytest.raises(PlanError, match=r"^root=.*: expected the path of a local folder, as text; '~' is not"):
         SampleStore(root, remote, fetch=False)
     assert os.listdir(tmp_path) == ["remote"]
 

@@ -495,7 +495,9 @@ def test_a_profile_of_which_boto3_makes_nothing_is_told(
 def test_a_store_needs_a_folder_of_its_own(tmp_path: Path) -> None:
     fill(tmp_path / "remote", 1)
     (tmp_path / "file").touch()
-    with pytest.raises(ReadError, match=r"file: it cannot be the folder of a sample store: .*file/tmp: Not a directory\. "):
+    with pytest.raises(
+        ReadError, match=r"file: it cannot be the folder of a sample store: .*file/tmp: Not a directory\. "
+    ):
         SampleStore(tmp_path / "file", tmp_path / "remote")
     for root in (tmp_path / "remote", tmp_path / "remote" / "store", tmp_path):
         for remote in (FolderRemote(tmp_path / "remote"), BlockRemote(FolderRemote(tmp_path / "remote"))):
