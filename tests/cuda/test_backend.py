@@ -575,6 +575,24 @@ def test_a_chunk_takes_room_in_the_cache_once(
     assert used == used[:1] * 3
 
 
+def test_room_of_a_load_that_failed_is_used_even_where_no_more_is_left(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant
+) -> None:
+    from gpuload.backends.cuda.cache import ChunkCache
+
+    opened = open_fake(store_variant("csr-gzip4").path, **SMALL)
+    read = opened.loader.store.recipe(np.array([[0, 100]])).reads[0]
+    numbers = np.arange(read.chunk_id.size)
+    last = numbers[-1:]
+    cache = ChunkCache(opened.device, int(-(-read.chunk_nbytes[-1] // 16) * 16))
+    reserved = cache.reserve(read, last)
+    np.testing.assert_array_equal(reserved, (last, [0]))
+    cache.release(read, last)
+    assert numbers.size > 1
+    np.testing.assert_array_equal(cache.reserve(read, numbers), reserved)
+    assert cache.used_nbytes == cache.memory.nbytes
+
+
 def test_a_load_that_fails_takes_no_room_in_the_cache(
     open_fake: Callable[..., Opened], copy_of: Callable[..., Any]
 ) -> None:
