@@ -243,7 +243,7 @@ class _Probe:
             lengths = self._lengths_of(group)
             at = (np.cumsum(lengths) - lengths)[lengths > 0]
             values = self._decode(1, group)
-            n_below += np.count_nonzero(values < 0)
+            n_below += int(np.count_nonzero(values < 0))
             rows.append(int(self.rows[:group].sum()) + np.flatnonzero(lengths > 0))
             found.append(np.where(self._decode(0, group)[at] == LEADER, values[at], 0))
         first = np.concatenate(found)
