@@ -143,7 +143,7 @@ class Wish:
     Attributes
     ----------
     memory_nbytes
-        Maximum memory of a loader, in bytes.
+        Maximum memory of a loader, in bytes, as it is on the CPU: on a GPU, arenas and scratch memory come on top.
     label
         Column of obs to mix well; None requires many blocks per fetch instead.
     min_entropy
