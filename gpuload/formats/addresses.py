@@ -6,6 +6,7 @@ An `Address` is a str, so it can be passed wherever a path can; code that opens 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from functools import cached_property
 from glob import has_magic
@@ -247,10 +248,12 @@ def first_bytes(path: str) -> bytes:
     if address is not None:
         return address.first_bytes(8)
     try:
-        with open(path, "rb") as file:
-            return file.read(8)
+        if not stat.S_ISFIFO(os.stat(path).st_mode):
+            with open(path, "rb") as file:
+                return file.read(8)
     except OSError as error:
         raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
+    raise ReadError(f"{path}: this is a pipe, which cannot be read out of order; write it to a file first.")
 
 
 def as_address(path: str) -> Address | None:
