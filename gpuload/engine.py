@@ -5,6 +5,7 @@ It connects plan, tables and backend, and nothing more: no file or device access
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ class Engine:
         to_load = ((index, n_passed if index == first else 0) for index in range(first, plan.n_fetches))
         loads: deque[_Load] = deque()
         takes: deque[_Take] = deque()
-        self._loads, self._takes = loads, takes
+        self._loads, self._takes, process = loads, takes, os.getpid()
         try:
             loads.extend(self._start_load(plan, *which) for which in islice(to_load, self._prefetch))
             while loads:
@@ -146,10 +147,11 @@ class Engine:
             while takes:
                 yield self._hand_over(takes, now)
         finally:
-            for load in loads:
-                load.cancel()
-            for take in takes:
-                take.cancel()
+            if os.getpid() == process:  # a fork has none of the threads, and may find their locks locked
+                for load in loads:
+                    load.cancel()
+                for take in takes:
+                    take.cancel()
             loads.clear()
             takes.clear()
 
