@@ -5,6 +5,7 @@ It connects plan, tables and backend, and nothing more: no file or device access
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ class Engine:
         to_load = ((index, n_passed if index == first else 0) for index in range(first, plan.n_fetches))
         loads: deque[_Load] = deque()
         takes: deque[_Take] = deque()
-        self._loads, self._takes = loads, takes
+        self._loads, self._takes, process = loads, takes, os.getpid()
         try:
             loads.extend(self._start_load(plan, *which) for which in islice(to_load, self._prefetch))
             while loads:
@@ -146,10 +147,13 @@ class Engine:
             while takes:
                 yield self._hand_over(takes, now)
         finally:
-            while loads:  # no variable keeps one, and its memory, in the frame that the traceback of an error holds
-                loads.popleft().cancel()
-            while takes:
-                takes.popleft().cancel()
+            if os.getpid() == process:  # a fork has none of the threads, and may find their locks locked
+                while loads:  # no variable keeps one, and its memory, in the frame that the traceback of an error holds
+                    loads.popleft().cancel()
+                while takes:
+                    takes.popleft().cancel()
+            loads.clear()
+            takes.clear()
 
     def take(self, rows: NDArray[np.int64]) -> Batch:
         """Return given rows as one minibatch, in the order given; they may repeat."""

@@ -175,8 +175,12 @@ class _OpenFiles:
     """The open files of all sources of this process: those in use, and those used recently."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._open: OrderedDict[tuple[int, int], _Open] = OrderedDict()
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Make the lock anew: in a forked process, a thread of its parent may have held it, and never returns it."""
+        self._lock = threading.Lock()
 
     def take(self, source: FolderSource, number: int) -> int:
         """Return the descriptor of a file, which stays open until `give_back`."""
@@ -251,8 +255,8 @@ class _OpenFiles:
             self._close((source.key, number))
 
     def _close(self, key: tuple[int, int]) -> None:
-        known = self._open.pop(key)
-        del known.source.opened[key[1]]
+        known = self._open[key]
+        del known.source.opened[key[1]], self._open[key]  # in this order: a fork in between finds no half of it missing
         os.close(known.descriptor)
 
 
@@ -269,4 +273,5 @@ class _Open:
 
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _open_files = _OpenFiles()
+os.register_at_fork(after_in_child=_open_files.unlock)
 _keys = itertools.count()

@@ -397,7 +397,7 @@ class Loader:
     def close(self) -> None:
         """End an active iteration, also in another thread, stop the threads and close the files.
 
-        May be called more than once.
+        May be called more than once. In a fork of the process that opened the loader, its threads and files stay.
         """
         self._is_closed = True
         self.cell_names = None  # it holds what is in memory

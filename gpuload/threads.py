@@ -285,7 +285,8 @@ class Closer:
     """The call that closes an object: made once, when this is called or after the object was garbage-collected.
 
     A collection may happen at any allocation, in any thread: under a lock that the call takes, or in a thread that it
-    waits for. So the call is then made by a thread of its own.
+    waits for. So the call is then made by a thread of its own. In a forked process no call is made: it has none of the
+    threads that are to end, and may find their locks locked for ever.
 
     Parameters
     ----------
@@ -296,14 +297,15 @@ class Closer:
     """
 
     def __init__(self, owner: object, close: Callable[..., object], *args: Any) -> None:
-        self._finalizer = weakref.finalize(owner, _close_aside, close, *args)
+        self._finalizer = weakref.finalize(owner, _close_aside, os.getpid(), close, *args)
 
     def __call__(self) -> None:
         """Close the object, unless that was done."""
         found = self._finalizer.detach()
         if found is not None:
-            close, *args = found[2]
-            close(*args)
+            process, close, *args = found[2]
+            if os.getpid() == process:
+                close(*args)
 
     def drop(self) -> None:
         """Never close the object."""
@@ -354,7 +356,9 @@ def _carry_out(future: Future[Any], function: Callable[..., Any], args: tuple[An
         future.set_result(result)
 
 
-def _close_aside(close: Callable[..., object], *args: Any) -> None:
+def _close_aside(process: int, close: Callable[..., object], *args: Any) -> None:
+    if os.getpid() != process:
+        return
     if threading.main_thread().is_alive():
         _thread.start_new_thread(close, args)  # takes no lock and waits for nothing, unlike Thread.start
     else:  # the interpreter exits, and would not wait for the thread

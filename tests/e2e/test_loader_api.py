@@ -9,7 +9,9 @@ import logging
 import os
 import pickle
 import signal
+import threading
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -527,6 +529,37 @@ def test_an_iteration_that_a_fork_inherits_is_refused_there(loader: gpuload.Load
             os._exit(0)
         finally:
             os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(list(batches)) == len(loader) - 1
+
+
+def test_a_fork_lets_go_of_a_loader_although_its_threads_held_their_locks(loader: gpuload.Loader) -> None:
+    batches = iter(loader)
+    next(batches)
+    backend: Any = loader._backend
+    tasks = [task for load in loader._engine._loads for pending in load.pending for task in pending._tasks]  # type: ignore[attr-defined]
+    is_held, until = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ExitStack() as held:
+            for lock in (backend._loads._shutdown_lock, *(task._condition for task in tasks)):
+                held.enter_context(lock)
+            is_held.set()
+            until.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    is_held.wait(10)
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)  # instead of a hang
+        loader.close()
+        del batches
+        os._exit(0)
+    until.set()
+    holder.join()
+    assert tasks
     assert os.waitpid(pid, 0)[1] == 0
     assert len(list(batches)) == len(loader) - 1
 

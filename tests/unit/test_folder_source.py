@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from typing import TYPE_CHECKING
 
@@ -234,3 +235,31 @@ def test_changes_in_place_are_found(made: tuple[FolderSource, list[np.ndarray]])
     os.unlink(os.path.join(source.name, "f6"))
     with pytest.raises(ReadError, match="f6: cannot be opened: No such file"):
         source.read_into(np.zeros(1, np.uint8), int(source.base[6]))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python's, of the fork
+def test_a_forked_process_reads_although_a_thread_of_its_parent_held_the_lock(
+    made: tuple[FolderSource, list[np.ndarray]],
+) -> None:
+    source, contents = made
+    is_held, until = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with folder_source._open_files._lock:
+            is_held.set()
+            until.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    is_held.wait(10)
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)  # instead of a hang
+        buffer = np.zeros(contents[0].size, dtype=np.uint8)
+        is_read = source.read_into(buffer, int(source.base[0])) == buffer.size
+        source.close()
+        os._exit(not (is_read and np.array_equal(buffer, contents[0])))
+    until.set()
+    holder.join()
+    assert os.waitpid(pid, 0)[1] == 0

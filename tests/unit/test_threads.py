@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -278,6 +279,24 @@ def test_a_forgotten_object_is_closed_although_its_lock_is_held() -> None:
         del thing
         gc.collect()
     assert found.get(timeout=10)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python's, of the fork
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_forked_process_closes_nothing(*, is_forgotten: bool) -> None:
+    """It has none of the threads that are to end, and a lock that one of them holds is never released there."""
+    thing, names = closed_by()
+    pid = os.fork()
+    if not pid:
+        if not is_forgotten:
+            thing.closer()
+        del thing
+        gc.collect()
+        time.sleep(0.1)
+        os._exit(len(names))
+    assert os.waitpid(pid, 0)[1] == 0
+    thing.closer()
+    assert len(names) == 1
 
 
 def test_at_exit_objects_are_closed_before_the_process_ends() -> None:
