@@ -23,6 +23,9 @@ _CREDENTIALS_OF_MACHINE = ("//169.254.169.254/", "//169.254.170.2/")
 _NO_CONNECTION = "kind: Connect,"
 """obstore's wording for a failed connection."""
 
+_ONLY_WHOLE = ("Range request not supported", "Content-Length Header missing")
+"""obstore's wording for responses without ranges, or of unknown length, as of pages that a server makes of folders."""
+
 _SCHEMES = ("s3", "gs", "az", "abfss", "http", "https")
 """Prefixes of addresses."""
 
@@ -112,6 +115,11 @@ def _request_error(error: Exception, kinds: Any, remote: str, place: str) -> Rea
         return ReadError(f"{place}: it is at another address; pass that.")
     if "redirect" in reason:
         return ReadError(f"{place}: it is in another region, or at another address; pass region= or endpoint=.")
+    if any(words in text for words in _ONLY_WHOLE):
+        return ReadError(
+            f"{place}: the server sends it only whole, but parts of it are read; copy it first, or use a server that "
+            "answers range requests. If it is a folder, pass the addresses of its files as a list."
+        )
     if not isinstance(error, kinds.GenericError) or (status and not _may_pass(status)):
         what = "address" if is_web(remote) else "address, the settings and the credentials, which may have expired"
         return ReadError(f"{place}: the server refuses the request ({reason}); check the {what}.")

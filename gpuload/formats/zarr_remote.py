@@ -65,7 +65,11 @@ class RemoteTree:
     def children(self, key: str) -> list[str]:
         """Return the names of the folders in a folder; see `Tree.children`."""
         if self._address.listed is None:
-            raise ReadError(f"{self.name}: a web server cannot list what is in {key or 'it'}; copy the store first.")
+            part = f"{self.name}/{key}/rna" if key else f"{self.name}/dataset_0"
+            raise ReadError(
+                f"{self.name}: a web server cannot list what is in {key or 'it'}; pass the address of a part, for "
+                f"example {part!r}, or of several as a list, or copy the store first."
+            )
         prefix = f"{key}/" if key else ""
         rest = (name[len(prefix) :] for name in self._address.listed if name.startswith(prefix))
         return sorted({name.partition("/")[0] for name in rest if "/" in name})
