@@ -242,8 +242,8 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
         if self.can_list or self.base.endswith((*_OF_FILES, ".zarr")):
             return ReadError(f"{self}: no such object. Check the address.")
         return ReadError(
-            f"{self}: no such object, and a web server lists no folders. Check the address; of a folder, pass the "
-            "addresses of its files as a list, and copy a SOMA experiment first."
+            f"{self}: no such object, and a web server lists no folders. Check the address, or pass the addresses "
+            "of a folder's files as a list, or copy a SOMA experiment first."
         )
 
     def first_bytes(self, n: int) -> bytes:

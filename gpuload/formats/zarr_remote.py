@@ -7,6 +7,8 @@ next opening, as there may be thousands of shards.
 
 from __future__ import annotations
 
+import json
+import logging
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from gpuload.formats.addresses import Address
     from gpuload.remote import RemoteObject
 
+
+_log = logging.getLogger("gpuload")
 
 MAX_ASKED = 100_000
 """Limit on the objects of an array that a web server is asked for one by one: some minutes."""
@@ -108,6 +112,13 @@ class RemoteTree:
         found = self._address.metadata(key) if listed is None else listed[key]
         if found is None or not found.nbytes:
             return None if found is None else b""
+        body = self._bytes(found)
+        if not _is_json(body):  # it may have been damaged in transfer, as chunks may
+            _log.warning("%s: %s is not valid JSON. Reading it once more.", self.name, key)
+            body = self._bytes(found)
+        return body
+
+    def _bytes(self, found: RemoteObject) -> bytes:
         return bytes(memoryview(self._address.uncached.get(found, 0, found.nbytes)))
 
     def _chunk(self, key: str) -> RemoteObject | None:
@@ -121,3 +132,11 @@ class RemoteTree:
                 f"{self.name}: /{key}: access was denied, which some servers also say of what is not there, as chunks "
                 "of zeros need not be; copy the store first."
             ) from error
+
+
+def _is_json(body: bytes) -> bool:
+    try:
+        json.loads(body)
+    except ValueError:
+        return False
+    return True

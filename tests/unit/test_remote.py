@@ -350,6 +350,23 @@ def test_no_connection_is_said_in_one_sentence() -> None:
     )
 
 
+class Redirecting(Refusing):
+    """Sends everybody to a place where nothing is."""
+
+    def do_GET(self) -> None:
+        self.send_response(302)
+        self.send_header("Location", "http://127.0.0.1:1/there")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+def test_no_connection_where_a_server_redirects(refusing_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Refusing, "do_GET", Redirecting.do_GET)
+    words = rf"^{refusing_server}/x/a: no connection to {refusing_server}, or to 127\.0\.0\.1:1, where it redirects, "
+    with pytest.raises(BusyError, match=words):
+        open_remote(f"{refusing_server}/x").get(RemoteObject("a", 3, ""), 0, 3)
+
+
 def test_without_credentials_nothing_is_tried_again() -> None:
     pytest.importorskip("obstore")
     remote = ObjectRemote("s3://data", region="us-east-1", access_key_id="a", secret_access_key="b")
