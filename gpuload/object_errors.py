@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from urllib.parse import urlsplit
 
 from gpuload.errors import BusyError, PlanError, ReadError
 
@@ -22,6 +23,9 @@ _CREDENTIALS_OF_MACHINE = ("//169.254.169.254/", "//169.254.170.2/")
 
 _NO_CONNECTION = "kind: Connect,"
 """obstore's wording for a failed connection."""
+
+_ONLY_WHOLE = ("Range request not supported", "Content-Length Header missing")
+"""obstore's wording for responses without ranges, or of unknown length, as of pages that a server makes of folders."""
 
 _SCHEMES = ("s3", "gs", "az", "abfss", "http", "https")
 """Prefixes of addresses."""
@@ -112,12 +116,18 @@ def _request_error(error: Exception, kinds: Any, remote: str, place: str) -> Rea
         return ReadError(f"{place}: it is at another address; pass that.")
     if "redirect" in reason:
         return ReadError(f"{place}: it is in another region, or at another address; pass region= or endpoint=.")
+    if any(words in text for words in _ONLY_WHOLE):
+        return ReadError(
+            f"{place}: the server sends it only whole, but parts of it are read; copy it first, use a server that "
+            "answers range requests or, if it is a folder, pass the addresses of its files as a list."
+        )
     if not isinstance(error, kinds.GenericError) or (status and not _may_pass(status)):
         what = "address" if is_web(remote) else "address, the settings and the credentials, which may have expired"
         return ReadError(f"{place}: the server refuses the request ({reason}); check the {what}.")
     if _NO_CONNECTION in text:
+        server = _server_of(text) or remote
         return BusyError(
-            f"{place}: no connection to {_server_of(text) or remote} could be made ({reason}); check the "
+            f"{place}: no connection to {server}{_or_beyond(server, text)} could be made ({reason}); check the "
             "address and the network."
         )
     return BusyError(f"{place}: no complete response came ({reason}); try again later, or check the network.")
@@ -167,6 +177,14 @@ def _server_of(text: str) -> str:
     """Return the scheme and host of the request, if obstore's message has them."""
     found = re.search(r"performing [A-Z]+ (\w+://[^/\s]+)", text)
     return found[1] if found else ""
+
+
+def _or_beyond(server: str, text: str) -> str:
+    """Return words on a place that was not reached, if obstore's message tells that it is not the server's own."""
+    at = re.search(r'"tcp connect error",\s+(\S+:\d+),', text)
+    url = urlsplit(server)
+    own = url.port or {"http": 80, "https": 443}.get(url.scheme)
+    return f", or to {at[1]}, where it redirects," if at and not at[1].endswith(f":{own}") else ""
 
 
 def _reason_of(text: str) -> str:

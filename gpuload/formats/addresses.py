@@ -228,7 +228,14 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
 
     def missing(self) -> ReadError:
         """Return the error for a missing object."""
-        return self.denied or ReadError(f"{self}: no such object. Check the address.")
+        if self.denied is not None:
+            return self.denied
+        if self.can_list or self.base.endswith((*_OF_FILES, ".zarr")):
+            return ReadError(f"{self}: no such object. Check the address.")
+        return ReadError(
+            f"{self}: no such object, and a web server lists no folders. Check the address, or pass the addresses "
+            "of a folder's files as a list, or copy a SOMA experiment first."
+        )
 
     def first_bytes(self, n: int) -> bytes:
         """Return the first bytes of the object."""

@@ -7,6 +7,8 @@ next opening, as there may be thousands of shards.
 
 from __future__ import annotations
 
+import json
+import logging
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from gpuload.formats.addresses import Address
     from gpuload.remote import RemoteObject
 
+
+_log = logging.getLogger("gpuload")
 
 MAX_ASKED = 100_000
 """Limit on the objects of an array that a web server is asked for one by one: some minutes."""
@@ -65,7 +69,11 @@ class RemoteTree:
     def children(self, key: str) -> list[str]:
         """Return the names of the folders in a folder; see `Tree.children`."""
         if self._address.listed is None:
-            raise ReadError(f"{self.name}: a web server cannot list what is in {key or 'it'}; copy the store first.")
+            part = f"{self.name}/{key}/rna" if key else f"{self.name}/dataset_0"
+            raise ReadError(
+                f"{self.name}: a web server cannot list what is in {key or 'it'}; pass the address of a part, for "
+                f"example {part!r}, or of several as a list, or copy the store first."
+            )
         prefix = f"{key}/" if key else ""
         rest = (name[len(prefix) :] for name in self._address.listed if name.startswith(prefix))
         return sorted({name.partition("/")[0] for name in rest if "/" in name})
@@ -104,6 +112,13 @@ class RemoteTree:
         found = self._address.metadata(key) if listed is None else listed[key]
         if found is None or not found.nbytes:
             return None if found is None else b""
+        body = self._bytes(found)
+        if not _is_json(body):  # it may have been damaged in transfer, as chunks may
+            _log.warning("%s: %s is not valid JSON. Reading it once more.", self.name, key)
+            body = self._bytes(found)
+        return body
+
+    def _bytes(self, found: RemoteObject) -> bytes:
         return bytes(memoryview(self._address.uncached.get(found, 0, found.nbytes)))
 
     def _chunk(self, key: str) -> RemoteObject | None:
@@ -117,3 +132,11 @@ class RemoteTree:
                 f"{self.name}: /{key}: access was denied, which some servers also say of what is not there, as chunks "
                 "of zeros need not be; copy the store first."
             ) from error
+
+
+def _is_json(body: bytes) -> bool:
+    try:
+        json.loads(body)
+    except ValueError:
+        return False
+    return True

@@ -159,8 +159,16 @@ def test_what_a_web_server_cannot_list(server: Running, tmp_path: Path, monkeypa
     path = tmp_path / "collection.zarr"
     zarr_writers.collection(path, 2)
     address = f"{server.url}/data/{put(server, path)}"
-    with pytest.raises(ReadError, match=rf"^{address}: a web server cannot list what is in it; copy the store"):
+    words = rf"^{address}: a web server cannot list what is in it; .* example '{address}/dataset_0', or of several as a"
+    with pytest.raises(ReadError, match=words):
         gpuload.open_loader(address)
+    assert_same(batches([f"{address}/dataset_{number}" for number in range(2)]), batches(path))
+    (server.root / "data/experiment/__group").mkdir(parents=True)
+    (server.root / "data/experiment/__group/1").write_text("")
+    for name in ("experiment", "experiment/ms/RNA", "none"):
+        address = f"{server.url}/data/{name}"
+        with pytest.raises(ReadError, match=rf"^{address}: no such object, and a web server lists no folders\. Check"):
+            gpuload.open_loader(address)
     path = tmp_path / "chunks.zarr"
     zarr_writers.csr(path)
     address = f"{server.url}/data/{put(server, path)}"

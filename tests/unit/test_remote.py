@@ -245,6 +245,32 @@ def test_answers_that_are_not_what_was_asked_for(refusing: ObjectRemote, monkeyp
         refusing.get_whole("whole")
 
 
+class Whole(Refusing):
+    """Sends all of an object whatever part is asked for, or a page of a length that it does not say beforehand."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        is_page = self.path.endswith("folder")
+        self.send_response(200)
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.send_header(*(("Transfer-Encoding", "chunked") if is_page else ("Content-Length", "3")))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(b"3\r\nabc\r\n0\r\n\r\n" if is_page else b"abc")
+
+
+@pytest.mark.parametrize("name", ["file", "folder"])
+def test_a_server_that_sends_no_parts_is_said(refusing_server: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for method in ("do_GET", "do_HEAD"):
+        monkeypatch.setattr(Refusing, method, Whole.do_GET, raising=False)
+    monkeypatch.setattr(Refusing, "protocol_version", "HTTP/1.1")
+    remote = ObjectRemote(f"{refusing_server}/data")
+    with pytest.raises(ReadError, match=rf"/data/{name}: the server sends it only whole, but parts") as caught:
+        remote.get(remote.head(name) or RemoteObject(name, 3, ""), 0, 2)
+    assert not isinstance(caught.value, BusyError)
+
+
 class Weak(Refusing):
     """Has an object of three bytes under a weak ETag, which no If-Match is true of."""
 
@@ -322,6 +348,23 @@ def test_no_connection_is_said_in_one_sentence() -> None:
         "http://127.0.0.1:1/x/a: no connection to http://127.0.0.1:1 could be made (Connection refused); check the "
         "address and the network."
     )
+
+
+class Redirecting(Refusing):
+    """Sends everybody to a place where nothing is."""
+
+    def do_GET(self) -> None:
+        self.send_response(302)
+        self.send_header("Location", "http://127.0.0.1:1/there")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+def test_no_connection_where_a_server_redirects(refusing_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Refusing, "do_GET", Redirecting.do_GET)
+    words = rf"^{refusing_server}/x/a: no connection to {refusing_server}, or to 127\.0\.0\.1:1, where it redirects, "
+    with pytest.raises(BusyError, match=words):
+        open_remote(f"{refusing_server}/x").get(RemoteObject("a", 3, ""), 0, 3)
 
 
 def test_without_credentials_nothing_is_tried_again() -> None:

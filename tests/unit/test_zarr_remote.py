@@ -79,6 +79,26 @@ def test_the_chunks_of_an_array_are_asked_for_at_the_same_time(store: Path, no_l
     assert sorted(remote.gets.values()) == [1] * (N_FILES - len(ABSENT))
 
 
+@pytest.mark.parametrize("n_damaged", [1, 2])
+def test_metadata_damaged_in_transfer_is_read_once_more(store: Path, n_damaged: int, no_leaks: None) -> None:
+    class Damaging(CountingRemote):
+        n_left = n_damaged
+
+        def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
+            body = super().get(wanted, start, stop)
+            if wanted.key == "chunks/zarr.json" and self.n_left:
+                self.n_left -= 1
+                body[0] ^= 0x80
+            return body
+
+    if n_damaged == 1:
+        with node(Damaging(store), "chunks") as array:
+            np.testing.assert_array_equal(array.read(), expected())
+        return
+    with pytest.raises(CorruptDataError, match=r"chunks/zarr\.json is not valid JSON"), node(Damaging(store), "chunks"):
+        pass
+
+
 def test_the_indices_of_shards_are_asked_for_at_the_same_time(store: Path, no_leaks: None) -> None:
     remote = CountingRemote(store, wait_s=0.1)
     near = open_node(FolderTree(str(store)), "shards").layout()
