@@ -326,7 +326,7 @@ class Bench:
     def memory_nbytes(
         self, fetch_factor: int, num_threads: int, prefetch: int, read_nbytes: float | None = None
     ) -> int:
-        """Return the maximum memory of a loader in bytes: fetches, bytes in transfer, minibatches, scratch and metadata.
+        """Return the maximum memory of a loader in bytes: fetches, bytes in transfer, minibatches, scratch, metadata.
 
         Parameters
         ----------
