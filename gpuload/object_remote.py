@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from datetime import timedelta
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3")
+
+_SIGNING = re.compile(
+    "x-amz-.*|x-goog-.*|x-id|awsaccesskeyid|googleaccessid|key-pair-id|signature|expires|policy|"
+    "s(ig|v|t|e|r|p|pr|ip|ke|koid|ks|kt|ktid|kv)"
+)
+"""What signs web addresses at AWS, Google and Azure: it changes, and says nothing of the content."""
+
+_MOST_SHOWN = 16
+"""Longer values of a query are not shown: they may be secret."""
 
 
 class ObjectRemote:
@@ -80,6 +90,11 @@ class ObjectRemote:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _object_remote, (self.name + self._query, self._settings)
+
+    @property
+    def identity(self) -> str:
+        """The name with what else says which objects these are: a query, without what signs it."""
+        return self.name + named_query(self._query)
 
     @property
     def can_list(self) -> bool:
@@ -246,6 +261,18 @@ def split_query(url: str) -> tuple[str, str]:
         return url, ""
     base, mark, query = url.partition("?")
     return base, mark + query if query else ""
+
+
+def named_query(query: str) -> str:
+    """Return a query as part of a name: without signatures, which change, and with a digest for what is long."""
+    kept = []
+    for field in query.removeprefix("?").split("&"):
+        name, mark, value = field.partition("=")
+        if len(value) > _MOST_SHOWN:
+            value = f"~{blake2b(value.encode(), digest_size=6).hexdigest()}"
+        if field and not _SIGNING.fullmatch(name.lower()):
+            kept.append(f"{name}{mark}{value}")
+    return f"?{'&'.join(kept)}" if kept else ""
 
 
 def _object_remote(url: str, settings: dict[str, Any]) -> ObjectRemote:

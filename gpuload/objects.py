@@ -7,9 +7,6 @@ from dataclasses import dataclass, field
 MODIFIED = "modified "
 """Prefix of the substitute for an ETag if a server sends none: the time of the last change."""
 
-_NEVER = "1970-01-01 00:00:00+00:00"
-"""What obstore says of that time if a server sends neither."""
-
 
 @dataclass(frozen=True, slots=True)
 class RemoteObject:
@@ -37,11 +34,6 @@ class RemoteObject:
     def is_exact(self) -> bool:
         """Whether its ETag identifies its bytes: a weak one, or a time in place of one, need not."""
         return self.etag != "" and not self.etag.startswith((MODIFIED, "W/"))
-
-    @property
-    def has_state(self) -> bool:
-        """Whether anything tells its states apart: the server sent an ETag or the time of the last change."""
-        return self.etag not in ("", f"{MODIFIED}{_NEVER}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,10 +177,10 @@ def deal_quotas(shares: NDArray[np.float64]) -> tuple[NDArray[np.uint64], NDArra
     full = 1 << 32
     shares = np.ldexp(shares, -math.frexp(float(shares.max()))[1])  # exact; else large ones may add up to infinity
     k, total = shares.size, math.fsum(shares.tolist())
-    quotas = [math.floor(share / total * k * full) for share in shares.tolist()]
-    quotas[int(np.argmax(shares))] += k * full - sum(quotas)
-    alias = list(range(k))
-    small, large = [i for i in range(k) if quotas[i] < full], [i for i in range(k) if quotas[i] >= full]
+    dealt = np.floor(shares / total * k * full).astype(np.int64)
+    dealt[np.argmax(shares)] += k * full - int(dealt.sum())
+    small, large = np.flatnonzero(dealt < full).tolist(), np.flatnonzero(dealt >= full).tolist()
+    quotas, alias = dealt.tolist(), list(range(k))
     thresholds = quotas.copy()
     while small:
         i, j = small.pop(), large[-1]

@@ -143,7 +143,7 @@ class Wish:
     Attributes
     ----------
     memory_nbytes
-        Maximum memory of a loader, in bytes.
+        Maximum memory of a loader, in bytes, as it is on the CPU: on a GPU, arenas and scratch memory come on top.
     label
         Column of obs to mix well; None requires many blocks per fetch instead.
     min_entropy
@@ -326,7 +326,7 @@ class Bench:
     def memory_nbytes(
         self, fetch_factor: int, num_threads: int, prefetch: int, read_nbytes: float | None = None
     ) -> int:
-        """Return the maximum memory of a loader in bytes: fetches, bytes in transfer, minibatches, scratch, metadata.
+        """Return the maximum memory of a loader in bytes: fetches, transfers, minibatches, scratch and metadata.
 
         Parameters
         ----------

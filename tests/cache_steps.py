@@ -109,6 +109,7 @@ def badly(root: Path, remote: Path) -> None:
     for _ in range(2):  # an object that is kept changes its content
         write(remote / "s0")
         wanted = opened.remote.head("s0")
+        store.copies.evict(file_id for file_id, _ in store.copies.others("s0", "s00", wanted.etag))
         store.copies.keep(wanted, opened.remote.get(wanted, 0, wanted.nbytes))
     store.copies.drop(store.copies.find(wanted), "a fault")
     (remote / "big").write_bytes(bytes(BUDGET + 1))

@@ -73,7 +73,7 @@ class BlockRemote:
             raise PlanError(f"block_nbytes={block_nbytes}: expected at least 1, and at most 1 GiB.")
         self.remote = remote
         self.block_nbytes = block_nbytes
-        self.name = f"{remote.name} in blocks of {block_nbytes} bytes"
+        self.name = f"{getattr(remote, 'identity', remote.name)} in blocks of {block_nbytes} bytes"
         self._keys = keys
 
     def list(self) -> Iterator[RemoteObject]:
@@ -170,12 +170,12 @@ class BlockCache:
         Raises
         ------
         StoreError
-            Nothing tells the object's states apart, so a copy could be of an older one.
+            The server sends no strong ETag, so a copy could be of an older state of the object.
         """
         found = self.inner.head(key)
-        if found is not None and not found.has_state:
+        if found is not None and not found.is_exact:
             raise StoreError(
-                f"{self.name}/{key}: the server sends neither an ETag nor the time of the last change, so a "
+                f"{self.name}/{key}: the server sends no ETag that identifies its bytes (but {found.etag!r}), so a "
                 "cached copy might be of an older state; open it without cache=, or download it."
             )
         return found

@@ -88,7 +88,7 @@ class Catalogue(Database):
             number = int(meta["listing"]) + 1
             db.executemany(
                 "UPDATE meta SET value = ? WHERE name = ?",
-                [(number, "listing"), (now, "listing_began_at"), (lease, "listing_lease")],
+                [(number, "listing"), (lease, "listing_lease")],
             )
             return number
 
@@ -116,15 +116,18 @@ class Catalogue(Database):
 
     def note_listing_fault(self, fault: str, *, may_pass: bool) -> None:
         """Record why the remote could not be listed, and whether that may pass."""
-        self.set_meta(listing_fault=json.dumps([time.time(), may_pass, fault]))
+        self.set_meta(listing_fault=json.dumps([secrets.token_hex(8), may_pass, fault]))
 
-    def listing_fault(self, since: float) -> tuple[str, bool] | None:
-        """Return why the remote was never listed, and whether that may pass; None if nothing failed since a time."""
+    def listing_fault(self, before: str = "") -> tuple[str, bool, str] | None:
+        """Return why the remote was never listed, whether that may pass, and what tells this failure from others.
+
+        Return None if nothing has failed since the one `before`.
+        """
         meta = dict(self.rows("SELECT name, value FROM meta WHERE name IN ('listed_at', 'listing_fault')"))
         if meta["listed_at"] or "listing_fault" not in meta:
             return None
-        at, may_pass, fault = json.loads(meta["listing_fault"])
-        return (fault, may_pass) if at >= since else None
+        which, may_pass, fault = json.loads(meta["listing_fault"])
+        return None if which == before else (fault, may_pass, which)
 
     # --- downloads ---
 

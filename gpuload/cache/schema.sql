@@ -66,6 +66,6 @@ CREATE TRIGGER file_gone AFTER UPDATE OF state ON files WHEN OLD.state < 3 AND N
 END;
 
 INSERT INTO meta VALUES
-    ('version', 2), ('generation', 0), ('held_nbytes', 0), ('listing', 0), ('listing_began_at', 0.0),
+    ('version', 2), ('generation', 0), ('held_nbytes', 0), ('listing', 0),
     ('listed_at', 0.0), ('listing_lease', ''), ('remote', ''), ('fetched_nbytes', 0), ('evicted_nbytes', 0),
-    ('n_fetched', 0), ('n_evicted', 0), ('n_disk_full', 0), ('n_retries', 0);
+    ('n_fetched', 0), ('n_evicted', 0), ('n_disk_full', 0);

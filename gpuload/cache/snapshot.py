@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gpuload.cache.reading import Sample, SampleReader, assemble, check_reading
 from gpuload.checks import check_share, check_whole, is_whole
-from gpuload.errors import BusyError, CorruptDataError, PlanError, ReadError
+from gpuload.errors import BusyError, CorruptDataError, PlanError, ReadError, StoreError
 from gpuload.threads import PATIENCE_S, DaemonThreads, OneAtATime
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class Snapshot:
             is_last = is_over.wait(_NOTE_S)
             try:
                 self.flush()
-            except PlanError:  # the store is closed
+            except (PlanError, StoreError):  # the store is closed, or the catalogue is broken, which `close` tells
                 return
             except OSError:  # a busy catalogue or a full disk: a later call will succeed
                 pass

@@ -194,11 +194,13 @@ class SampleStore:
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._waited_s = 0.0
         self._warned: set[str] = set()
+        self._may_have_strays = True
         self._closer = Closer(self, _close, self._stop, None, self._lease, self._catalogue)
         try:
             self._check_remote()
             with usable(self.root):
                 repair(self._folders, self._catalogue, self._lease.name, self._settings.budget, is_opening=True)
+            *_, self._fault_before = self._catalogue.listing_fault() or ("",)
             if fetch:
                 self._catalogue.forgive_size(self._settings.budget)
                 self._fetchers = Fetchers(
@@ -218,7 +220,7 @@ class SampleStore:
 
     def _check_apart(self) -> None:
         """Refuse a folder that contains the remote's, or is in it: one would take in the other's files."""
-        remote = getattr(self.remote, "inner", self.remote)
+        remote = getattr(self.remote, "remote", self.remote)  # of a `BlockRemote`
         if not isinstance(remote, FolderRemote):
             return
         here, there = os.path.realpath(self.root), os.path.realpath(remote.name)
@@ -417,7 +419,7 @@ class SampleStore:
                 )
             if self._fetchers is not None:
                 self._fetchers.check()
-            fault, may_pass = self._catalogue.listing_fault(self._opened_at) or ("", True)
+            fault, may_pass, _ = self._catalogue.listing_fault(self._fault_before) or ("", True, "")
             if not may_pass:
                 raise ReadError(
                     f"no sample can arrive, because the remote cannot be listed: {fault.rstrip('.')}. Fix that, and "
@@ -463,8 +465,12 @@ class SampleStore:
         self._catalogue.check_process()
 
     def drop_strays(self) -> None:
-        """Remove copies without a row, as after the loss of the catalogue, if no process lists and would adopt them."""
-        if self._fetchers is None and not self._catalogue.meta("listing"):
+        """Remove copies without a row, as after the loss of the catalogue, if no process lists and would adopt them.
+
+        It looks for them only the first time: each file of a data set may ask.
+        """
+        if self._may_have_strays and self._fetchers is None and not self._catalogue.meta("listing"):
+            self._may_have_strays = False
             with usable(self.root):
                 for name in stray_names(self._folders, self._catalogue):
                     self._folders.remove(name)

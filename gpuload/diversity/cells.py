@@ -76,15 +76,16 @@ class InBatch:
 
 
 def fetch_cuts(
-    fetch: int, block_size: int, most: int, short: Sequence[int] = ()
+    fetch: int, block_size: int, most: int, *, short: Sequence[int] = (), before: int = 0
 ) -> list[tuple[int, list[tuple[int, int]]]]:
     """Return the equally likely ways to cut a fetch from concatenated blocks: (whole blocks, ranges within a block).
 
     Fetches begin at multiples of their size, hence at all multiples, within a block, of the divisor common to it, the
-    block size and the lengths of preceding `short` blocks; at most `most` are returned.
+    block size and the lengths of any `short` blocks before it, less the cells of known ones `before` it; at most `most`
+    are returned.
     """
     step = math.gcd(fetch, block_size, *short)
-    offsets = range(0, block_size, step * -(-(block_size // step) // most))
+    offsets = range(-before % step, block_size, step * -(-(block_size // step) // most))
     cuts = []
     for offset in offsets:
         head = (offset, min(block_size, offset + fetch))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +31,9 @@ _FEW = 0.01
 
 _MAX_RUN_OFFSETS = 8
 """Limit on positions within a block at which a fetch may begin: fewer than the model's, as each takes longer."""
+
+_MOST_SHORT = 4
+"""Of at most so many short blocks, all sets that may precede a fetch are considered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +100,11 @@ def entropy_of_runs(
     codes : (n,) integers
         Label of every cell, in file order; -1 = missing, which is a class.
     batch_size, block_size, fetch_factor
-        As in `gpuload.open_loader`; a fetch is at most the whole file.
+        As in `gpuload.open_loader`; a fetch is at most the whole file. The last one of an epoch, which may be smaller,
+        and its minibatches less diverse, is not considered.
     file_rows
         Cells per file, if `codes` cover several: blocks end with a file. A short block counts as a full one with the
-        same shares, drawn proportionally less often; fetches after it begin anywhere in a block.
+        same shares, drawn proportionally less often; it shifts where in a block the fetches after it begin.
 
     Raises
     ------
@@ -131,7 +137,7 @@ def entropy_of_runs(
     )
     return RunsEntropy(
         min(max(bits, lower), upper),
-        lower,
+        min(lower, upper),  # of few blocks, short ones, approximated, can make it more
         upper,
         model_bits,
         n_one_label / labels.size,
@@ -183,12 +189,16 @@ def _runs_totals(
 def _cuts(fetch: int, block_size: int, lengths: NDArray[np.int64]) -> list[tuple[float, int, list[tuple[int, int]]]]:
     """Return the ways to cut a fetch from blocks of these lengths, with the probability of each.
 
-    Before the first short block, whose position is random, fetches begin as if there were none; after it, anywhere.
+    The positions of short blocks are random: a fetch comes after any number of them, equally likely, and after any
+    ones. After some of many it begins anywhere.
     """
-    short = lengths[lengths < block_size].tolist()
-    kinds = [(1, ()), (len(short), tuple(set(short)))]
-    found = [(n, fetch_cuts(fetch, block_size, _MAX_RUN_OFFSETS, lengths)) for n, lengths in kinds if n]
-    return [(n / (len(cuts) * (len(short) + 1)), *cut) for n, cuts in found for cut in cuts]
+    short, cut = lengths[lengths < block_size].tolist(), partial(fetch_cuts, fetch, block_size, _MAX_RUN_OFFSETS)
+    if (n := len(short)) > _MOST_SHORT:
+        found = [(1 / (n + 1), cut()), (n / (n + 1), cut(short=short))]
+    else:
+        each = [some for size in range(n + 1) for some in combinations(short, size)]
+        found = [(1 / ((n + 1) * math.comb(n, len(some))), cut(before=sum(some))) for some in each]
+    return [(chance / len(cuts), *one) for chance, cuts in found for one in cuts]
 
 
 def fetch_entropy(codes: ArrayLike, batch_size: int) -> float:

@@ -6,11 +6,10 @@ An `Address` is a str, so it can be passed wherever a path can; code that opens 
 from __future__ import annotations
 
 import os
-import re
+import stat
 from collections.abc import Mapping
 from functools import cached_property
 from glob import has_magic
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
 
@@ -18,7 +17,7 @@ from gpuload.checks import check_order
 from gpuload.errors import PlanError, ReadError, shown
 from gpuload.formats.zarr_nodes import NODE_FILES
 from gpuload.hub import split_address
-from gpuload.object_remote import split_query
+from gpuload.object_remote import named_query, split_query
 from gpuload.remote import Patience, open_remote
 
 if TYPE_CHECKING:
@@ -35,20 +34,11 @@ _OF_FILES = (".h5ad", ".h5mu", ".h5", ".parquet", ".npy", ".npz", ".zip")
 _NOT_THERE = "gpuload-looks-whether-this-is-there"
 """A name that nothing has."""
 
-_SIGNING = re.compile(
-    "x-amz-.*|x-goog-.*|x-id|awsaccesskeyid|googleaccessid|key-pair-id|signature|expires|policy|"
-    "s(ig|v|t|e|r|p|pr|ip|ke|koid|ks|kt|ktid|kv)"
-)
-"""What signs web addresses at AWS, Google and Azure: it changes, and says nothing of the content."""
-
-_MOST_SHOWN = 16
-"""Longer values of a query are not shown: they may be secret."""
-
 
 class Address(str):  # noqa: SLOT000 - caches what it has found
     """The address of an object, or of a folder of objects, with what is needed to reach it.
 
-    As text it is a name to show and to know the same data by, which has no signatures; see `_named`.
+    As text it is a name to show and to know the same data by, which has no signatures; see `named_query`.
 
     Attributes
     ----------
@@ -75,7 +65,7 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
         base, query = split_query(url)
         scheme, _, rest = base.partition("://")
         base = f"{scheme}://{rest.rstrip('/')}"
-        address = cls(base + _named(query))
+        address = cls(base + named_query(query))
         address.base, address.query, address.cache, address.options = base, query, cache, options or {}
         return address
 
@@ -120,7 +110,8 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
                     f"{self}: the cache is for {remote.name}; open it over BlockRemote(open_remote(...)) with an "
                     "address that this one begins with."
                 )
-            return remote, self[len(remote.name) + 1 :]
+            key = self[len(remote.name) + 1 :]
+            return remote, unquote(key) if self.startswith("http") else key
         scheme, _, rest = self.base.partition("://")
         if scheme == "hf":
             repository, key = split_address(self)
@@ -257,22 +248,12 @@ def first_bytes(path: str) -> bytes:
     if address is not None:
         return address.first_bytes(8)
     try:
-        with open(path, "rb") as file:
-            return file.read(8)
+        if not stat.S_ISFIFO(os.stat(path).st_mode):
+            with open(path, "rb") as file:
+                return file.read(8)
     except OSError as error:
         raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
-
-
-def _named(query: str) -> str:
-    """Return a query as part of a name: without signatures, which change, and with a digest for what is long."""
-    kept = []
-    for field in query.removeprefix("?").split("&"):
-        name, mark, value = field.partition("=")
-        if len(value) > _MOST_SHOWN:
-            value = f"~{blake2b(value.encode(), digest_size=6).hexdigest()}"
-        if field and not _SIGNING.fullmatch(name.lower()):
-            kept.append(f"{name}{mark}{value}")
-    return f"?{'&'.join(kept)}" if kept else ""
+    raise ReadError(f"{path}: this is a pipe, which cannot be read out of order; write it to a file first.")
 
 
 def as_address(path: str) -> Address | None:

@@ -43,6 +43,9 @@ COLUMNS = (
 _MIN_ROWS = 1 << 12
 """Nothing is kept of files with fewer rows."""
 
+_FEW_ROWS = 16
+"""So many rows that begin alike do not by chance."""
+
 _GROUP = ("genes offset", "genes nbytes", "values offset", "values nbytes", "rows")
 
 
@@ -219,32 +222,40 @@ class _Probe:
     def has_leader(self) -> bool:
         """Return whether each row begins with gene `LEADER` and the same value below 0.
 
-        If the bounds of any row group allow it, the first such group is examined. If its rows do begin so, the others
-        are checked as they are read; if not, the first and the last that may are examined too.
+        If the bounds of any row group allow it, the first groups are examined, until they have `_FEW_ROWS` rows. If
+        these do begin so, the others are checked as they are read; if not, the first and the last group that may are
+        examined too.
         """
         genes, values = self.columns
         filled = [group for group in range(self.rows.size) if self._lengths_of(group).any()]
         may_have = [g for g in filled if not (genes.least[g] > LEADER or values.least[g] >= 0)]  # NaN: unknown
-        if may_have and self._has_leader(filled[0]):
-            return True
-        for group in {may_have[0], may_have[-1]} - {filled[0]} if may_have else ():
-            if self._has_leader(group):
-                raise self._mixed(int(self.rows[: filled[0]].sum()) + int(np.argmax(self._lengths_of(filled[0]) > 0)))
-        return False
-
-    def _has_leader(self, group: int) -> bool:
-        lengths = self._lengths_of(group)
-        at = (np.cumsum(lengths) - lengths)[lengths > 0]
-        numbers, values = self._decode(0, group)[at], self._decode(1, group)
-        found = values[at]
-        is_one = (numbers == LEADER) & (found < 0)
-        if not is_one.any() or np.any(found[is_one] != found[is_one][0]):
+        if not may_have:
             return False
+        n_rows = np.cumsum([np.count_nonzero(self._lengths_of(group)) for group in filled])
+        first = filled[: int(np.searchsorted(n_rows, _FEW_ROWS)) + 1]
+        return self._have_leader(first) or any(
+            self._have_leader([*first, group]) for group in {may_have[0], may_have[-1]} - set(first)
+        )
+
+    def _have_leader(self, groups: list[int]) -> bool:
+        rows, found, n_below = [], [], 0
+        for group in groups:
+            lengths = self._lengths_of(group)
+            at = (np.cumsum(lengths) - lengths)[lengths > 0]
+            values = self._decode(1, group)
+            n_below += int(np.count_nonzero(values < 0))
+            rows.append(int(self.rows[:group].sum()) + np.flatnonzero(lengths > 0))
+            found.append(np.where(self._decode(0, group)[at] == LEADER, values[at], 0))
+        first = np.concatenate(found)
+        is_one = first < 0
+        if not is_one.any() or np.any(first[is_one] != first[is_one][0]):
+            return False
+        is_signed = n_below > np.count_nonzero(is_one)  # other values are negative too
         if is_one.all():
-            return True
-        if np.count_nonzero(values < 0) > np.count_nonzero(is_one):
-            return False  # other values are negative too: signed data, not a marker
-        raise self._mixed(int(self.rows[:group].sum()) + int(np.flatnonzero(lengths > 0)[np.argmin(is_one)]))
+            return is_one.size > 1 or not is_signed
+        if is_signed:
+            return False
+        raise self._mixed(int(np.concatenate(rows)[np.argmin(is_one)]))
 
     def _mixed(self, row: int) -> StoreError:
         return StoreError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import ReadError
+from gpuload.errors import BusyError, ReadError
 from gpuload.remote import Patience, open_remote
 from gpuload.source import read_at
 
@@ -58,7 +58,11 @@ class RemoteSamples:
         found = self._remote.head(key)
         if found is None:
             raise ReadError(f"{self._remote.name}/{key}: no such object. Check the ID and the suffix.")
-        return self._remote.get(found, 0, found.nbytes)
+        whole = self._remote.get(found, 0, found.nbytes)
+        got = memoryview(whole).nbytes
+        if got != found.nbytes:
+            raise BusyError(f"{self._remote.name}/{key}: short read: wanted {found.nbytes} bytes, got {got}.")
+        return whole
 
 
 def open_source(source: Remote | str | os.PathLike[str]) -> FolderSamples | RemoteSamples:

@@ -87,7 +87,8 @@ class ClassBalanced:
             )
         counts = np.diff(edges)
         shares = classes.shares("ClassBalanced", self.shares, counts)[counts > 0]
-        queues = Queues(rows, np.unique(edges), cells.block_size)  # without the classes that have no cells
+        edges = edges[np.append(True, counts > 0)]  # without the classes that have no cells
+        queues = Queues(rows, edges, cells.block_size)
         n_samples = cells.n_rows if self.num_samples is None else int(self.num_samples)
         about = {"name": "ClassBalanced", "columns": about_column(self.column)}
         return Drawn(queues, Shares(shares), n_samples, about)

@@ -108,7 +108,8 @@ class Grouped:
         if not n_sets.sum():
             most = f"the largest has {counts.max()}" if counts.any() else "the label is missing in all"
             raise PlanError(f"Grouped({shown(self.column)}, size={self.size}): no class has that many cells; {most}.")
-        queues = Queues(rows, np.unique(edges), cells.block_size)  # without the classes that have no cells
+        edges = edges[np.append(True, counts > 0)]  # without the classes that have no cells
+        queues = Queues(rows, edges, cells.block_size)
         about = {"name": "Grouped", "columns": about_column(self.column), "remainder": self.remainder}
         sets = Sets(queues, n_sets[counts > 0], int(self.size), about)
         if self.shares is None:

@@ -196,9 +196,12 @@ def _hashes(rows: NDArray[np.int64], key: np.uint64) -> NDArray[np.uint64]:
 
 
 def _keys(logs: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return exponential keys from logarithms of random numbers: finite, but infinite for rows of weight 0."""
+    """Return exponential keys, over 64, from logarithms of random numbers; infinite for rows of weight 0.
+
+    The logarithms are above -64, so the key of no weight of at least `_LEAST` is infinite.
+    """
     with np.errstate(divide="ignore", over="ignore"):
-        keys = np.minimum(-logs / weights, np.finfo(np.float64).max)
+        keys = logs / -64 / weights
     return np.where(weights >= _LEAST, keys, np.inf)
 
 

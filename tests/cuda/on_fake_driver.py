@@ -28,7 +28,7 @@ import numpy as np
 
 import gpuload.backends.cuda.kvikio as kvikio_module
 from gpuload.backends.cuda.kvikio import KvikioReader
-from gpuload.backends.cuda.pinned import PinnedReader
+from gpuload.backends.cuda.pinned import BUFFER_NBYTES, PinnedReader
 from gpuload.backends.cuda.readers import PAGE, file_ends, place_extents
 from gpuload.errors import DeviceError, ReadError
 from gpuload.folder_source import FolderSource
@@ -728,6 +728,23 @@ def an_object_that_changes_or_goes_is_a_read_error() -> None:
         read_objects(source, data, reader, device)
 
 
+def what_is_no_file_is_read_by_several_threads() -> None:
+    """Else a source that is far is asked for one thing after the other."""
+    device, data = Device(), np.zeros(2 * BUFFER_NBYTES, dtype=np.uint8)
+    both = threading.Barrier(2, timeout=20)
+
+    class Slow(BufferSource):
+        def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
+            both.wait()
+            return super().read_into(buffer, offset)
+
+    reader, where = KvikioReader(device), np.array([0])
+    out = Arena(data.size)
+    reader.start(Slow("slow", data), where, np.array([data.size]), where, out, device.stream).result()
+    driver.cuStreamSynchronize(device.stream)
+    reader.close()
+
+
 def what_kvikio_cannot_reach_goes_through_pinned_memory() -> None:
     with object_store(key="with space ") as (source, data, _, reader, device):
         assert source.reach(0) is None
@@ -778,6 +795,7 @@ COMPAT = (
     readers_share_the_pool_of_the_process,
     the_bytes_are_those_of_the_file_that_was_opened,
     what_is_no_file_goes_through_pinned_memory,
+    what_is_no_file_is_read_by_several_threads,
     places_without_room_are_refused,
     gds_is_claimed_only_where_bytes_went_there,
     objects_are_byte_exact,

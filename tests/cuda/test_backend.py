@@ -575,6 +575,24 @@ def test_a_chunk_takes_room_in_the_cache_once(
     assert used == used[:1] * 3
 
 
+def test_room_of_a_load_that_failed_is_used_even_where_no_more_is_left(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant
+) -> None:
+    from gpuload.backends.cuda.cache import ChunkCache
+
+    opened = open_fake(store_variant("csr-gzip4").path, **SMALL)
+    read = opened.loader.store.recipe(np.array([[0, 100]])).reads[0]
+    numbers = np.arange(read.chunk_id.size)
+    last = numbers[-1:]
+    cache = ChunkCache(opened.device, int(-(-read.chunk_nbytes[-1] // 16) * 16))
+    reserved = cache.reserve(read, last)
+    np.testing.assert_array_equal(reserved, (last, [0]))
+    cache.release(read, last)
+    assert numbers.size > 1
+    np.testing.assert_array_equal(cache.reserve(read, numbers), reserved)
+    assert cache.used_nbytes == cache.memory.nbytes
+
+
 def test_a_load_that_fails_takes_no_room_in_the_cache(
     open_fake: Callable[..., Opened], copy_of: Callable[..., Any]
 ) -> None:
@@ -605,16 +623,16 @@ def test_an_arena_that_grows_takes_the_place_of_idle_memory(open_fake: Callable[
     assert arena.memory.nbytes >= 100
 
 
-@pytest.mark.parametrize("fault", ["read", "launch", "allocation"])
+@pytest.mark.parametrize(("fault", "n_good"), [("read", 0), ("launch", 0), ("allocation", 2), ("allocation", 8)])
 def test_whoever_keeps_an_error_keeps_no_device_memory(
-    open_fake: Callable[..., Opened], plain: Stored, monkeypatch: pytest.MonkeyPatch, fault: str
+    open_fake: Callable[..., Opened], plain: Stored, monkeypatch: pytest.MonkeyPatch, fault: str, n_good: int
 ) -> None:
-    opened = open_fake(plain.path, **SMALL)
+    opened = open_fake(plain.path, prefetch=1, **SMALL)
     device, free = opened.device, opened.device._left
-    n_before = device.n_allocated
+    most = device.n_allocated + n_good
 
     def failing(*args: Any, **options: Any) -> Any:
-        if device.n_allocated > n_before + 8 or fault != "allocation":
+        if device.n_allocated >= most or fault != "allocation":
             raise gpuload.DeviceError("cuda:0: out of memory.")
         return FakeDevice.empty(device, *args)
 

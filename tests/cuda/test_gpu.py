@@ -304,10 +304,13 @@ def test_the_path_is_that_of_the_counters(wide: Path) -> None:
 
 
 def test_device_memory_is_a_bound(wide: Path) -> None:
-    settings = {"device": "cuda:0", "batch_size": 1024, "device_memory": "64MiB"}
+    settings = {"device": "cuda:0", "batch_size": 1024, "fetch_factor": 4, "device_memory": "64MiB"}
     told = r"^cuda:0: out of memory: .*\. Lower fetch_factor, prefetch or device_cache, or set device_memory\.$"
-    with gpuload.open_loader(wide, **settings) as loader, pytest.raises(gpuload.DeviceError, match=told):
+    with gpuload.open_loader(wide, **settings) as loader, pytest.raises(gpuload.DeviceError, match=told) as error:
         next(iter(loader))
+    pool = loader._backend._device._memory  # type: ignore[attr-defined]
+    assert error.value.__traceback__ is not None  # which keeps no memory
+    assert pool.used_bytes() < 1 << 20
     gc.collect()
 
 

@@ -15,7 +15,7 @@ import pytest
 import gpuload
 from gpuload.cache import BlockCache, BlockRemote, SampleStore
 from gpuload.cache import blocks as blocks_module
-from gpuload.errors import CorruptDataError
+from gpuload.errors import CorruptDataError, ReadError
 from tests.cuda.test_backend import open_fake
 from tests.remotes import CountingRemote
 
@@ -112,6 +112,37 @@ def check_all(tmp_path: Path, cache: BlockCache, wanted: bytes) -> None:
     assert cache.n_remote_nbytes == n_remote, "what was dropped was not kept anew"
     held = {path.read_bytes() for path in copies(tmp_path)}
     assert held == {wanted[i : i + BLOCK] for i in range(0, NBYTES, BLOCK)}, "a damaged copy has stayed"
+
+
+def test_a_copy_that_is_damaged_and_cannot_be_removed_is_read_around(
+    tmp_path: Path, big: CountingRemote, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = (tmp_path / "remote" / "big").read_bytes()
+    with store_of(tmp_path, big) as store:
+        cache = BlockCache(store)
+        read(cache, 0, NBYTES)
+        for path in copies(tmp_path):
+            path.unlink()
+            path.mkdir()
+        for _ in range(3):
+            assert read(cache, 0, NBYTES) == wanted
+        assert cache.n_dropped == 6
+        assert store.held_nbytes == 6 * BLOCK, "what cannot be removed takes up room"
+    assert caplog.text.count("it cannot be removed, and takes up room") == 6
+    with pytest.raises(ReadError, match=r"/store: it cannot be the folder of a sample store: .*: Is a directory\. Put"):
+        store_of(tmp_path, big)
+
+
+def test_a_catalogue_that_takes_one_block_for_another_is_not_believed(tmp_path: Path, big: CountingRemote) -> None:
+    wanted = (tmp_path / "remote" / "big").read_bytes()
+    with store_of(tmp_path, big) as store:
+        cache = BlockCache(store)
+        read(cache, 0, NBYTES)
+        with store._catalogue.transaction() as db:
+            for old, new in (("big#0", "?"), ("big#1", "big#0"), ("?", "big#1")):
+                db.execute("UPDATE keys SET key = ? WHERE key = ?", (new, old))
+    with store_of(tmp_path, big) as store:
+        assert read(BlockCache(store), 0, NBYTES) == wanted
 
 
 def test_what_is_whole_stays(tmp_path: Path, big: CountingRemote) -> None:

@@ -108,8 +108,10 @@ def test_lists_of_other_lengths(write: Callable[..., Path]) -> None:
 def test_leaders_in_some_rows(write: Callable[..., Path]) -> None:
     path = write(genes=[[1, 5], [], [4, 5], [1, 6]], expressions=[[-2.0, 1.0], [], [2.0, 3.0], [-2.0, 1.0]])
     assert_refused("StoreError", path, str(path), "[CLS]", "row 2 for one")
-    genes, values = [[1, 5], [1, 7], [4, 5], [4, 6]], [[-2.0, 1.0], [-2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
-    with_bounds = {"row_group_size": 2}
+    few = write(genes=[[1, 5], [4, 5]], expressions=[[-2.0, 1.0], [4.0, 5.0]], options={"row_group_size": 1})
+    assert_refused("StoreError", few, str(few), "[CLS]", "row 1 for one")
+    genes, values = 20 * [[1, 5]] + 20 * [[4, 5]], 20 * [[-2.0, 1.0]] + 20 * [[4.0, 5.0]]
+    with_bounds = {"row_group_size": 20}
     path = write(genes=genes, expressions=values, options=with_bounds)
     assert_refused("CorruptDataError", path, "chunk 1 of", "[CLS]", shuffle=False)
     path = write(genes=genes[::-1], expressions=values[::-1], options=with_bounds)

@@ -259,6 +259,12 @@ def test_something_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Mon
         assert_refused("ReadError", "cells.h5ad", "cells.h5ad: cannot be opened: No such device", "Check the path")
 
 
+def test_a_pipe(tmp_path: Path) -> None:
+    path = tmp_path / "cells.h5ad"
+    os.mkfifo(path)
+    assert_refused("ReadError", path, f"{path}: this is a pipe", "; write it to a file first.")
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"cells,genes\n1,2\n", b"\x89HDF\r\n\x1a\n", b"\x89HDF\r\n\x1a\n" + bytes(4096)]
 )

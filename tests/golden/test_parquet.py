@@ -219,6 +219,21 @@ def test_values_below_zero_are_no_leaders(tmp_path: Path) -> None:
     one = np.array([[2, 0, 4], [0, -2, 1], [3, 0, -4], [0, 5, 0]], dtype=np.float32)  # one row as if with a leader
     write_parquet(tmp_path / "d.parquet", csr_matrix(one), {})
     np.testing.assert_array_equal(read(tmp_path / "d.parquet"), one)
+    for rows in ([1, 0, 2, 3], [0, 2, 3, 1], [0, 1, 3, 2]):  # in a row group of its own
+        write_parquet(tmp_path / "e.parquet", csr_matrix(one[rows]), {}, row_group_size=1)
+        np.testing.assert_array_equal(read(tmp_path / "e.parquet"), one[rows])
+    single = np.array([[0, -2, 1, -1]], dtype=np.float32)
+    write_parquet(tmp_path / "f.parquet", csr_matrix(single), {})
+    np.testing.assert_array_equal(read(tmp_path / "f.parquet"), single)
+    many = np.vstack([np.tile([[3, 0, -4]], (40, 1)), [[0, -2, 1]]]).astype(np.float32)
+    write_parquet(tmp_path / "g.parquet", csr_matrix(many), {}, row_group_size=10)
+    np.testing.assert_array_equal(read(tmp_path / "g.parquet"), many)
+
+
+def test_leaders_of_single_rows(tmp_path: Path) -> None:
+    for X in (np.ones((1, 4), np.float32), np.tile(np.float32([0, 2, 0, 4]), (30, 1))):
+        write_parquet(tmp_path / "a.parquet", csr_matrix(X), {}, first=3, leader=-2.0, row_group_size=1)
+        np.testing.assert_array_equal(read(tmp_path / "a.parquet")[:, 3:], X)
 
 
 def test_files_without_cells_and_groups_without_values(tmp_path: Path) -> None:

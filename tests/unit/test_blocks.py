@@ -13,13 +13,15 @@ import pytest
 
 from gpuload.cache import BlockCache, BlockRemote, SampleStore
 from gpuload.cache.catalogue import Catalogue
-from gpuload.errors import PlanError, ReadError
+from gpuload.errors import BusyError, PlanError, ReadError
 from gpuload.remote import FolderRemote
 from tests.remotes import CountingRemote
 from tests.unit.test_cache import full, lacks_descriptors, lose_catalogue, until
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from gpuload.remote import RemoteObject
 
 NBYTES, BLOCK = 100_000, 4_096
 N_BLOCKS = -(-NBYTES // BLOCK)
@@ -187,6 +189,72 @@ def test_another_content_takes_the_place_of_the_old(tmp_path: Path, big: Countin
             assert cache.n_remote_nbytes == n_first
 
 
+@pytest.mark.parametrize("n_now", [NBYTES, 3 * BLOCK])
+def test_another_content_takes_the_place_of_the_old_although_the_budget_is_full(
+    tmp_path: Path, big: CountingRemote, n_now: int
+) -> None:
+    (tmp_path / "remote" / "big.h5ad#1").write_bytes(b"x" * BLOCK)
+    with store_of(tmp_path, big, n_held=N_BLOCKS + 1, fetch=False) as store:
+        cache = BlockCache(store)
+        for key in ("big.h5ad#1", "big.h5ad"):
+            found = cache.head(key)
+            assert found is not None
+            cache.get(found, 0, found.nbytes)
+        assert store.held_nbytes == (N_BLOCKS + 1) * BLOCK
+    wanted = os.urandom(n_now)
+    (tmp_path / "remote" / "big.h5ad").write_bytes(wanted)
+    with store_of(tmp_path, big, n_held=N_BLOCKS + 1, fetch=False) as store:
+        cache = BlockCache(store)
+        now, other = cache.head("big.h5ad"), cache.head("big.h5ad#1")
+        assert now is not None
+        assert other is not None
+        for _ in range(3):
+            n_remote = cache.n_remote_nbytes
+            assert cache.get(now, 0, n_now).tobytes() == wanted
+        assert cache.n_remote_nbytes == n_remote
+        assert store.held_nbytes == -(-n_now // BLOCK) * BLOCK + BLOCK
+        assert cache.get(other, 0, BLOCK).tobytes() == b"x" * BLOCK
+        assert cache.n_remote_nbytes == n_remote, "the blocks of another object were dropped"
+
+
+def test_a_smaller_budget_holds_for_blocks_too(tmp_path: Path, big: CountingRemote) -> None:
+    wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
+    for n_held in (N_BLOCKS, 3, N_BLOCKS, 0):
+        with store_of(tmp_path, big, n_held=n_held, fetch=False) as store:
+            cache = BlockCache(store)
+            assert store.held_nbytes <= n_held * BLOCK
+            found = cache.head("big.h5ad")
+            assert found is not None
+            assert cache.get(found, 0, NBYTES).tobytes() == wanted
+            assert store.held_nbytes == n_held * BLOCK
+
+
+class Short(FolderRemote):
+    """A folder that gives less than it was asked for."""
+
+    n = 1
+
+    def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
+        return super().get(wanted, start, stop)[: self.n]
+
+
+@pytest.mark.parametrize("n", [0, 1, 7])
+@pytest.mark.parametrize("n_held", [0, N_BLOCKS])
+def test_a_short_answer_is_not_taken_for_the_bytes(tmp_path: Path, big: CountingRemote, n: int, n_held: int) -> None:
+    remote = Short(big.name)
+    with store_of(tmp_path, remote, n_held=n_held, fetch=False) as store:
+        cache = BlockCache(store)
+        found = cache.head("big.h5ad")
+        assert found is not None
+        if not n_held:
+            remote.n = BLOCK
+            cache.get(found, 0, 10)  # from then on it asks for no whole blocks
+        remote.n = n
+        with pytest.raises(BusyError, match=rf"big\.h5ad#0: short read at byte \d: wanted \d+ bytes, got {n}\.$"):
+            cache.get(found, 2, 100)
+        assert not store.held_nbytes
+
+
 def test_a_full_disk_is_room_for_nothing(tmp_path: Path, big: CountingRemote, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
 
@@ -232,6 +300,17 @@ def test_blocks_of_a_lost_catalogue_take_no_room(tmp_path: Path, big: CountingRe
             assert len(list(objects.rglob("*.*"))) == N_BLOCKS
         lose_catalogue(tmp_path)
     assert n_left == N_BLOCKS, "whoever only opens a store leaves what another rank may adopt"
+
+
+def test_copies_are_gone_through_once_for_all_files_of_a_data_set(
+    tmp_path: Path, big: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store_of(tmp_path, big, fetch=False) as store:
+        listdir, listed = os.listdir, []
+        monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or listdir(path))  # type: ignore[func-returns-value]
+        for _ in range(3):
+            BlockCache(store)
+    assert len(listed) == 256
 
 
 def test_a_limit_of_open_files_is_no_fault_of_a_block(

@@ -1250,6 +1250,21 @@ def test_what_failed_is_asked_for_again_when_it_is_time(
         assert (store._catalogue.reserve(store._lease.name, N * COST) is not None) is is_asked
 
 
+def test_a_listing_that_fails_is_told_although_the_clock_goes_back(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote, fetch=False) as store:
+        store._catalogue.note_listing_fault("an old fault", may_pass=False)
+    with opened(tmp_path, remote, fetch=False) as store:
+        with pytest.raises(ReadError, match=r"^wait_s=0\.1: 0 samples are in .* after that time, but min_samples=1"):
+            store.snapshot(wait_s=0.1)
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() - 3600)
+        store._catalogue.note_listing_fault("there is no bucket", may_pass=False)
+        with pytest.raises(ReadError, match=r"the remote cannot be listed: there is no bucket\. Fix that"):
+            store.snapshot(wait_s=5)
+
+
 def test_room_that_was_wanted_by_a_clock_that_was_ahead_is_not_made(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
@@ -1350,6 +1365,21 @@ def test_a_store_that_is_closed_loses_no_uses(
         list(batches)
     with opened(tmp_path, remote, n_held=N, fetch=False) as store:
         assert store.coverage().n_visits == 14
+
+
+def test_a_catalogue_that_breaks_during_an_epoch_is_told_at_its_end(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_down(*_: Any) -> None:
+        raise StoreError("it is broken")
+
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        snapshot = store.snapshot()
+        monkeypatch.setattr(store, "note_visits", break_down)
+        assert len(keyed(snapshot)) == N  # an error in the thread that notes uses would fail the test
+        with pytest.raises(StoreError, match="it is broken"):
+            snapshot.close()
 
 
 def test_a_store_that_is_closed_in_the_middle_ends_the_thread_that_notes_uses(
@@ -1528,6 +1558,41 @@ def test_a_broken_catalogue_is_told(tmp_path: Path, remote: CountingRemote) -> N
         pass
 
 
+def test_a_catalogue_of_which_something_is_broken_is_told(tmp_path: Path, remote: CountingRemote) -> None:
+    path, told = tmp_path / "store" / "catalogue.sqlite", "cannot be read as the catalogue of a sample store: .* Remove"
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+    whole = path.read_bytes()
+    for harmed in (
+        whole[: whole.index(b"CREATE TABLE files") + 30].ljust(len(whole), b"\xff"),
+        whole.replace(b"files_held", b"files\xff\xffld"),  # a name that is no text
+        whole[:8192] + b"\x55" * (len(whole) - 8192),  # the beginning is whole
+    ):
+        path.write_bytes(harmed)
+        with pytest.raises(StoreError, match=told), opened(tmp_path, remote, fetch=False):
+            pass
+    path.write_bytes(whole)
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("DELETE FROM meta WHERE name = 'listed_at'")
+    with pytest.raises(StoreError, match="sample store: no 'listed_at' is in it"), opened(tmp_path, remote):
+        pass
+    path.write_bytes(whole)
+    with opened(tmp_path, remote, fetch=False) as store:
+        path.write_bytes(b"")
+        with pytest.raises(StoreError, match=told):
+            store.stats()
+
+
+def test_a_catalogue_that_takes_one_copy_for_another_is_not_believed(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        one, two = store._catalogue.rows("SELECT id, name, crc FROM files WHERE state = 1 ORDER BY id LIMIT 2")
+        with store._catalogue.transaction() as db:
+            for (of, *_), (_, name, crc) in ((one, (0, "?", 0)), (two, one), (one, two)):
+                db.execute("UPDATE files SET name = ?, crc = ? WHERE id = ?", (name, crc, of))
+        assert sorted(train(store)) == list(range(N))
+
+
 def test_a_catalogue_of_another_version_is_told(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote, fetch=False):
         pass
@@ -1602,6 +1667,68 @@ def test_processes_that_open_a_new_catalogue_at_once_wait_for_each_other(tmp_pat
 
 
 REFUSED = r"^{}: {}; check its permissions and the disk\.$"
+
+
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path, remote: CountingRemote) -> None:
+    root = tmp_path / "store"
+    theirs = [root / "tmp" / "draft.txt", root / "tmp" / "part" / "x", root / "leases" / "1.pdf"]
+    theirs += [root / "objects" / "ab" / "ab.pack", root / "objects" / "a.b", root / "readme"]
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("theirs")
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+    with opened(tmp_path, remote, n_held=N, fetch=False) as store:
+        store._catalogue.set_meta(listing=0)
+        store.drop_strays()
+        assert len(train(store)) == N
+    assert [path.read_text() for path in theirs] == ["theirs"] * len(theirs)
+
+
+def test_folders_that_are_gone_are_made_again(tmp_path: Path, remote: CountingRemote, no_leaks: None) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+    for part in ("objects/3a", "objects/ff", "tmp", "leases"):
+        shutil.rmtree(tmp_path / "store" / part)
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        assert len(train(store)) == N
+    with opened(tmp_path, remote, n_held=N, fetch=False) as store:
+        shutil.rmtree(tmp_path / "store")
+
+
+def test_what_the_system_refuses_in_the_folder_is_told(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    def refuse(*arguments: Any, **_: Any) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), "the/file")
+
+    told = r"/store: it cannot be the folder of a sample store: the/file: Permission denied\. Put that right, or choose"
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+    for module, name in ((store_module, "Lease"), (store_module, "repair"), (store_module, "Catalogue")):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, refuse)
+            with pytest.raises(ReadError, match=told), opened(tmp_path, remote):
+                pass
+
+
+@pytest.mark.parametrize("root", ["", "~/store", "s3://bucket/store", b"store", None, "a\0b"])
+def test_what_is_no_local_folder_is_refused(
+    tmp_path: Path, remote: CountingRemote, root: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PlanError, match=r"^root=.*: expected the path of a local folder, as text; '~' is not"):
+        SampleStore(root, remote, fetch=False)
+    assert os.listdir(tmp_path) == ["remote"]
+
+
+def test_a_remote_in_a_folder_that_is_not_utf_8(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/remote\xff"))
+    for _ in range(2):
+        with opened(tmp_path, CountingRemote(fill(folder, N)), n_held=N) as store:
+            full(store, N)
+            assert len(train(store)) == N
 
 
 def test_a_catalogue_that_cannot_be_opened_is_told(tmp_path: Path, remote: CountingRemote) -> None:

@@ -320,6 +320,15 @@ def test_one_block_a_fetch_and_a_whole_file_are_exact():
     assert small.bits == pytest.approx(entropy_bits([0, 1, 1], 2), abs=1e-12)
 
 
+def test_bounds_are_in_order_where_short_blocks_are_many():
+    """A fetch is the whole of two files, one of which ends with a short block."""
+    for seed in range(20):
+        codes = np.random.default_rng(seed).integers(0, 4, size=27)
+        found = entropy_of_runs(codes, batch_size=64, block_size=4, fetch_factor=8, file_rows=(19, 8))
+        assert found.bits == pytest.approx(fetch_entropy(codes, 27), abs=1e-12)
+        assert found.lower <= found.bits <= found.upper
+
+
 # --- the plan's own fetches ---
 
 
@@ -332,6 +341,9 @@ def test_one_block_a_fetch_and_a_whole_file_are_exact():
         ((3_000, 17, 0, 5_003), 32, 24, 9),
         ((8_000,), 32, 1, 4),
         ((400, 600, 300), 8, 16, 8),
+        ((2_050,), 16, 64, 4),  # a fetch is a block; after the short one, the end of a block and the start of the next
+        ((801,), 2, 2, 1),
+        ((1_922, 1_921), 16, 64, 4),
     ],
 )
 def test_runs_agree_with_the_fetches_of_the_plan(file_rows, batch_size, block_size, fetch_factor):

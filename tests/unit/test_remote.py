@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.s3server import start
-from gpuload.cache import SampleStore
+from gpuload.cache import BlockRemote, SampleStore
 from gpuload.errors import BusyError, MissingDependencyError, PlanError, ReadError
 from gpuload.remote import FolderRemote, ObjectRemote, RemoteObject, open_remote
 from tests.remotes import fill
@@ -495,11 +495,14 @@ def test_a_profile_of_which_boto3_makes_nothing_is_told(
 def test_a_store_needs_a_folder_of_its_own(tmp_path: Path) -> None:
     fill(tmp_path / "remote", 1)
     (tmp_path / "file").touch()
-    with pytest.raises(ReadError, match=r"file: it cannot be the folder of a sample store: .*\. Choose another folder"):
+    with pytest.raises(
+        ReadError, match=r"file: it cannot be the folder of a sample store: .*file/tmp: Not a directory\. "
+    ):
         SampleStore(tmp_path / "file", tmp_path / "remote")
     for root in (tmp_path / "remote", tmp_path / "remote" / "store", tmp_path):
-        with pytest.raises(PlanError, match="choose a separate folder"):
-            SampleStore(root, tmp_path / "remote")
+        for remote in (FolderRemote(tmp_path / "remote"), BlockRemote(FolderRemote(tmp_path / "remote"))):
+            with pytest.raises(PlanError, match="choose a separate folder"):
+                SampleStore(root, remote)
     assert [path.name for path in (tmp_path / "remote").iterdir()] == ["0000.npy"]  # nothing was made
     assert {path.name for path in tmp_path.iterdir()} == {"remote", "file"}
     with SampleStore(tmp_path / "remote2", tmp_path / "remote", fetch=False):

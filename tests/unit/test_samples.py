@@ -408,12 +408,16 @@ def test_a_batch_of_which_nothing_can_be_had_is_left_out(data: Path) -> None:
 
 def test_remotes(data: Path) -> None:
     remote = FlakyRemote(data, every=5)
-    remote.KINDS = ("busy", "reset", "busy", "reset")  # type: ignore[misc]
+    remote.KINDS = ("busy", "reset", "short", "reset")  # type: ignore[misc]
     samples = SampleSet(IDS, LABELS, remote)
     assert samples.is_remote
     assert all(is_right(X, y) for X, y in SampleLoader(samples, batch_size=8, shuffle=True))
     with pytest.raises(ReadError, match=r"none\.pt: no such object"):
         SampleSet(["none"], None, remote)[0]
+    remote.every, remote.KINDS = 2, ("short", "busy") * 2  # type: ignore[misc]
+    for id_ in IDS:
+        X, _ = SampleSet([id_], None, remote, "bytes", suffix=".pt")[0]
+        assert X.numpy().tobytes() == (data / f"{id_}.pt").read_bytes()
 
 
 def test_a_batch_and_the_next_ones_are_fetched_at_once(data: Path) -> None:

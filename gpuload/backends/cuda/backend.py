@@ -276,7 +276,8 @@ class CudaBackend:
             for outcome in outcomes:
                 if outcome.kept is not None:
                     self._cache.release(outcome.read, outcome.kept[0])
-            # Else whoever keeps the error, as notebooks do, keeps the device memory in the frames of its traceback.
+            # Else whoever keeps the error, as notebooks do, keeps the device memory in the frames of its traceback. (In
+            # closures it would stay: there are none on the way.)
             traceback.clear_frames(error.__traceback__)
             outcomes.clear()
             raise
@@ -303,29 +304,29 @@ class CudaBackend:
         return resident
 
     def _new_resident(self, recipe: Recipe, stream: Any) -> CudaResident:
-        resident = CudaResident(recipe.n_rows, recipe.n_vars)
-
-        def array(shape: tuple[int, ...], dtype: Any) -> Any:
-            made, lease = self._residents.array(shape, dtype, stream)
-            resident.leases.append(lease)
-            return made
-
-        def uploaded(host: NDArray[np.int64] | None) -> Any:
-            if host is None:
-                return None
-            made, pinned = array(host.shape, np.int64), self._device.pinned(host.nbytes)
-            pinned[:] = host.view(np.uint8)
-            self._device.upload(pinned, made, stream)
-            resident.held.append(pinned)
-            return made
-
-        resident.host_indptr = recipe.indptr
-        resident.indptr, resident.map_start = uploaded(recipe.indptr), uploaded(recipe.map_start)
+        resident = CudaResident(recipe.n_rows, recipe.n_vars, recipe.indptr)
+        resident.indptr = self._uploaded(recipe.indptr, resident, stream)
+        resident.map_start = self._uploaded(recipe.map_start, resident, stream)
         if recipe.kind == "dense":
-            resident.X = array((recipe.nnz,), np.float32)
+            resident.X = self._leased(recipe.nnz, np.float32, resident, stream)
         else:
-            resident.indices, resident.data = array((recipe.nnz,), np.int32), array((recipe.nnz,), np.float32)
+            resident.indices = self._leased(recipe.nnz, np.int32, resident, stream)
+            resident.data = self._leased(recipe.nnz, np.float32, resident, stream)
         return resident
+
+    def _leased(self, n: int, dtype: type, resident: CudaResident, stream: Any) -> Any:
+        made, lease = self._residents.array((n,), dtype, stream)
+        resident.leases.append(lease)
+        return made
+
+    def _uploaded(self, host: NDArray[np.int64] | None, resident: CudaResident, stream: Any) -> Any:
+        if host is None:
+            return None
+        made, pinned = self._leased(host.size, np.int64, resident, stream), self._device.pinned(host.nbytes)
+        pinned[:] = host.view(np.uint8)
+        self._device.upload(pinned, made, stream)
+        resident.held.append(pinned)
+        return made
 
     def _run(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident, outcomes: list[Outcome]) -> None:
         """Read extents lo..hi into an arena, launch the decoding of their chunks, and append the outcome."""

@@ -88,13 +88,12 @@ class ChunkCache:
             known = self._of(read.layout)
             numbers = numbers[~known.is_taken[read.chunk_id[numbers]]]
             place = known.room[read.chunk_id[numbers]]
-            nbytes = np.where(place < 0, slots(read.chunk_nbytes[numbers]), 0)
+            is_new = place < 0
+            nbytes = np.where(is_new, slots(read.chunk_nbytes[numbers]), 0)
             ends = self._used + np.cumsum(nbytes)
-            place = np.where(place < 0, ends - nbytes, place)
-            n = int(np.searchsorted(ends, self._nbytes, side="right"))
-            if n:
-                self._used = int(ends[n - 1])
-            numbers, place = numbers[:n], place[:n]
+            fits = ~is_new | (ends <= self._nbytes)
+            self._used = int(ends[is_new & fits].max(initial=self._used))
+            numbers, place = numbers[fits], np.where(is_new, ends - nbytes, place)[fits]
             known.room[read.chunk_id[numbers]] = place
             known.is_taken[read.chunk_id[numbers]] = True
         return numbers, place

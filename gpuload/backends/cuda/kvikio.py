@@ -132,7 +132,7 @@ class KvikioReader:
         _pool_size.join(kvikio.defaults, self._pool_threads)
         self._monitor = SummaryMonitor()
         self._threads = Threads(N_SUBMITTERS, "kvikio", self._release)
-        self._pinned = PinnedReader(device, num_threads=1, buffer_nbytes=1 << 20)
+        self._pinned = PinnedReader(device)
 
     @property
     def io_mode(self) -> str:
