@@ -83,6 +83,11 @@ def expand(path: str) -> list[str]:
     names = sorted(name for name in is_meant if name.endswith(ENDINGS))
     endings = sorted({os.path.splitext(name)[1] for name in names})
     if not names:
+        if any(name.removesuffix(".gz").endswith(".mtx") for name in within):
+            raise StoreError(
+                f"{path}: this folder holds a matrix as text (.mtx); write it as .h5ad once, for example with "
+                "scanpy.read_10x_mtx(folder).write_h5ad(DST)."
+            )
         raise StoreError(
             f"{path}: this folder has no cells: neither files that end in {', '.join(ENDINGS)} nor the parts of a "
             "zarr, an SCDL or a SOMA store. Check the path."

@@ -167,6 +167,13 @@ def test_files_of_text_are_named_as_what_they_are(tmp_path, name):
         open_loader(tmp_path / name)
 
 
+def test_a_folder_of_text_as_cell_ranger_writes_it_is_named_as_what_it_is(tmp_path):
+    for name in ("barcodes.tsv.gz", "features.tsv.gz", "matrix.mtx.gz"):
+        (tmp_path / name).write_bytes(b"\x1f\x8b\x08")
+    with pytest.raises(StoreError, match=r"a matrix as text \(\.mtx\); write it as \.h5ad .*read_10x_mtx\(folder\)"):
+        open_loader(tmp_path)
+
+
 def test_files_of_R_and_loom_are_named_as_what_they_are(tmp_path):
     (tmp_path / "cells.rds").write_bytes(b"\x1f\x8b\x08")
     with pytest.raises(StoreError, match=r"; this is R's own format; write it from R as \.h5ad, .*anndataR\.$"):
