@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 try:
     import numpy as np
     import pandas as pd
-    from modality_data import GENES, PROTEINS, Cells, Table, read_cells, write_prediction
+    from modality_data import GENES, PROTEINS, Cells, Table, read_cells, settings_of_new, write_prediction
     from modality_engines import ENGINES
     from modality_examples import write_real, write_synthetic
     from modality_model import ProteinModel
@@ -197,9 +197,8 @@ def predict_new(args: argparse.Namespace, out: Path) -> None:
     is_counts = args.counts if model.is_counts_ is None else model.is_counts_
     path = args.paths[0]
     genes = Table(path, f"mod/{args.modalities[0]}" if path.suffix == ".h5mu" else "", args.layer)
-    transform = gpuload.Transform(target_sum=1e4, log1p=True) if is_counts else None
     out.mkdir(parents=True, exist_ok=True)
-    predicted = model.predict({"paths": genes.address, "layer": genes.layer, "transform": transform})
+    predicted = model.predict(settings_of_new(genes, is_counts=is_counts))
     none = np.empty(0, dtype=np.int64)
     everyone = np.arange(len(predicted))
     cells = Cells(

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pandas as pd
 from anndata.io import read_elem, write_elem
-from scipy.sparse import csc_matrix, issparse
+from scipy.sparse import csc_matrix, issparse, vstack
 
 import gpuload
 from gpuload.synthetic_cite import log_ratios
@@ -27,6 +27,8 @@ GENES, PROTEINS = "rna", "prot"
 """MuData's usual names of the modalities."""
 
 METHOD = "gpuload_krr"
+
+COUNTS_PER_10_000 = gpuload.Transform(target_sum=1e4, log1p=True)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ def read_cells(
     layer
         Of the genes and of the proteins; None: X, or "normalized" where there is no X.
     is_counts
-        Their values are counts: take log1p of counts per 10,000 of the genes, log ratios of the proteins.
+        Their values are counts: take log1p of counts per 10,000 of the genes, log ratios of the proteins. Genes that
+        stand beside proteins in one matrix are then read into memory.
 
     Raises
     ------
@@ -299,8 +302,7 @@ def _of_pair(
 
 def _of_stacked(table: Table, batch: str | None, test: Sequence[str], is_counts: bool) -> Cells:
     """Read genes and proteins that stand side by side in one matrix, as the competition's data set in GEO does."""
-    kinds = table.var.get("feature_types", pd.Series(dtype=str)).astype(str).to_numpy()
-    is_gene, is_protein = np.isin(kinds, ["GEX", "Gene Expression"]), np.isin(kinds, ["ADT", "Antibody Capture"])
+    is_gene, is_protein = _kinds(table)
     if not is_gene.any() or not is_protein.any():
         raise gpuload.StoreError(
             f"{table.path}: var has no column 'feature_types' that says GEX and ADT; give genes and proteins as two "
@@ -316,7 +318,7 @@ def _of_stacked(table: Table, batch: str | None, test: Sequence[str], is_counts:
         proteins = np.concatenate([found.X for found in loader])
     proteins = _log_ratios(proteins, table.address) if is_counts else proteins
     return Cells(
-        genes={**_gene_settings([table], is_counts), "genes": is_gene},
+        genes=_counts_alone(table, is_gene) if is_counts else {**_gene_settings([table], False), "genes": is_gene},
         names=table.obs.index,
         rows=np.flatnonzero(~is_test),
         proteins=proteins[~is_test],
@@ -326,6 +328,32 @@ def _of_stacked(table: Table, batch: str | None, test: Sequence[str], is_counts:
         protein_names=table.var.index[is_protein],
         about=_about([table], table.path.stem),
     )
+
+
+def settings_of_new(genes: Table, *, is_counts: bool) -> dict[str, Any]:
+    """Return the argument and settings of `gpuload.open_loader` that read the genes of cells to predict for."""
+    is_gene, is_protein = _kinds(genes)
+    return _counts_alone(genes, is_gene) if is_counts and is_protein.any() else _gene_settings([genes], is_counts)
+
+
+def _kinds(table: Table) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return which columns are genes and which are proteins, as var["feature_types"] says."""
+    kinds = table.var.get("feature_types", pd.Series(dtype=str)).astype(str).to_numpy()
+    return np.isin(kinds, ["GEX", "Gene Expression"]), np.isin(kinds, ["ADT", "Antibody Capture"])
+
+
+def _counts_alone(table: Table, is_gene: NDArray[np.bool_]) -> dict[str, Any]:
+    """Return settings that normalise counts of genes; read into memory, without the proteins beside them.
+
+    From the file, each cell's counts would be scaled to a total of genes and proteins.
+    """
+    with gpuload.open_loader(
+        table.address, layer=table.layer, genes=is_gene, output="csr", shuffle=False, batch_size=4096, device="cpu"
+    ) as loader:
+        X = vstack([found.X for found in loader], format="csr")
+    var = pd.DataFrame(index=table.var.index[is_gene])
+    genes = anndata.AnnData(X, pd.DataFrame(index=table.obs.index), var)
+    return {"paths": genes, "layer": "X", "transform": COUNTS_PER_10_000}
 
 
 def _about(tables: Sequence[Table], otherwise: str) -> dict[str, str]:
@@ -387,7 +415,7 @@ def _batches(column: str | None, *frames: pd.DataFrame) -> NDArray[np.str_]:
 
 
 def _gene_settings(tables: Sequence[Table], is_counts: bool) -> dict[str, Any]:
-    transform = gpuload.Transform(target_sum=1e4, log1p=True) if is_counts else None
+    transform = COUNTS_PER_10_000 if is_counts else None
     found = {"paths": [table.address for table in tables], "layer": tables[0].layer, "transform": transform}
     names = tables[0].var.index
     for table in tables[1:]:

@@ -215,8 +215,9 @@ class ProteinModel:
         found = self.predict(genes)
         found = np.asarray(found.X if hasattr(found, "obs_names") else found)
         found = found[known.among(len(found))]
-        left = ((wanted - found) ** 2).sum(axis=0, dtype=np.float64)
-        spread = ((wanted - wanted.mean(axis=0)) ** 2).sum(axis=0, dtype=np.float64)
+        wanted = wanted.astype(np.float64)  # in float32 the mean of what does not vary differs from it
+        left = ((wanted - found) ** 2).sum(axis=0)
+        spread = ((wanted - wanted.mean(axis=0)) ** 2).sum(axis=0)
         of_each = np.where(spread > 0, 1 - left / np.where(spread > 0, spread, 1), np.where(left == 0, 1.0, 0.0))
         return float(np.mean(of_each))
 

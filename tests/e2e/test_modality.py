@@ -408,6 +408,34 @@ def test_counts_are_normalised(cells: tuple[Paired, Paired], run: Callable[..., 
     np.testing.assert_allclose(prediction(tmp_path / "counts"), prediction(tmp_path / "normalised"), atol=0.02)
 
 
+def test_counts_beside_proteins_are_normalised_over_genes_alone(
+    cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(3)
+    found = tables(cells)
+    for name, table in found.items():
+        counts = rng.poisson(np.expm1(np.asarray(table.layers["normalized"].toarray())) * (1 if "mod1" in name else 9))
+        found[name] = anndata.AnnData(csr_matrix(counts.astype(np.float32)), table.obs, table.var)
+        found[name].write_h5ad(tmp_path / f"{name}.h5ad")
+    assert run(tmp_path, "--counts", "--no-baselines", "--save", tmp_path / "model.npz")[0] == 0
+    expected = prediction(tmp_path)
+    both = {}
+    for part in ("train", "test"):
+        genes, proteins = found[f"{part}_mod1"], found[f"{part}_mod2"]
+        both[part] = anndata.AnnData(hstack([genes.X, proteins.X], format="csr"), genes.obs)
+        both[part].var_names = [*genes.var_names, *PANEL]
+        both[part].var["feature_types"] = ["Gene Expression"] * N_GENES + ["Antibody Capture"] * N_PROTEINS
+    anndata.concat(both.values(), merge="same").write_h5ad(tmp_path / "cite.h5ad")
+    options = ("--counts", "--no-baselines", "--out", tmp_path / "beside", "--test", *np.unique(cells[1].batch))
+    code, _, err = run(tmp_path / "cite.h5ad", *options)
+    assert code == 0, err
+    np.testing.assert_allclose(prediction(tmp_path / "beside"), expected, atol=1e-3)
+    both["test"].write_h5ad(tmp_path / "new.h5ad")
+    code, _, err = run(tmp_path / "new.h5ad", "--model", tmp_path / "model.npz", "--out", tmp_path / "new")
+    assert code == 0, err
+    np.testing.assert_allclose(prediction(tmp_path / "new"), expected, atol=0.02)
+
+
 def test_a_model_that_was_kept_predicts_new_cells(
     cells: tuple[Paired, Paired], folder: Path, expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -590,8 +618,12 @@ def test_a_score_is_of_the_same_proteins(small: Callable[[], Any], cells: tuple[
     frame = truth[:, order].to_df("normalized").assign(more=1.0)
     for given in (truth, truth[:, order].copy(), frame, cells[1].proteins):
         assert model.score(genes, given) == pytest.approx(expected, abs=1e-5)
-    for constant in (cells[1].proteins * (np.arange(N_PROTEINS) > 0), np.ones((N_TEST, N_PROTEINS))):
-        wanted = sklearn_metrics.r2_score(constant, model.predict(genes).X)
+    for constant in (
+        cells[1].proteins * (np.arange(N_PROTEINS) > 0),
+        np.ones((N_TEST, N_PROTEINS)),
+        np.where(np.arange(N_PROTEINS) > 0, cells[1].proteins, np.float32(0.7)),  # a mean in float32 differs from it
+    ):
+        wanted = sklearn_metrics.r2_score(constant.astype(np.float64), model.predict(genes).X)
         assert model.score(genes, constant) == pytest.approx(wanted, abs=1e-5)
     unnamed = small().fit(found["train_mod1"], cells[0].proteins)
     assert unnamed.score(genes, truth) == pytest.approx(expected, abs=1e-5)
