@@ -231,14 +231,20 @@ class _Probe:
         may_have = [g for g in filled if not (genes.least[g] > LEADER or values.least[g] >= 0)]  # NaN: unknown
         if not may_have:
             return False
-        n_rows = np.cumsum([np.count_nonzero(self._lengths_of(group)) for group in filled])
+        n_rows = np.cumsum([np.count_nonzero(self._lengths_of(group)) for group in filled[:_FEW_ROWS]])
         first = filled[: int(np.searchsorted(n_rows, _FEW_ROWS)) + 1]
         return self._have_leader(first) or any(
             self._have_leader([*first, group]) for group in {may_have[0], may_have[-1]} - set(first)
         )
 
     def _have_leader(self, groups: list[int]) -> bool:
-        rows, found, n_below = [], [], 0
+        """Return whether each row of these groups begins so; raise StoreError if some do, and nothing else is below 0.
+
+        A lone row proves nothing if it has other values below 0.
+        """
+        rows: list[NDArray[np.int64]] = []
+        found: list[NDArray[Any]] = []
+        n_below = 0
         for group in groups:
             lengths = self._lengths_of(group)
             at = (np.cumsum(lengths) - lengths)[lengths > 0]
