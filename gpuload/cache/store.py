@@ -578,8 +578,6 @@ class SampleStore:
 
 
 def _close(stop: threading.Event, fetchers: Fetchers | None, lease: Lease, catalogue: Catalogue) -> None:
-    if not catalogue.is_of_this_process:
-        return
     stop.set()
     if fetchers is not None:
         fetchers.close()
