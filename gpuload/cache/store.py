@@ -603,8 +603,6 @@ def _checked_root(root: object) -> str:
 
 
 def _close(stop: threading.Event, fetchers: Fetchers | None, lease: Lease, catalogue: Catalogue) -> None:
-    if not catalogue.is_of_this_process:
-        return
     stop.set()
     if fetchers is not None:
         fetchers.close()
