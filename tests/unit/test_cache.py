@@ -370,7 +370,7 @@ def test_a_smaller_budget_is_kept_once_samples_were_used(tmp_path: Path) -> None
     with opened(tmp_path, remote, n_held=6) as store:
         assert len(train(store, min_samples=6)) >= 6
         until(lambda: store.held_nbytes <= 6 * COST)
-        assert on_disk(tmp_path) <= 6 * COST
+    assert on_disk(tmp_path) <= 6 * COST  # while it was open, one might go after it was counted, and another come
 
 
 def test_what_goes_after_it_was_counted_is_waited_for(
