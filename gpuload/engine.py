@@ -218,11 +218,10 @@ def _started(starts: Iterator[Pending[T]]) -> list[Pending[T]]:
     """Return work, started one by one; if some cannot be started, what was is cancelled."""
     pending: list[Pending[T]] = []
     try:
-        for one in starts:
-            pending.append(one)  # noqa: PERF402 - kept if a later one fails
+        pending.extend(starts)
     except BaseException:
-        for one in pending:
-            one.cancel()
+        while pending:  # no variable keeps one, and its memory, in the frame that the traceback of the error holds
+            pending.pop().cancel()
         raise
     return pending
 
