@@ -207,6 +207,21 @@ def test_a_longer_header_is_decoded_on_the_host(
     assert "chunk 1 of /X/data" in said
 
 
+@pytest.mark.parametrize("verify", ["once", "never"])
+@pytest.mark.parametrize("n_head", [0, 5, 40])
+def test_several_members_are_decoded_on_the_host(
+    open_fake: Callable[..., Opened], tmp_path: Path, n_head: int, verify: str
+) -> None:
+    path = tmp_path / "store.zarr"
+    FORMS["v2-csr-gzip"].write(path)
+    expected = writers.read_matrix(path, "X").toarray()
+    for file in (path / "X/data/1", path / "X/indices/0"):
+        plain = gzip.decompress(file.read_bytes())
+        file.write_bytes(gzip.compress(plain[:n_head]) + gzip.compress(plain[n_head:]))
+    for batch in open_fake(path, verify=verify, **SMALL).epoch():
+        np.testing.assert_array_equal(batch.X, expected[batch.rows])
+
+
 @pytest.mark.parametrize("name", ["v2-csr-gzip", "v3-csr-gzip-crc32c", "v3-csr-crc32c"])
 @pytest.mark.parametrize("n_left", [1, 3, 4, 5, 18, 22])
 def test_a_chunk_cut_short_is_named(open_fake: Callable[..., Opened], tmp_path: Path, name: str, n_left: int) -> None:
