@@ -154,13 +154,13 @@ def test_a_file_changed_in_place_is_found(
 def test_a_file_changed_while_its_last_fetch_is_read(
     copy_of: Callable[[str], Path], changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths, plain = {name: copy_of(f"{name}.h5ad") for name in ("rna", "prot")}, cpu._read
+    paths, plain = {name: copy_of(f"{name}.h5ad") for name in ("rna", "prot")}, cpu.read_extents
 
     def change_after(*arguments: Any) -> None:
         plain(*arguments)
         os.utime(paths[changed], (1, 1))
 
-    monkeypatch.setattr(cpu, "_read", change_after)
+    monkeypatch.setattr(cpu, "read_extents", change_after)
     with (
         gpuload.open_loader(paths, modality=list(paths), device="cpu") as loader,  # a fetch holds all of them
         pytest.raises(
