@@ -31,7 +31,7 @@ from tests import writers
 MIB = 1 << 20
 
 FEW_FETCHES = 0.1
-"""Bits: 128 fetches are planned, and the entropy of one of 32 cells spreads by 0.4; so this is three standard errors."""
+"""Bits: 128 fetches are planned, and the entropy of one of 32 cells spreads by 0.4: three standard errors."""
 
 
 @pytest.fixture(scope="module")
