@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("obstore")
 
 import gpuload
-from gpuload import remote, remote_source
 from benchmarks.s3server import start
+from gpuload import remote, remote_source
 from gpuload.errors import BusyError, CorruptDataError, ReadError, StoreError
 from gpuload.remote import RemoteObject, open_remote
 from tests.other_forms import write_parquet
