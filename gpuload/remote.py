@@ -38,8 +38,8 @@ LOOK_S = 0.1
 """Interval at which a waiting thread checks whether it should still wait."""
 
 OUTAGE_S = 60.0
-"""While data is read, a remote that is busy for less than this is waited for. A number of tries alone is too few: random
-waits may use them up within a second, and the first of many requests to give up ends an epoch."""
+"""While data is read, a remote that is busy for less than this is waited for. A number of tries alone is too few:
+random waits may use them up within a second, and the first of many requests to give up ends an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
