@@ -66,7 +66,7 @@ def test_objects(server: Running, tmp_path: Path, tiles: Any, is_cached: bool) -
     if not is_cached:
         assert_rows("s3://data/cells", storage_options=options(server))
         return
-    remote = BlockRemote(open_remote("s3://data", **options(server)), 1 << 16)
+    remote = BlockRemote(open_remote("s3://data", **options(server)), block_nbytes=1 << 16)
     with SampleStore(tmp_path / "cache", remote, "64MiB", n_processes=0, min_free=0, fetch=False) as store:
         assert_rows("s3://data/cells", cache=store)
     assert list((tmp_path / "cache" / "objects").rglob("*.*"))
