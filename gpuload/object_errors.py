@@ -24,7 +24,10 @@ _CREDENTIALS_OF_MACHINE = ("//169.254.169.254/", "//169.254.170.2/")
 _NO_CONNECTION = "kind: Connect,"
 """obstore's wording for a failed connection."""
 
-_ONLY_WHOLE = ("Range request not supported", "Content-Length Header missing")
+_SLOW = "kind: Timeout"
+"""obstore's wording for a response that took too long."""
+
+_ONLY_WHOLE = ("Range request not supported", "non-partial response", "Content-Length Header missing")
 """obstore's wording for responses without ranges, or of unknown length, as of pages that a server makes of folders."""
 
 _SCHEMES = ("s3", "gs", "az", "abfss", "http", "https")
@@ -130,7 +133,10 @@ def _request_error(error: Exception, kinds: Any, remote: str, place: str) -> Rea
             f"{place}: no connection to {server}{_or_beyond(server, text)} could be made ({reason}); check the "
             "address and the network."
         )
-    return BusyError(f"{place}: no complete response came ({reason}); try again later, or check the network.")
+    cure = "try again later, or check the network"
+    if _SLOW in text:
+        cure = "try again later, check the network or, if it is slow, pass a larger timeout_s="
+    return BusyError(f"{place}: no complete response came ({reason}); {cure}.")
 
 
 def address_error(url: str, options: dict[str, Any], error: Exception) -> PlanError:
@@ -194,7 +200,7 @@ def _reason_of(text: str) -> str:
         codes, more = re.search(r"<Code>([^<]*)<", text), re.search(r'<Message>([^<]*)<|"message": *"([^"]*)"', text)
         words = [found[1], codes[1] if codes else "", (more[1] or more[2] or "") if more else ""]
         return ": ".join(word.strip(" .").splitlines()[0] for word in words if word.strip(" .\n"))
-    if "kind: Timeout" in text:
+    if _SLOW in text:
         return "none within the time allowed"
     if _NO_CONNECTION in text:
         causes = re.findall(r'(?:message|error): "([^"]*)"', text)

@@ -13,6 +13,7 @@ import random
 import time
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote
@@ -36,6 +37,10 @@ _log = logging.getLogger("gpuload")
 LOOK_S = 0.1
 """Interval at which a waiting thread checks whether it should still wait."""
 
+OUTAGE_S = 60.0
+"""While data is read, a remote that is busy for less than this is waited for. A number of tries alone is too few:
+random waits may use them up within a second, and the first of many requests to give up ends an epoch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Patience:
@@ -44,7 +49,9 @@ class Patience:
     Attributes
     ----------
     tries
-        Total number of requests.
+        Total number of requests, at least.
+    at_least_s
+        No request is the last one before this many seconds have passed since the first.
     first_wait_s, longest_wait_s
         Each wait is random, between 0 and a bound that starts at the first of these and doubles up to the second.
 
@@ -56,6 +63,7 @@ class Patience:
     tries: int = 6
     first_wait_s: float = 0.1
     longest_wait_s: float = 10.0
+    at_least_s: float = 0.0
 
     def ask(self, question: Callable[[], T], ended: threading.Event | None = None) -> T:
         """Call a function, retrying while the remote is busy, and return its result.
@@ -74,14 +82,16 @@ class Patience:
         ReadError
             The reason to wait has ended.
         """
-        for attempt in range(self.tries):
+        began_at = time.monotonic()
+        for attempt in count():
             if _is_over(ended):
                 raise ReadError("the read was given up, because its source was closed meanwhile. Open it again.")
+            is_last = attempt + 1 >= self.tries and time.monotonic() - began_at >= self.at_least_s
             try:
                 return question()
             except BUSY:
-                bound = min(self.longest_wait_s, self.first_wait_s * 2**attempt)
-                if attempt + 1 == self.tries or _ends_within(random.uniform(0, bound), ended):  # noqa: S311 - no secret
+                bound = min(self.longest_wait_s, self.first_wait_s * 2.0 ** min(attempt, 99))
+                if is_last or _ends_within(random.uniform(0, bound), ended):  # noqa: S311 - no secret
                     raise
         raise AssertionError
 

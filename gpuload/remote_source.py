@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import numpy as np
 
 from gpuload.errors import BusyError, ReadError
-from gpuload.remote import LOOK_S, Patience
+from gpuload.remote import LOOK_S, OUTAGE_S, Patience
 from gpuload.source import find_files, locate_byte
 from gpuload.threads import DaemonThreads, is_over
 
@@ -105,7 +105,7 @@ class Requests:
 
     def __init__(self, in_flight: int = IN_FLIGHT) -> None:
         self._pool = DaemonThreads(in_flight, "gpuload-request")
-        self._patience = Patience()
+        self._patience = Patience(at_least_s=OUTAGE_S)
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._usual_s = 0.0

@@ -21,19 +21,21 @@ import logging
 import threading
 import time
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from gpuload.cache.reading import read_copy
-from gpuload.errors import BusyError, PlanError, StoreError
+from gpuload.errors import BusyError, PlanError, StoreError, shown
 from gpuload.layout import MAX_EXTENT, MAX_GAP
 from gpuload.remote import RemoteObject
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -65,10 +67,15 @@ class BlockRemote:
     Raises
     ------
     PlanError
-        `block_nbytes` is not above 0, or above 1 GiB.
+        `keys` is one key or a number, or `block_nbytes` is not above 0, or above 1 GiB.
     """
 
     def __init__(self, remote: Remote, keys: Collection[str] | None = None, block_nbytes: int = 4 << 20) -> None:
+        if isinstance(keys, (str, bytes)) or not isinstance(keys, (Collection, NoneType)):
+            raise PlanError(
+                f"keys={shown(keys)}: expected a list of keys, or None for all objects; the size of a block is "
+                "block_nbytes=."
+            )
         if not 1 <= block_nbytes <= 1 << 30:
             raise PlanError(f"block_nbytes={block_nbytes}: expected at least 1, and at most 1 GiB.")
         self.remote = remote

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.formats import Join
     from gpuload.layout import ArrayLayout, Filter
     from gpuload.outlook import Outlook
     from gpuload.store import Matrix, ObsColumn, Store
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from gpuload.formats import open_store
+    from gpuload.formats.addresses import at_addresses
 
     if args.plot and not args.label:
         raise PlanError("--plot draws a label's entropy: give --label too.")
@@ -77,11 +78,13 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         figure.check_matplotlib("the plot")
     labels, join = (args.label,) if args.label else (), check_join(settings.join_of(args))
-    with closing(open_store(args.paths, layer=args.layer, obs=labels, join=join)) as store:
+    paths = at_addresses(args.paths, None, None)  # what they find is kept for the length of the command
+    store, kinds = _opened(paths, args.layer, labels, join)
+    with closing(store):
         if args.plot and not store.n_obs:
             raise PlanError(f"--plot {args.plot}: {args.paths[0]} has no cells to plot; leave it out.")
         text.say_of_compiling(is_quiet=args.quiet)
-        found = {**describe(store, args.paths, args.layer), "join": join}
+        found = {**describe(store, paths, args.layer, kinds), "join": join}
         advised = advice.advise(store, args.batch_size, args.label, available_memory(), least)
         if args.plot:
             per_chunk = np.diff(store.chunk_edges())
@@ -96,7 +99,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe(store: Store, paths: list[str], layer: str) -> dict[str, Any]:
+def _opened(paths: list[str], layer: str, labels: tuple[str, ...], join: Join) -> tuple[Store, dict[str, str] | None]:
+    """Open files with labels; return also what `obs_kinds` does, where that takes no second opening."""
+    from gpuload.formats import open_store
+    from gpuload.formats.recognise import obs_columns
+
+    if len(paths) == 1 and join is None:
+        try:
+            names = obs_columns(paths[0])
+            store = open_store(paths, layer=layer, obs=tuple(dict.fromkeys((*names, *labels))))
+            return store, {name: _kind(store.obs[name]) for name in names}
+        except StoreError:  # perhaps one of the columns has an unsupported type, and the label does not
+            pass
+    return open_store(paths, layer=layer, obs=labels, join=join), None
+
+
+def describe(store: Store, paths: list[str], layer: str, kinds: dict[str, str] | None = None) -> dict[str, Any]:
     """Return the facts about a file's matrix and obs."""
     matrices = zip(store.paths, store.matrices, strict=True)
     arrays = [_describe_array(layout, matrix, path) for path, matrix in matrices for layout in matrix.layouts]
@@ -114,7 +132,7 @@ def describe(store: Store, paths: list[str], layer: str) -> dict[str, Any]:
         "decoded_nbytes": decoded,
         "ratio": decoded / stored if stored else None,
         "arrays": arrays,
-        "obs": obs_kinds(os.fspath(paths[0]), layer),
+        "obs": obs_kinds(os.fspath(paths[0]), layer) if kinds is None else kinds,
     }
 
 

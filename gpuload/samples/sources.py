@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import BusyError, ReadError
-from gpuload.remote import Patience, open_remote
+from gpuload.remote import OUTAGE_S, Patience, open_remote
 from gpuload.source import read_at
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class RemoteSamples:
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
-        self._patience = Patience()
+        self._patience = Patience(at_least_s=OUTAGE_S)
 
     def read(self, key: str) -> NDArray[np.uint8]:
         """Return all bytes of an object; retry while the remote is busy."""

@@ -638,7 +638,8 @@ def object_store(nbytes: int = 600_000, n: int = 2, key: str = "", **options: An
             source = RemoteSource("s3://data/some", remote, [o for o in found if o is not None])
             device = Device()
             reader = KvikioReader(device, num_threads=2, task_nbytes=TASK_NBYTES, remote=True)
-            reader._far._patience = Patience(tries=6, first_wait_s=0.001, longest_wait_s=0.01)  # type: ignore[union-attr]
+            patience = Patience(tries=6, first_wait_s=0.001, longest_wait_s=0.01)
+            reader._far._patience = source.requests._patience = patience  # type: ignore[union-attr]
             try:
                 yield source, data, server, reader, device
             finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ pytest.importorskip("obstore")
 
 import gpuload
 from benchmarks.s3server import start
+from gpuload import remote, remote_source
 from gpuload.errors import BusyError, CorruptDataError, ReadError, StoreError
 from gpuload.remote import RemoteObject, open_remote
 from tests.other_forms import write_parquet
@@ -61,6 +63,12 @@ def cells(calm: Running, request: pytest.FixtureRequest, plain: Stored) -> Path:
     return path
 
 
+def give_up_after(tries: int, monkeypatch: pytest.MonkeyPatch, outage_s: float = 0.0) -> None:
+    """Make those who ask do so only a few times, in short order."""
+    monkeypatch.setattr(remote.Patience.__init__, "__defaults__", (tries, 0.001, 0.01, 0.0))
+    monkeypatch.setattr(remote_source, "OUTAGE_S", outage_s)
+
+
 def opened(server: Running, path: Path, **options: Any) -> gpuload.Loader:
     reached = {"endpoint": server.url, "region": "us-east-1", "anonymous": True, **options}
     return gpuload.open_loader(
@@ -91,6 +99,18 @@ def test_what_may_pass_is_waited_out(calm: Running, cells: Path, knobs: dict[str
             np.testing.assert_array_equal(one.X, other.X)
             np.testing.assert_array_equal(one.rows, other.rows)
     assert sum(n for kind, n in calm.counts().items() if kind.startswith("fault")) > faults_before
+
+
+def test_an_outage_within_an_epoch_is_waited_out_however_many_tries_it_takes(
+    calm: Running, cells: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    give_up_after(2, monkeypatch, outage_s=60)
+    with opened(calm, cells) as far, gpuload.open_loader(cells, batch_size=7, fetch_factor=3, block_size=2) as near:
+        calm.set(p_503=1)
+        threading.Timer(0.5, calm.set, kwargs={"p_503": 0}).start()
+        for one, other in zip(far, near, strict=True):
+            np.testing.assert_array_equal(one.X, other.X)
+    assert calm.counts()["fault 503"] > 2
 
 
 @pytest.mark.parametrize("name", ["X", "obs", "obs/depth", "obs/_index", "var"])
@@ -158,9 +178,7 @@ def test_a_listing_that_breaks_off_begins_anew(calm: Running) -> None:
 def test_what_does_not_pass_is_an_error(
     calm: Running, cells: Path, knob: str, words: str, when: str, monkeypatch: Any, no_leaks: None
 ) -> None:
-    from gpuload import remote
-
-    monkeypatch.setattr(remote.Patience.__init__, "__defaults__", (3, 0.001, 0.01))
+    give_up_after(3, monkeypatch)
     if when == "opening":
         calm.set(**{knob: 1})
         with pytest.raises(ReadError, match="s3://data"):
@@ -175,9 +193,7 @@ def test_what_does_not_pass_is_an_error(
 def test_a_store_that_never_answers_ends_by_the_timeout(
     calm: Running, cells: Path, monkeypatch: Any, no_leaks: None
 ) -> None:
-    from gpuload import remote
-
-    monkeypatch.setattr(remote.Patience.__init__, "__defaults__", (2, 0.001, 0.01))
+    give_up_after(2, monkeypatch)
     with opened(calm, cells, timeout_s=0.3) as loader:
         calm.set(p_stall=1, stall_s=3)
         start_s = time.perf_counter()

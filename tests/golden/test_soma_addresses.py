@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections import Counter
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +17,8 @@ pytest.importorskip("tiledb")
 from benchmarks.s3server import start
 from gpuload import CorruptDataError, ReadError, open_loader
 from gpuload.cache import BlockRemote, SampleStore
-from gpuload.remote import open_remote
+from gpuload.cli import main
+from gpuload.remote import ObjectRemote, open_remote
 from tests.soma_writers import write_experiment
 from tests.writers import cells_frame, counts
 
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.s3server import Running
+    from gpuload.remote import RemoteObject
 
 
 @pytest.fixture
@@ -61,7 +66,7 @@ def test_objects(server: Running, tmp_path: Path, tiles: Any, is_cached: bool) -
     if not is_cached:
         assert_rows("s3://data/cells", storage_options=options(server))
         return
-    remote = BlockRemote(open_remote("s3://data", **options(server)), 1 << 16)
+    remote = BlockRemote(open_remote("s3://data", **options(server)), block_nbytes=1 << 16)
     with SampleStore(tmp_path / "cache", remote, "64MiB", n_processes=0, min_free=0, fetch=False) as store:
         assert_rows("s3://data/cells", cache=store)
     assert list((tmp_path / "cache" / "objects").rglob("*.*"))
@@ -79,6 +84,34 @@ def test_a_measurement(server: Running) -> None:
 def test_dense(server: Running) -> None:
     write_experiment(server.root / "data" / "cells", {"data": counts().toarray()})
     assert_rows("s3://data/cells", storage_options=options(server))
+
+
+def test_inspect_asks_for_nothing_more_than_twice(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The groups and what says which columns there are come before the columns; all else is read once, but cells."""
+    monkeypatch.setenv("GPULOAD_INDEX", "off")
+    for name, value in (("ENDPOINT_URL", server.url), ("SKIP_SIGNATURE", "true"), ("REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    write_experiment(server.root / "data" / "cells", tiles=(16, 4096), parts=(90, 50))
+    asked: Counter[str] = Counter()
+    get = ObjectRemote.get
+
+    def counted(remote: ObjectRemote, wanted: RemoteObject, start: int, stop: int) -> Any:
+        asked[wanted.key.removeprefix("cells/")] += 1
+        return get(remote, wanted, start, stop)
+
+    monkeypatch.setattr(ObjectRemote, "get", counted)
+    assert main(["inspect", "s3://data/cells", "--json"]) == 0
+    assert set(cells_frame().columns) <= set(json.loads(capsys.readouterr().out)["obs"])
+    counts = server.counts()
+    assert (counts["HEAD 404"], counts["GET 200"]) == (1, 1)  # GET 200 is a listing
+    kept = {key: n for key, n in asked.items() if not fnmatch(key, "ms/RNA/X/data/__fragments/*/[ad][01].tdb")}
+    twice = sorted(key for key, n in kept.items() if n > 1)
+    expected = ["__group/*", "ms/__group/*", "obs/__fragments/*/__fragment_metadata.tdb", "obs/__schema/__[0-9]*"]
+    assert len(twice) == len(expected)
+    assert all(map(fnmatch, twice, expected))
+    assert max(kept.values()) == 2
 
 
 def test_what_is_missing_or_damaged(server: Running) -> None:

@@ -337,6 +337,9 @@ def test_blocks_in_a_fetcher_process(tmp_path: Path, big: CountingRemote) -> Non
 
 
 def test_refusals(tmp_path: Path, big: CountingRemote) -> None:
+    for keys in (1 << 16, "cells.h5ad"):
+        with pytest.raises(PlanError, match=rf"^keys={keys!r}: expected a list of keys, or None for all objects; the"):
+            BlockRemote(big, keys)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="block_nbytes=0"):
         BlockRemote(big, None, 0)
     with (

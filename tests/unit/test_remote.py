@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -260,12 +261,17 @@ class Whole(Refusing):
             self.wfile.write(b"3\r\nabc\r\n0\r\n\r\n" if is_page else b"abc")
 
 
+@pytest.mark.parametrize("scheme", ["http", "s3"])
 @pytest.mark.parametrize("name", ["file", "folder"])
-def test_a_server_that_sends_no_parts_is_said(refusing_server: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_server_that_sends_no_parts_is_said(
+    refusing_server: str, monkeypatch: pytest.MonkeyPatch, name: str, scheme: str
+) -> None:
     for method in ("do_GET", "do_HEAD"):
         monkeypatch.setattr(Refusing, method, Whole.do_GET, raising=False)
     monkeypatch.setattr(Refusing, "protocol_version", "HTTP/1.1")
     remote = ObjectRemote(f"{refusing_server}/data")
+    if scheme == "s3":
+        remote = ObjectRemote("s3://data", endpoint=refusing_server, region="us-east-1", anonymous=True)
     with pytest.raises(ReadError, match=rf"/data/{name}: the server sends it only whole, but parts") as caught:
         remote.get(remote.head(name) or RemoteObject(name, 3, ""), 0, 2)
     assert not isinstance(caught.value, BusyError)
@@ -420,6 +426,36 @@ def test_a_stall_is_busy_after_the_timeout(server: Running) -> None:
     with pytest.raises(BusyError):
         remote.get(one, 0, one.nbytes)
     assert time.perf_counter() - start_s < 5
+
+
+class Slow(Refusing):
+    """Sends an object a byte at a time: 6 bytes in 0.9 s, or `endless` in minutes."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        n = 999 if self.path.endswith("endless") else 6
+        self.send_response(206)
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.send_header("Content-Length", str(n))
+        self.send_header("Content-Range", f"bytes 0-{n - 1}/{n}")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(n):
+                time.sleep(0.15)
+                self.wfile.write(b"a")
+
+
+def test_a_slow_response_may_take_longer_than_a_silence(refusing_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many responses over a slow network all take long, but an endless one must end."""
+    for name in ("protocol_version", "do_GET"):
+        monkeypatch.setattr(Refusing, name, vars(Slow)[name])
+    remote = ObjectRemote(f"{refusing_server}/data", timeout_s=0.5)
+    assert bytes(remote.get(RemoteObject("a", 6, ""), 0, 6)) == b"aaaaaa"
+    start_s = time.perf_counter()
+    with pytest.raises(BusyError, match=r"check the network or, if it is slow, pass a larger timeout_s=\.$"):
+        remote.get(RemoteObject("endless", 999, ""), 0, 999)
+    assert time.perf_counter() - start_s < 10
 
 
 def test_wrong_addresses() -> None:

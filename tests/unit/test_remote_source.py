@@ -176,6 +176,22 @@ def test_waits_are_random_and_double(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bounds[:5] == [0.1, 0.2, 0.4, 0.5, 0.5]
 
 
+def test_nobody_gives_up_before_the_time_however_short_the_waits() -> None:
+    patience = Patience(tries=2, first_wait_s=0.001, longest_wait_s=0.002, at_least_s=0.2)
+
+    def answer_after(seconds: float) -> float:
+        if time.monotonic() - began_at < seconds:
+            raise BusyError("503")
+        return seconds
+
+    began_at = time.monotonic()
+    assert patience.ask(lambda: answer_after(0.1)) == 0.1
+    began_at = time.monotonic()
+    with pytest.raises(BusyError):
+        patience.ask(lambda: answer_after(9))
+    assert 0.2 <= time.monotonic() - began_at < 5
+
+
 def test_an_error_that_will_not_pass_is_raised_at_once(no_leaks: None) -> None:
     def changed(_: int, data: bytes) -> bytes:
         raise ReadError("fake://bucket/a: the object was changed since it was listed.")
