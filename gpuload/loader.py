@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
+from contextlib import contextmanager
 from dataclasses import replace
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from gpuload.checks import check_whole
 from gpuload.engine import Engine, Place
-from gpuload.errors import GpuloadError, PlanError
+from gpuload.errors import DeviceError, GpuloadError, PlanError
 from gpuload.opening import check_row_numbers, check_take
 from gpuload.state import check_state, fingerprint, make_state
 from gpuload.threads import Closer, OneAtATime
@@ -294,7 +296,8 @@ class Loader:
         rows = check_row_numbers(rows, self.n_obs)
         check_take(rows, list(self._tables.values()))
         try:
-            return self._engine.take(rows)
+            with _memory_let_go():
+                return self._engine.take(rows)
         except GpuloadError:
             raise
         except Exception:
@@ -446,7 +449,8 @@ class Loader:
             self._next = self._start_of(start.plan.epoch + 1)
         self._now = now = Place(start.plan, start.step)
         try:
-            yield from self._engine.batches(now)
+            with _memory_let_go():
+                yield from self._engine.batches(now)
         finally:
             now.is_live = False
         if self._now is now:
@@ -487,6 +491,16 @@ class _Iteration(OneAtATime[Batch]):
             if not is_final:
                 raise
         self._is_cut_off = is_cut_off
+
+
+@contextmanager
+def _memory_let_go() -> Iterator[None]:
+    """Clear what the frames of an error of memory hold: else whoever keeps it, as notebooks do, keeps fetches."""
+    try:
+        yield
+    except (DeviceError, MemoryError) as error:
+        clear_frames(error.__traceback__)
+        raise
 
 
 def _closed() -> PlanError:

@@ -181,9 +181,10 @@ class BlockCache:
         """
         found = self.inner.head(key)
         if found is not None and not found.is_exact:
+            sent = "only a weak ETag" if found.etag.startswith("W/") else "no ETag"
             raise StoreError(
-                f"{self.name}/{key}: the server sends no ETag that identifies its bytes (but {found.etag!r}), so a "
-                "cached copy might be of an older state; open it without cache=, or download it."
+                f"{self.name}/{key}: the server sends {sent}, so a cached copy might be of an older state; open it "
+                "without cache=, or download it."
             )
         return found
 

@@ -596,8 +596,8 @@ def _checked_root(root: object) -> str:
     path = os.fspath(root) if isinstance(root, (str, os.PathLike)) else None
     if not isinstance(path, str) or not path or path.startswith("~") or "://" in path or "\0" in path:
         raise PlanError(
-            f"root={shown(root)}: expected the path of a local folder, as text; '~' is not expanded: pass "
-            "os.path.expanduser(root)."
+            f"root={shown(root)}: expected the path of a local folder, as text; pass one such as '/local/samples' "
+            "('~' is not expanded)."
         )
     return os.path.abspath(path)
 

@@ -6,6 +6,7 @@ The formulas and their sources are in the docstring of `gpuload.diversity`.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
@@ -198,7 +199,11 @@ def _cuts(fetch: int, block_size: int, lengths: NDArray[np.int64]) -> list[tuple
     else:
         each = [some for size in range(n + 1) for some in combinations(short, size)]
         found = [(1 / ((n + 1) * math.comb(n, len(some))), cut(before=sum(some))) for some in each]
-    return [(chance / len(cuts), *one) for chance, cuts in found for one in cuts]
+    chances: defaultdict[tuple[int, tuple[tuple[int, int], ...]], float] = defaultdict(float)
+    for chance, cuts in found:
+        for n_whole, ends in cuts:
+            chances[n_whole, tuple(ends)] += chance / len(cuts)
+    return [(chance, n_whole, list(ends)) for (n_whole, ends), chance in chances.items()]
 
 
 def fetch_entropy(codes: ArrayLike, batch_size: int) -> float:

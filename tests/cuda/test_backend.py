@@ -654,6 +654,35 @@ def test_whoever_keeps_an_error_keeps_no_device_memory(
     assert told.value.__traceback__ is not None
 
 
+@pytest.mark.parametrize("verb", ["_load", "take_rows"])
+@pytest.mark.parametrize("of", ["epoch", "take"])
+def test_whoever_keeps_an_error_of_one_matrix_keeps_nothing_of_the_other(
+    open_fake: Callable[..., Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, of: str
+) -> None:
+    X = csr_matrix(np.ones((50, 20), dtype=np.float32))
+    anndata.AnnData(X, layers={"a": X}).write_h5ad(tmp_path / "cells.h5ad")
+    opened = open_fake(tmp_path / "cells.h5ad", prefetch=1, layer=["X", "a"], **SMALL)
+    free, do, begun = opened.device._left, getattr(CudaBackend, verb), []
+
+    def failing(self: CudaBackend, *args: Any) -> Any:
+        begun.append(verb)
+        if len(begun) == 2:
+            raise gpuload.DeviceError("cuda:0: out of memory.")
+        return do(self, *args)
+
+    monkeypatch.setattr(CudaBackend, verb, failing)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(gpuload.DeviceError) as told:
+            next(opened.epoch()) if of == "epoch" else opened.loader.take([1, 2])
+        opened.loader.close()
+        assert opened.device._left == free
+    finally:
+        gc.enable()
+    assert told.value.__traceback__ is not None
+
+
 @pytest.mark.parametrize(
     "kind",
     [

@@ -1718,7 +1718,7 @@ def test_what_is_no_local_folder_is_refused(
     tmp_path: Path, remote: CountingRemote, root: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PlanError, match=r"^root=.*: expected the path of a local folder, as text; '~' is not"):
+    with pytest.raises(PlanError, match=r"^root=.*: expected the path of a local folder, as text; pass one such as"):
         SampleStore(root, remote, fetch=False)
     assert os.listdir(tmp_path) == ["remote"]
 

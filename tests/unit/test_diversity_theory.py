@@ -25,6 +25,7 @@ from gpuload.diversity import (
     label_shares,
     measure_entropy,
 )
+from gpuload.diversity.runs import _cuts
 from gpuload.errors import PlanError
 from gpuload.plan import Plan
 from gpuload.sampling import BlockShuffle
@@ -327,6 +328,15 @@ def test_bounds_are_in_order_where_short_blocks_are_many():
         found = entropy_of_runs(codes, batch_size=64, block_size=4, fetch_factor=8, file_rows=(19, 8))
         assert found.bits == pytest.approx(fetch_entropy(codes, 27), abs=1e-12)
         assert found.lower <= found.bits <= found.upper
+
+
+@pytest.mark.parametrize("fetch", [64, 100])
+def test_a_way_to_cut_a_fetch_is_computed_once(fetch):
+    """Else files whose last blocks are of a length take many times as long."""
+    cuts = _cuts(fetch, 16, np.array([16, 16, 3, 16, 3, 9, 9]))
+    assert sum(chance for chance, *_ in cuts) == pytest.approx(1, abs=1e-12)
+    assert len({repr(cut) for _, *cut in cuts}) == len(cuts)
+    assert all(16 * n_whole + sum(hi - lo for lo, hi in ends) == fetch for _, n_whole, ends in cuts)
 
 
 # --- the plan's own fetches ---
