@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gpuload.cache.catalogue import content_name, cost_of
 from gpuload.cache.fetch import DISK_FULL
-from gpuload.cache.files import Download
+from gpuload.cache.files import Download, usable
 from gpuload.cache.reading import Sample
 from gpuload.objects import RemoteObject
 
@@ -120,7 +120,9 @@ class Copies:
     def shrink(self) -> None:
         """Remove the oldest copies if there are more than the budget allows: it may have been larger before."""
         if self._is_above_budget():
-            self.evict(takewhile(lambda _: self._is_above_budget(), [file.id for file in self._catalogue.published()]))
+            oldest = takewhile(lambda _: self._is_above_budget(), [file.id for file in self._catalogue.published()])
+            with usable(self._folders.root):
+                self.evict(oldest)
 
     def _is_above_budget(self) -> bool:
         return int(self._catalogue.meta("held_nbytes")) > self._settings.budget

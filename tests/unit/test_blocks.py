@@ -13,6 +13,7 @@ import pytest
 
 from gpuload.cache import BlockCache, BlockRemote, SampleStore
 from gpuload.cache.catalogue import Catalogue
+from gpuload.cache.files import Folders
 from gpuload.errors import BusyError, PlanError, ReadError
 from gpuload.remote import FolderRemote
 from tests.remotes import CountingRemote
@@ -227,6 +228,24 @@ def test_a_smaller_budget_holds_for_blocks_too(tmp_path: Path, big: CountingRemo
             assert found is not None
             assert cache.get(found, 0, NBYTES).tobytes() == wanted
             assert store.held_nbytes == n_held * BLOCK
+
+
+def test_a_smaller_budget_that_cannot_be_kept_is_told(
+    tmp_path: Path, big: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with store_of(tmp_path, big, n_held=N_BLOCKS, fetch=False) as store:
+        cache = BlockCache(store)
+        found = cache.head("big.h5ad")
+        assert found is not None
+        cache.get(found, 0, NBYTES)
+
+    def refuse(self: Folders, name: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", self.path(name))
+
+    monkeypatch.setattr(Folders, "remove", refuse)
+    told = r"/store: it cannot be the folder of a sample store: .*: Permission denied\. Put that right, or choose"
+    with store_of(tmp_path, big, n_held=3, fetch=False) as store, pytest.raises(ReadError, match=told):
+        BlockCache(store)
 
 
 class Short(FolderRemote):
