@@ -49,6 +49,7 @@ _ENCODINGS = {
 """The arrays of groups that form one column, by anndata's encoding type."""
 
 _LOCAL_HEADER, _LOCAL_NBYTES = b"PK\x03\x04", 30
+
 _AFTER_SLASH = "0"
 """The character after the slash: all names in a folder sort before the folder's own name followed by it."""
 

@@ -9,9 +9,7 @@ import logging
 import os
 import pickle
 import signal
-import threading
 import time
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +18,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
+from tests.forks import status_of_fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -538,29 +537,16 @@ def test_a_fork_lets_go_of_a_loader_although_its_threads_held_their_locks(loader
     next(batches)
     backend: Any = loader._backend
     tasks = [task for load in loader._engine._loads for pending in load.pending for task in pending._tasks]  # type: ignore[attr-defined]
-    is_held, until = threading.Event(), threading.Event()
+    assert tasks
 
-    def hold() -> None:
-        with ExitStack() as held:
-            for lock in (backend._loads._shutdown_lock, *(task._condition for task in tasks)):
-                held.enter_context(lock)
-            is_held.set()
-            until.wait(60)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    is_held.wait(10)
-    pid = os.fork()
-    if not pid:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(30)  # instead of a hang
+    def let_go() -> bool:
+        nonlocal batches
         loader.close()
         del batches
-        os._exit(0)
-    until.set()
-    holder.join()
-    assert tasks
-    assert os.waitpid(pid, 0)[1] == 0
+        return True
+
+    locks = [backend._loads._shutdown_lock, *(task._condition for task in tasks)]
+    assert status_of_fork(let_go, locks) == 0
     assert len(list(batches)) == len(loader) - 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from gpuload.backends import reading
 from gpuload.backends.reading import MAX_HELD, read_each, read_ranges
 from gpuload.folder_source import APART, FolderSource
 from gpuload.layout import MAX_EXTENT, MAX_GAP
+from tests.forks import status_of_fork
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -242,24 +242,11 @@ def test_a_forked_process_reads_although_a_thread_of_its_parent_held_the_lock(
     made: tuple[FolderSource, list[np.ndarray]],
 ) -> None:
     source, contents = made
-    is_held, until = threading.Event(), threading.Event()
 
-    def hold() -> None:
-        with folder_source._open_files._lock:
-            is_held.set()
-            until.wait(30)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    is_held.wait(10)
-    pid = os.fork()
-    if not pid:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(10)  # instead of a hang
+    def read() -> bool:
         buffer = np.zeros(contents[0].size, dtype=np.uint8)
         is_read = source.read_into(buffer, int(source.base[0])) == buffer.size
         source.close()
-        os._exit(not (is_read and np.array_equal(buffer, contents[0])))
-    until.set()
-    holder.join()
-    assert os.waitpid(pid, 0)[1] == 0
+        return is_read and np.array_equal(buffer, contents[0])
+
+    assert status_of_fork(read, [folder_source._open_files._lock]) == 0
