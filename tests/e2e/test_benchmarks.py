@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import pandas as pd
 import pytest
 
 import gpuload
-from benchmarks import machine, report, run_open, run_rivals, run_stages
+from benchmarks import frame, machine, report, run_open, run_rivals, run_stages
 from benchmarks.arms import arms
 from benchmarks.job import LABEL, Job
 from benchmarks.measure import Batches, WrongRowsError, check_rows, entropy_bits, measure
@@ -61,7 +62,7 @@ def can_collect():
 def test_every_arm_runs(name, job):
     arm = ARMS[name]
     for package in NEEDED[arm.rival]:
-        if not run_rivals._has_module(package):
+        if not frame.is_installed(package):
             pytest.skip(f"{package} is not installed")
     if arm.rival == "scdataset_anncollection" and not can_collect():
         pytest.skip("this version of anndata makes no AnnData of an AnnCollection")
@@ -310,6 +311,19 @@ def test_machine_says_where_numbers_come_from():
     assert machine.peak_mib() >= machine.resident_mib() / 2
     assert machine.cpu_s() > 0
     assert machine.commit()
+
+
+def test_every_round_begins_at_another_arm():
+    assert list(frame.in_turns("ab", 3)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+    assert [arm for _, arm in frame.in_turns(range(4), 2)] == [0, 1, 2, 3, 2, 3, 0, 1]
+    assert list(frame.in_turns((), 2)) == []
+
+
+def test_what_runs_apart_returns_or_fails(capfd):
+    assert frame.apart(machine.versions, ["numpy"])["numpy"] == np.__version__
+    with pytest.raises(subprocess.CalledProcessError):
+        frame.apart(machine.versions, 7)
+    assert "TypeError" in capfd.readouterr().err
 
 
 @pytest.mark.slow
