@@ -71,7 +71,7 @@ def _dense(batch_size: int, fetch_factor: int) -> list[Arm]:
         Arm("annbatch/dense", "dense", "annbatch_store", _annbatch(common)),
         Arm("tiledbsoma-ml/dense", "dense", "tiledbsoma_ml", _tiledbsoma(common)),
         Arm("tiledbsoma-ml/dense-default", "dense", "tiledbsoma_ml", _tiledbsoma(common, TILEDBSOMA_DEFAULT)),
-        Arm("gpuload-soma/dense/64", "dense", "gpuload_soma", _as_tiledbsoma(common)),
+        Arm("gpuload-soma/dense/64", "dense", "gpuload_store", _as_tiledbsoma(common)),
         Arm("scipy-in-ram/dense", "dense", "scipy_ram", single),
     ]
 
@@ -113,7 +113,7 @@ def _csr(batch_size: int, fetch_factor: int) -> list[Arm]:
         Arm("scdataset-mask/csr/16", "csr", "scdataset_backed", {**scdataset, "rows_by": "mask"}),
         Arm("annbatch/csr", "csr", "annbatch_store", _annbatch(common)),
         Arm("tiledbsoma-ml/csr", "csr", "tiledbsoma_ml", _tiledbsoma(common)),
-        Arm("gpuload-soma/csr/64", "csr", "gpuload_soma", _as_tiledbsoma(common)),
+        Arm("gpuload-soma/csr/64", "csr", "gpuload_store", _as_tiledbsoma(common)),
         Arm("scipy-in-ram/csr", "csr", "scipy_ram", {**common, "fetch_factor": 1}),
     ]
 
@@ -127,8 +127,8 @@ def _collection(batch_size: int, fetch_factor: int, output: str) -> list[Arm]:
         ours = {**common, "order": "pre-shuffled", "block_size": size, "fetch_factor": theirs["fetch_factor"]}
         found += [
             Arm(f"annbatch-collection/{output}/{size}", group, "annbatch_store", theirs),
-            Arm(f"gpuload-collection/{output}/{size}", group, "gpuload_zarr", ours),
-            Arm(f"gpuload-packed/{output}/{size}", group, "gpuload_packed", ours),
+            Arm(f"gpuload-collection/{output}/{size}", group, "gpuload_store", {**ours, "store": "annbatch.zarr"}),
+            Arm(f"gpuload-packed/{output}/{size}", group, "gpuload_store", {**ours, "store": "packed.zarr"}),
         ]
     return found
 
@@ -168,10 +168,10 @@ def _scdl(batch_size: int, fetch_factor: int, output: str) -> list[Arm]:
     """True random order: BioNeMo-SCDL's folder, by itself and by gpuload."""
     common = {"batch_size": batch_size, "output": output}
     theirs = {**common, "fetch_factor": 1, "order": "random"}
-    ours = {**common, "fetch_factor": fetch_factor, "order": "blocks", "block_size": 1}
+    ours = {**common, "fetch_factor": fetch_factor, "order": "blocks", "block_size": 1, "store": "scdl"}
     return [
         Arm(f"bionemo-scdl/{output}/1", f"scdl-{output}", "bionemo_scdl", theirs),
-        Arm(f"gpuload-scdl/{output}/1", f"scdl-{output}", "gpuload_scdl", ours),
+        Arm(f"gpuload-scdl/{output}/1", f"scdl-{output}", "gpuload_store", ours),
     ]
 
 
@@ -182,11 +182,11 @@ def _census(batch_size: int) -> list[Arm]:
     """
     common = {"batch_size": batch_size, "output": "dense", "fetch_factor": TILEDBSOMA_DEFAULT // batch_size}
     theirs = _tiledbsoma(common, TILEDBSOMA_DEFAULT)
-    ours = {**common, "order": "blocks"}
+    ours = {**common, "order": "blocks", "store": "census"}
     return [
         Arm("tiledbsoma-ml-census/dense", "census", "tiledbsoma_ml", theirs),
-        Arm("gpuload-census/dense/64", "census", "gpuload_soma", {**ours, "block_size": TILEDBSOMA_CHUNK}),
-        Arm("gpuload-census/dense/chunk", "census", "gpuload_soma", {**ours, "block_size": "chunk"}),
+        Arm("gpuload-census/dense/64", "census", "gpuload_store", {**ours, "block_size": TILEDBSOMA_CHUNK}),
+        Arm("gpuload-census/dense/chunk", "census", "gpuload_store", {**ours, "block_size": "chunk"}),
     ]
 
 
@@ -242,8 +242,9 @@ def _tiledbsoma(common: dict[str, Any], n_cells: int | None = None) -> dict[str,
 
 def _as_tiledbsoma(common: dict[str, Any]) -> dict[str, Any]:
     """Return the same of gpuload: blocks of as many cells, and as many of them in memory."""
-    theirs = _tiledbsoma(common)
-    return {**common, "order": "blocks", "fetch_factor": theirs["fetch_factor"], "block_size": TILEDBSOMA_CHUNK}
+    fetch_factor = _tiledbsoma(common)["fetch_factor"]
+    blocks = {"order": "blocks", "fetch_factor": fetch_factor, "block_size": TILEDBSOMA_CHUNK}
+    return {**common, **blocks, "store": "soma"}
 
 
 def _annbatch(common: dict[str, Any], size: int = ANNBATCH_CHUNK) -> dict[str, Any]:

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 NEEDED = {
     "gpuload_torch": ("torch", "numba", "anndata"),
-    "gpuload_zarr": ("numba", "imagecodecs"),
-    "gpuload_packed": ("numba", "imagecodecs", "anndata"),
+    "gpuload_store": ("numba", "imagecodecs", "anndata"),
     "gpuload_dali": ("nvidia.dali", "torch", "numba", "anndata"),
     "scdataset_backed": ("scdataset", "anndata", "torch"),
     "scdataset_anncollection": ("scdataset", "anndata", "torch"),
@@ -40,8 +39,6 @@ NEEDED = {
     "bionemo_scdl": ("bionemo.scdl", "torch"),
     "cell_load": ("cell_load", "anndata", "torch"),
     "gpuload_pairs": ("torch", "numba", "anndata"),
-    "gpuload_scdl": ("numba",),
-    "gpuload_soma": ("numba",),
     "mapped_collection": ("lamindb", "torch"),
     "scipy_ram": ("anndata", "torch"),
     "tiledbsoma_ml": ("tiledbsoma_ml", "tiledbsoma", "anndata", "torch"),
