@@ -1,6 +1,7 @@
 """gpuload over a store of the file's cells: packed by itself, or made by another library.
 
-An arm of that library makes it, so one must have run before. gpuload hands over SciPy and NumPy matrices, as those libraries do, so no front takes part.
+An arm of that library makes it, so one must have run before. gpuload hands over SciPy and NumPy matrices, as those
+libraries do, so no front takes part.
 """
 
 from __future__ import annotations
