@@ -15,7 +15,6 @@ arm that trains uses a ResNet-18 of an eighth of the width, on every eighth pixe
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from contextlib import contextmanager, nullcontext
@@ -27,6 +26,7 @@ import numpy as np
 
 from benchmarks import frame, machine
 from benchmarks.measure import set_cache
+from benchmarks.report import read_records
 from benchmarks.s3server import start
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--of", type=Path, metavar="FILE.jsonl", help="plot these records instead of measuring")
     options = parser.parse_args(arguments)
     if options.of:
-        plot([json.loads(line) for line in options.of.read_text().splitlines()], options.plot)
+        plot(read_records(options.of), options.plot)
         return 0
     folder = options.folder.resolve()
     if options.make:
