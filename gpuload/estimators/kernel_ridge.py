@@ -257,7 +257,7 @@ class KernelRidge(Estimator):
                 right += image[k]
             system[range(m), range(m)] += self.alpha
             total += _solve(engine, cholesky(engine, system), right)
-        coefficients = engine.solve_lower_transposed(engine.put(lower, "float64"), total / len(halves))
+        coefficients = engine.solve_lower(engine.put(lower, "float64"), total / len(halves), transposed=True)
         return engine.host(known), engine.host(coefficients).astype(np.float32)
 
 
@@ -383,7 +383,7 @@ def _solve(engine: Engine, lower: Any, right: Any, panel: int = PANEL) -> Any:
     for lo, hi in reversed(panels):
         if hi < len(lower):
             right[lo:hi] -= lower[hi:, lo:hi].T @ right[hi:]
-        right[lo:hi] = engine.solve_lower_transposed(lower[lo:hi, lo:hi], right[lo:hi])
+        right[lo:hi] = engine.solve_lower(lower[lo:hi, lo:hi], right[lo:hi], transposed=True)
     return right
 
 
