@@ -25,6 +25,8 @@ from tests.soma_writers import write_experiment
 pytestmark = pytest.mark.filterwarnings("ignore")  # the rivals warn of things that are theirs
 
 ARMS = {arm.name: arm for arm in arms(batch_size=16, fetch_factor=4)}
+ROOT = frame.ROOT
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +240,25 @@ def test_arms_have_names_of_their_own_and_known_rivals():
     assert {arm.group for arm in everything} == set(report.GROUPS)
     named = {name for goals in (report.RATIOS, report.ENTROPY_GOALS) for goal in goals for name in goal[:2]}
     assert named | {goal[0] for goal in report.LIMITS} <= {arm.name for arm in everything}
+
+
+def test_the_readmes_have_the_tables_of_the_records_whose_arms_can_be_run_again(tmp_path):
+    results = [RESULTS / f"{name}.jsonl" for name in ("rivals_epyc", "rivals")]
+    readme, details = tmp_path / "README.md", tmp_path / "details.md"
+    for copy, page in ((readme, ROOT / "README.md"), (details, ROOT / "benchmarks" / "README.md")):
+        copy.write_text(page.read_text())
+    assert report.main([*map(str, results), "--readme", str(readme), "--details", str(details)]) == 0
+    assert readme.read_text() == (ROOT / "README.md").read_text()
+    assert details.read_text() == (ROOT / "benchmarks" / "README.md").read_text()
+    measured = {record["arm"]["name"] for path in results for record in report.read_records(path)}
+    assert measured <= {arm.name for arm in arms()}
+
+
+def test_every_file_of_records_has_a_command_that_is_documented():
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    for path in RESULTS.glob("*.jsonl"):
+        command = f"python -m benchmarks.run_{path.stem.partition('_epyc')[0].partition('_apart')[0]}"
+        assert command in page, path.name
 
 
 def record(name, rate, **more):
