@@ -24,12 +24,26 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
 
 
-def parser(name: str, doc: str, *, rounds: int | None = None, results: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of a runner, with ``--out``, by default a file of results, and ``--rounds`` if it has some."""
+def parser(
+    name: str, doc: str, *, rounds: int | None = None, results: str | None = None, also: str = ""
+) -> argparse.ArgumentParser:
+    """Return the parser of a runner.
+
+    Parameters
+    ----------
+    name, doc
+        Of its module; the first line describes it.
+    rounds
+        The default of ``--rounds``; None: it has no rounds.
+    results
+        The file in ``benchmarks/results`` that is the default of ``--out``; None: by default nothing is recorded.
+    also
+        What the help of ``--out`` says besides.
+    """
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0])
     out = ROOT / "benchmarks" / "results" / results if results else None
     default = f" (default: benchmarks/results/{results})" if results else ""
-    made.add_argument("--out", type=Path, default=out, help=f"append JSON lines to this file{default}")
+    made.add_argument("--out", type=Path, default=out, help=f"append JSON lines to this file{also}{default}")
     if rounds is not None:
         made.add_argument("--rounds", type=int, default=rounds, help="measurements of each arm (default: %(default)s)")
     return made

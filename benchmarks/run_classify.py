@@ -86,7 +86,7 @@ def thinned(points: list[Any], n: int = 50) -> list[Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Make the screen, run the parts, print their tables, and append to the results if requested."""
-    parser = frame.parser("run_classify", __doc__)
+    parser = frame.parser("run_classify", __doc__, also="; a plot is written beside it")
     parser.add_argument("folder", type=Path, help="folder of the screens")
     parser.add_argument(
         "--cells", type=int, default=80_000, help="cells of a screen that is made (default: %(default)s)"

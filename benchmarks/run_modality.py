@@ -127,7 +127,7 @@ def draw(path: Path, records: list[dict[str, Any]]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn, print a table, and append to the results if requested."""
-    parser = frame.parser("run_modality", __doc__, rounds=1)
+    parser = frame.parser("run_modality", __doc__, rounds=1, also="; plots are written beside it")
     parser.add_argument("folder", type=Path, help="folder of the competition's files")
     parser.add_argument(
         "--make", type=int, metavar="CELLS", help="first write synthetic files with this many training cells"
