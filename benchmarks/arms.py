@@ -46,133 +46,127 @@ def arms(batch_size: int = 64, fetch_factor: int = 256) -> list[Arm]:
     ]
 
 
+def _group(group: str, *arms: tuple[str, str, dict[str, Any]]) -> list[Arm]:
+    """Return the arms of a group, given as name, rival and settings."""
+    return [Arm(name, group, rival, settings) for name, rival, settings in arms]
+
+
+def _blocks(common: dict[str, Any], block_size: int | str, **more: Any) -> dict[str, Any]:
+    """Return settings of block shuffling."""
+    return {**common, "order": "blocks", "block_size": block_size, **more}
+
+
 def _dense(batch_size: int, fetch_factor: int) -> list[Arm]:
     """Shuffled, dense float32, minibatches as diverse as random ones."""
     common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense"}
-    scdataset = {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}
-    single = {**common, "fetch_factor": 1}
-    later = {**common, "order": "blocks", "block_size": "chunk", "n_epochs_before": 1}
-    three = {**common, "order": "blocks", "block_size": "3 chunks", "fetch_factor": fetch_factor * 21 // 16}
-    return [
-        Arm("gpuload/dense/chunk", "dense", "gpuload_torch", {**common, "order": "blocks", "block_size": "chunk"}),
-        Arm(
-            "gpuload/dense/2-chunks", "dense", "gpuload_torch", {**common, "order": "blocks", "block_size": "2 chunks"}
-        ),
-        Arm("gpuload/dense/3-chunks", "dense", "gpuload_torch", three),
-        Arm("gpuload/dense/chunk-later", "dense", "gpuload_torch", later),
-        Arm("gpuload/dense/3-chunks-later", "dense", "gpuload_torch", {**three, "n_epochs_before": 1}),
-        Arm("gpuload/dense/16", "dense", "gpuload_torch", {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}),
-        Arm("scdataset/dense/16", "dense", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),
-        Arm("scdataset-mask/dense/16", "dense", "scdataset_backed", {**scdataset, "rows_by": "mask"}),
-        Arm(
-            "scdataset-workers/dense/16", "dense", "scdataset_backed", {**scdataset, "rows_by": "mask", "n_workers": 2}
-        ),
-        Arm("scdataset-anncollection/dense/16", "dense", "scdataset_anncollection", scdataset),
-        Arm("annbatch/dense", "dense", "annbatch_store", _annbatch(common)),
-        Arm("tiledbsoma-ml/dense", "dense", "tiledbsoma_ml", _tiledbsoma(common)),
-        Arm("tiledbsoma-ml/dense-default", "dense", "tiledbsoma_ml", _tiledbsoma(common, TILEDBSOMA_DEFAULT)),
-        Arm("gpuload-soma/dense/64", "dense", "gpuload_soma", _as_tiledbsoma(common)),
-        Arm("scipy-in-ram/dense", "dense", "scipy_ram", single),
-    ]
+    three = _blocks(common, "3 chunks", fetch_factor=fetch_factor * 21 // 16)
+    scdataset = _blocks(common, SCDATASET_BLOCK)
+    return _group(
+        "dense",
+        ("gpuload/dense/chunk", "gpuload_torch", _blocks(common, "chunk")),
+        ("gpuload/dense/2-chunks", "gpuload_torch", _blocks(common, "2 chunks")),
+        ("gpuload/dense/3-chunks", "gpuload_torch", three),
+        ("gpuload/dense/chunk-later", "gpuload_torch", _blocks(common, "chunk", n_epochs_before=1)),
+        ("gpuload/dense/3-chunks-later", "gpuload_torch", {**three, "n_epochs_before": 1}),
+        ("gpuload/dense/16", "gpuload_torch", _blocks(common, SCDATASET_BLOCK)),
+        ("scdataset/dense/16", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),
+        ("scdataset-mask/dense/16", "scdataset_backed", {**scdataset, "rows_by": "mask"}),
+        ("scdataset-workers/dense/16", "scdataset_backed", {**scdataset, "rows_by": "mask", "n_workers": 2}),
+        ("scdataset-anncollection/dense/16", "scdataset_anncollection", scdataset),
+        ("annbatch/dense", "annbatch_store", _annbatch(common)),
+        ("tiledbsoma-ml/dense", "tiledbsoma_ml", _tiledbsoma(common)),
+        ("tiledbsoma-ml/dense-default", "tiledbsoma_ml", _tiledbsoma(common, TILEDBSOMA_DEFAULT)),
+        ("gpuload-soma/dense/64", "gpuload_store", _as_tiledbsoma(common)),
+        ("scipy-in-ram/dense", "scipy_ram", {**common, "fetch_factor": 1}),
+    )
 
 
 def _log1p(batch_size: int, fetch_factor: int) -> list[Arm]:
     """Shuffled, normalised and log1p, dense float32: the usual model input."""
     common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense", "log1p": True}
-    blocks = {**common, "order": "blocks"}
-    return [
-        Arm("gpuload/log1p/chunk", "log1p", "gpuload_torch", {**blocks, "block_size": "chunk"}),
-        Arm("gpuload/log1p/2-chunks", "log1p", "gpuload_torch", {**blocks, "block_size": "2 chunks"}),
-        Arm(
-            "scdataset-mask/log1p/16",
-            "log1p",
-            "scdataset_backed",
-            {**blocks, "block_size": SCDATASET_BLOCK, "rows_by": "mask"},
-        ),
-        Arm("annbatch/log1p", "log1p", "annbatch_store", _annbatch(common)),
-        Arm("annbatch/log1p/512", "log1p", "annbatch_store", _annbatch(common, ANNBATCH_DEFAULT)),
-        Arm("scipy-in-ram/log1p", "log1p", "scipy_ram", {**common, "fetch_factor": 1}),
-    ]
+    return _group(
+        "log1p",
+        ("gpuload/log1p/chunk", "gpuload_torch", _blocks(common, "chunk")),
+        ("gpuload/log1p/2-chunks", "gpuload_torch", _blocks(common, "2 chunks")),
+        ("scdataset-mask/log1p/16", "scdataset_backed", _blocks(common, SCDATASET_BLOCK, rows_by="mask")),
+        ("annbatch/log1p", "annbatch_store", _annbatch(common)),
+        ("annbatch/log1p/512", "annbatch_store", _annbatch(common, ANNBATCH_DEFAULT)),
+        ("scipy-in-ram/log1p", "scipy_ram", {**common, "fetch_factor": 1}),
+    )
 
 
 def _csr(batch_size: int, fetch_factor: int) -> list[Arm]:
     """Shuffled, CSR, minibatches as diverse as random ones."""
     common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "csr"}
-    later = {**common, "order": "blocks", "block_size": "chunk", "n_epochs_before": 1}
-    unverified = {**common, "order": "blocks", "block_size": "2 chunks", "verify": "never"}
-    three = {**common, "order": "blocks", "block_size": "3 chunks", "fetch_factor": fetch_factor * 21 // 16}
-    scdataset = {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}
-    return [
-        Arm("gpuload/csr/chunk", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": "chunk"}),
-        Arm("gpuload/csr/2-chunks", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": "2 chunks"}),
-        Arm("gpuload/csr/3-chunks", "csr", "gpuload_torch", three),
-        Arm("gpuload/csr/2-chunks-unverified", "csr", "gpuload_torch", unverified),
-        Arm("gpuload/csr/chunk-later", "csr", "gpuload_torch", later),
-        Arm("gpuload/csr/16", "csr", "gpuload_torch", {**common, "order": "blocks", "block_size": SCDATASET_BLOCK}),
-        Arm("scdataset/csr/16", "csr", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),
-        Arm("scdataset-mask/csr/16", "csr", "scdataset_backed", {**scdataset, "rows_by": "mask"}),
-        Arm("annbatch/csr", "csr", "annbatch_store", _annbatch(common)),
-        Arm("tiledbsoma-ml/csr", "csr", "tiledbsoma_ml", _tiledbsoma(common)),
-        Arm("gpuload-soma/csr/64", "csr", "gpuload_soma", _as_tiledbsoma(common)),
-        Arm("scipy-in-ram/csr", "csr", "scipy_ram", {**common, "fetch_factor": 1}),
-    ]
+    scdataset = _blocks(common, SCDATASET_BLOCK)
+    return _group(
+        "csr",
+        ("gpuload/csr/chunk", "gpuload_torch", _blocks(common, "chunk")),
+        ("gpuload/csr/2-chunks", "gpuload_torch", _blocks(common, "2 chunks")),
+        ("gpuload/csr/3-chunks", "gpuload_torch", _blocks(common, "3 chunks", fetch_factor=fetch_factor * 21 // 16)),
+        ("gpuload/csr/2-chunks-unverified", "gpuload_torch", _blocks(common, "2 chunks", verify="never")),
+        ("gpuload/csr/chunk-later", "gpuload_torch", _blocks(common, "chunk", n_epochs_before=1)),
+        ("gpuload/csr/16", "gpuload_torch", _blocks(common, SCDATASET_BLOCK)),
+        ("scdataset/csr/16", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),
+        ("scdataset-mask/csr/16", "scdataset_backed", {**scdataset, "rows_by": "mask"}),
+        ("annbatch/csr", "annbatch_store", _annbatch(common)),
+        ("tiledbsoma-ml/csr", "tiledbsoma_ml", _tiledbsoma(common)),
+        ("gpuload-soma/csr/64", "gpuload_store", _as_tiledbsoma(common)),
+        ("scipy-in-ram/csr", "scipy_ram", {**common, "fetch_factor": 1}),
+    )
 
 
 def _collection(batch_size: int, fetch_factor: int, output: str) -> list[Arm]:
     """Shuffled: annbatch's collection, in blocks of 512, its default, and of 32; and what gpuload packs."""
     common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": output}
-    group, found = f"collection-{output}", []
+    found = []
     for size in (ANNBATCH_DEFAULT, ANNBATCH_CHUNK):
         theirs = _annbatch(common, size)
         ours = {**common, "order": "pre-shuffled", "block_size": size, "fetch_factor": theirs["fetch_factor"]}
-        found += [
-            Arm(f"annbatch-collection/{output}/{size}", group, "annbatch_store", theirs),
-            Arm(f"gpuload-collection/{output}/{size}", group, "gpuload_zarr", ours),
-            Arm(f"gpuload-packed/{output}/{size}", group, "gpuload_packed", ours),
-        ]
+        found += _group(
+            f"collection-{output}",
+            (f"annbatch-collection/{output}/{size}", "annbatch_store", theirs),
+            (f"gpuload-collection/{output}/{size}", "gpuload_store", {**ours, "store": "annbatch.zarr"}),
+            (f"gpuload-packed/{output}/{size}", "gpuload_store", {**ours, "store": "packed.zarr"}),
+        )
     return found
 
 
 def _streaming(batch_size: int, fetch_factor: int) -> list[Arm]:
     """In file order, dense."""
     common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense", "order": "streaming"}
-    return [
-        Arm("gpuload/dense/streaming", "streaming", "gpuload_torch", common),
-        Arm("scdataset/dense/streaming", "streaming", "scdataset_backed", {**common, "rows_by": "numbers"}),
-        Arm("scdataset-mask/dense/streaming", "streaming", "scdataset_backed", {**common, "rows_by": "mask"}),
-        Arm("tiledbsoma-ml/dense/streaming", "streaming", "tiledbsoma_ml", common),
-    ]
+    return _group(
+        "streaming",
+        ("gpuload/dense/streaming", "gpuload_torch", common),
+        ("scdataset/dense/streaming", "scdataset_backed", {**common, "rows_by": "numbers"}),
+        ("scdataset-mask/dense/streaming", "scdataset_backed", {**common, "rows_by": "mask"}),
+        ("tiledbsoma-ml/dense/streaming", "tiledbsoma_ml", common),
+    )
 
 
 def _random(batch_size: int, fetch_factor: int) -> list[Arm]:
     """True random order, dense."""
-    common = {
-        "batch_size": batch_size,
-        "fetch_factor": fetch_factor,
-        "output": "dense",
-        "order": "blocks",
-        "block_size": 1,
-    }
+    common = _blocks({"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense"}, 1)
     single = {"batch_size": batch_size, "fetch_factor": 1, "output": "dense", "order": "random"}
-    return [
-        Arm("gpuload/dense/1", "random", "gpuload_torch", common),
-        Arm("scdataset/dense/1", "random", "scdataset_backed", {**common, "rows_by": "numbers"}),
-        Arm("scdataset-mask/dense/1", "random", "scdataset_backed", {**common, "rows_by": "mask"}),
-        Arm("mapped-collection/dense/1", "random", "mapped_collection", single),
-        Arm("mapped-collection-workers/dense/1", "random", "mapped_collection", {**single, "n_workers": 2}),
-        Arm("annloader/dense/1", "random", "anndata_annloader", single),
-    ]
+    return _group(
+        "random",
+        ("gpuload/dense/1", "gpuload_torch", common),
+        ("scdataset/dense/1", "scdataset_backed", {**common, "rows_by": "numbers"}),
+        ("scdataset-mask/dense/1", "scdataset_backed", {**common, "rows_by": "mask"}),
+        ("mapped-collection/dense/1", "mapped_collection", single),
+        ("mapped-collection-workers/dense/1", "mapped_collection", {**single, "n_workers": 2}),
+        ("annloader/dense/1", "anndata_annloader", single),
+    )
 
 
 def _scdl(batch_size: int, fetch_factor: int, output: str) -> list[Arm]:
     """True random order: BioNeMo-SCDL's folder, by itself and by gpuload."""
-    common = {"batch_size": batch_size, "output": output}
-    theirs = {**common, "fetch_factor": 1, "order": "random"}
-    ours = {**common, "fetch_factor": fetch_factor, "order": "blocks", "block_size": 1}
-    return [
-        Arm(f"bionemo-scdl/{output}/1", f"scdl-{output}", "bionemo_scdl", theirs),
-        Arm(f"gpuload-scdl/{output}/1", f"scdl-{output}", "gpuload_scdl", ours),
-    ]
+    common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": output}
+    return _group(
+        f"scdl-{output}",
+        (f"bionemo-scdl/{output}/1", "bionemo_scdl", {**common, "fetch_factor": 1, "order": "random"}),
+        (f"gpuload-scdl/{output}/1", "gpuload_store", _blocks(common, 1, store="scdl")),
+    )
 
 
 def _census(batch_size: int) -> list[Arm]:
@@ -181,55 +175,46 @@ def _census(batch_size: int) -> list[Arm]:
     TileDB-SOMA-ML with its defaults; gpuload with its settings, and in blocks of a band.
     """
     common = {"batch_size": batch_size, "output": "dense", "fetch_factor": TILEDBSOMA_DEFAULT // batch_size}
-    theirs = _tiledbsoma(common, TILEDBSOMA_DEFAULT)
-    ours = {**common, "order": "blocks"}
-    return [
-        Arm("tiledbsoma-ml-census/dense", "census", "tiledbsoma_ml", theirs),
-        Arm("gpuload-census/dense/64", "census", "gpuload_soma", {**ours, "block_size": TILEDBSOMA_CHUNK}),
-        Arm("gpuload-census/dense/chunk", "census", "gpuload_soma", {**ours, "block_size": "chunk"}),
-    ]
+    return _group(
+        "census",
+        ("tiledbsoma-ml-census/dense", "tiledbsoma_ml", _tiledbsoma(common, TILEDBSOMA_DEFAULT)),
+        ("gpuload-census/dense/64", "gpuload_store", _blocks(common, TILEDBSOMA_CHUNK, store="census")),
+        ("gpuload-census/dense/chunk", "gpuload_store", _blocks(common, "chunk", store="census")),
+    )
 
 
 def _pairs(batch_size: int, fetch_factor: int) -> list[Arm]:
     """Sets of cells of one perturbation, each with a matched control, dense: half of a minibatch are controls."""
     common = {"batch_size": 2 * batch_size, "set_size": batch_size, "output": "dense", "match": (LABEL, "cell_line")}
-    ours = {**common, "fetch_factor": fetch_factor // 2, "block_size": "chunk"}
     theirs = {**common, "fetch_factor": 1}
-    return [
-        Arm("gpuload/pairs/chunk", "pairs", "gpuload_pairs", ours),
-        Arm("cell-load/pairs", "pairs", "cell_load", {**theirs, "is_consecutive": False, "n_workers": 2}),
-        Arm("cell-load/pairs-consecutive", "pairs", "cell_load", {**theirs, "is_consecutive": True, "n_workers": 0}),
-    ]
+    return _group(
+        "pairs",
+        ("gpuload/pairs/chunk", "gpuload_pairs", {**common, "fetch_factor": fetch_factor // 2, "block_size": "chunk"}),
+        ("cell-load/pairs", "cell_load", {**theirs, "is_consecutive": False, "n_workers": 2}),
+        ("cell-load/pairs-consecutive", "cell_load", {**theirs, "is_consecutive": True, "n_workers": 0}),
+    )
 
 
 def _files(batch_size: int, fetch_factor: int) -> list[Arm]:
     """Shuffled, dense, the same cells in several files; scDataset reads these through an AnnCollection."""
-    common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense", "order": "blocks"}
-    common["n_files"] = N_FILES
-    scdataset = {**common, "block_size": SCDATASET_BLOCK}
-    return [
-        Arm("gpuload/files/chunk", "files", "gpuload_torch", {**common, "block_size": "chunk"}),
-        Arm("gpuload/files/2-chunks", "files", "gpuload_torch", {**common, "block_size": "2 chunks"}),
-        Arm("scdataset-anncollection/files/16", "files", "scdataset_anncollection", scdataset),
-    ]
+    common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense", "n_files": N_FILES}
+    return _group(
+        "files",
+        ("gpuload/files/chunk", "gpuload_torch", _blocks(common, "chunk")),
+        ("gpuload/files/2-chunks", "gpuload_torch", _blocks(common, "2 chunks")),
+        ("scdataset-anncollection/files/16", "scdataset_anncollection", _blocks(common, SCDATASET_BLOCK)),
+    )
 
 
 def _ours(batch_size: int, fetch_factor: int) -> list[Arm]:
     """What only gpuload is tested on: its other frontend, overlap with the consumer, memory over epochs."""
-    chunk = {
-        "batch_size": batch_size,
-        "fetch_factor": fetch_factor,
-        "output": "dense",
-        "order": "blocks",
-        "block_size": "chunk",
-    }
-    single = {**chunk, "block_size": 1}
+    chunk = _blocks({"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense"}, "chunk")
     return [
         Arm("gpuload-dali/dense/chunk", "front", "gpuload_dali", chunk),
         Arm("gpuload-dali/dense/pipeline", "front", "gpuload_dali", {**chunk, "is_piped": True}),
         Arm("gpuload/overlap/chunk", "overlap", "gpuload_torch", chunk, kind="overlap"),
         Arm("gpuload/memory/chunk", "memory", "gpuload_torch", chunk, kind="memory"),
-        Arm("gpuload/memory/1", "memory", "gpuload_torch", single, kind="memory"),
+        Arm("gpuload/memory/1", "memory", "gpuload_torch", {**chunk, "block_size": 1}, kind="memory"),
     ]
 
 
@@ -242,8 +227,8 @@ def _tiledbsoma(common: dict[str, Any], n_cells: int | None = None) -> dict[str,
 
 def _as_tiledbsoma(common: dict[str, Any]) -> dict[str, Any]:
     """Return the same of gpuload: blocks of as many cells, and as many of them in memory."""
-    theirs = _tiledbsoma(common)
-    return {**common, "order": "blocks", "fetch_factor": theirs["fetch_factor"], "block_size": TILEDBSOMA_CHUNK}
+    fetch_factor = _tiledbsoma(common)["fetch_factor"]
+    return _blocks(common, TILEDBSOMA_CHUNK, fetch_factor=fetch_factor, store="soma")
 
 
 def _annbatch(common: dict[str, Any], size: int = ANNBATCH_CHUNK) -> dict[str, Any]:

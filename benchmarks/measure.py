@@ -115,12 +115,15 @@ def _time_epoch(job: Job, loading: Loading, sleep_s: float = 0.0) -> dict[str, A
             slept_s += time.perf_counter() - now if step >= n_skipped else 0.0
     if not n_batches:
         raise ValueError(f"{job.path}: an epoch must be longer than one fetch, or there is nothing to overlap.")
-    seconds = time.perf_counter() - start
+    return {"slept_s": slept_s, **_timed(n_cells, n_batches, time.perf_counter() - start, cpu_start)}
+
+
+def _timed(n_cells: int, n_batches: int, seconds: float, cpu_start: float) -> dict[str, Any]:
+    """Return the figures of what was timed from `cpu_start` on, in CPU seconds, until now."""
     return {
         "cells": n_cells,
         "batches": n_batches,
         "seconds": seconds,
-        "slept_s": slept_s,
         "cpu_s": machine.cpu_s() - cpu_start,
         "cells_per_s": n_cells / seconds,
         "peak_mib": machine.peak_mib(),
@@ -192,15 +195,7 @@ class Batches:
             n_fetches += begins
             if begins and (elapsed := time.perf_counter() - start) >= seconds:
                 break
-        return {
-            "cells": n_cells,
-            "batches": n_batches,
-            "fetches": n_fetches,
-            "seconds": elapsed,
-            "cpu_s": machine.cpu_s() - cpu_start,
-            "cells_per_s": n_cells / elapsed,
-            "peak_mib": machine.peak_mib(),
-        }
+        return {"fetches": n_fetches, **_timed(n_cells, n_batches, elapsed, cpu_start)}
 
     @staticmethod
     def _endless(loading: Loading, batches_per_fetch: int) -> Generator[tuple[bool, Mapping[str, Any]], None, None]:

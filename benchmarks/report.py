@@ -190,6 +190,11 @@ class Summary:
     n_failed: int
 
 
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
 def summarise(records: Iterable[dict[str, Any]]) -> list[Summary]:
     """Return one summary per arm, in the order of the groups and of first appearance."""
     by_arm: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -426,7 +431,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--readme", type=Path, help=f"write the short table between {BEGIN} and {END} in this file")
     parser.add_argument("--details", type=Path, help="write all printed output between the same lines in this file")
     options = parser.parse_args(arguments)
-    runs = [[json.loads(line) for line in path.read_text().splitlines() if line] for path in options.results]
+    runs = list(map(read_records, options.results))
     content = "\n\n".join(f"{conditions(run)}\n\n{table(run)}\n\n{goals(run)}" for run in runs)
     print(content)
     if options.plot:

@@ -21,17 +21,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
+from benchmarks import frame, machine
 
-PROGRAM = Path(__file__).parents[1] / "pipelines" / "classify.py"
+PROGRAM = frame.ROOT / "pipelines" / "classify.py"
 PACKAGES = ("numpy", "torch", "anndata", "h5py")
 COMMON = ("--values", "log1p", "--batch-size", "64")
 LINEAR, SMALL_FETCH = ("--models", "linear"), ("--fetch-factor", "64")
@@ -62,21 +60,6 @@ TIMES_THE_CELLS = {"linear, five times the cells": 5, "linear, the paper's rate"
 """How many times more cells a part's screen has, if it has one of its own."""
 
 
-def run_program(*options: str) -> str:
-    """Run the pipeline; return what it printed."""
-    path = os.pathsep.join([str(PROGRAM.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return done.stdout
-
-
 def records_of(part: str, folder: Path) -> list[dict[str, Any]]:
     """Return a record for each training of a part, with what was measured of its order's loader."""
     report = json.loads((folder / "classify.json").read_text())
@@ -103,14 +86,13 @@ def thinned(points: list[Any], n: int = 50) -> list[Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Make the screen, run the parts, print their tables, and append to the results if requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_classify", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_classify", __doc__, also="; a plot is written beside it")
     parser.add_argument("folder", type=Path, help="folder of the screens")
     parser.add_argument(
         "--cells", type=int, default=80_000, help="cells of a screen that is made (default: %(default)s)"
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="further options for classify.py")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file; a plot is written beside it")
     options = parser.parse_args(arguments)
     start = time.perf_counter()
     for part in options.only:
@@ -119,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
         screen = options.folder / ("screen" if times == 1 else f"screen-{times}")
         make = () if screen.exists() else ("--make", str(times * options.cells))
         settings = ("--out", str(folder), "--fresh", *COMMON, *PARTS[part], *options.options)
-        print(f"{part}\n{run_program(str(screen), *make, *settings)}", flush=True)
+        print(f"{part}\n{frame.said([sys.executable, str(PROGRAM), str(screen), *make, *settings])}", flush=True)
         if options.out:
             machine.add_records(options.out, records_of(part, folder))
             if part == "linear":

@@ -15,10 +15,7 @@ arm that trains uses a ResNet-18 of an eighth of the width, on every eighth pixe
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import frame, machine
 from benchmarks.measure import set_cache
+from benchmarks.report import read_records
 from benchmarks.s3server import start
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 
     from benchmarks.s3server import Running
 
-PROGRAM = Path(__file__).parents[1] / "pipelines" / "concurrent_loading.py"
+PROGRAM = frame.ROOT / "pipelines" / "concurrent_loading.py"
 PACKAGES = ("gpuload", "torch", "obstore", "boto3", "imagecodecs", "nvidia-dali-cuda130")
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_DEFAULT_REGION": "us-east-1"}
 
@@ -98,14 +96,11 @@ def measure(arm: Arm, folder: Path, server: Running, batch_size: int, batches: i
     command = [sys.executable, str(PROGRAM), place, "--json", "--loader", arm.loader, "--batch-size", str(batch_size)]
     command += ["--workers", str(arm.workers), "--in-flight", str(arm.in_flight)]
     command += ["--batches", str(n), "--warm-up", str(warm_up), *(TRAINING if arm.train else [])]
-    environment = {**os.environ, **CREDENTIALS, "AWS_ENDPOINT_URL": server.url, "PYTHONPATH": python_path()}
     n_before, worked_s = server.n_gets(), machine.cpu_s_of(server.pid)
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise SystemExit(f"{arm.name}: {done.stderr[-2000:]}")
+    found = frame.last_json(command, **CREDENTIALS, AWS_ENDPOINT_URL=server.url)
     n_served = server.n_gets() - n_before
     served_s = (machine.cpu_s_of(server.pid) - worked_s) / n_served if n_served > batch_size else None
-    return {"n_batches": n, **json.loads(done.stdout.splitlines()[-1]), "server_cpu_s_per_picture": served_s}
+    return {"n_batches": n, **found, "server_cpu_s_per_picture": served_s}
 
 
 @contextmanager
@@ -163,14 +158,9 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=140)
 
 
-def python_path() -> str:
-    """Return a PYTHONPATH that begins with this checkout, for the program."""
-    return os.pathsep.join([str(PROGRAM.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn, print a table, and append to the results if requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_concurrent", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_concurrent", __doc__, rounds=1)
     parser.add_argument("folder", type=Path, help="BUCKETS/BUCKET/NAME; the server serves its grandparent")
     parser.add_argument("--make", type=int, metavar="N", help="first write N images")
     parser.add_argument("--latency-ms", type=float, default=130.0, help="median latency; default: %(default)s")
@@ -179,52 +169,48 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--batch-size", type=int, default=256, help="images per batch; default: %(default)s")
     parser.add_argument("--batches", type=int, default=8, help="batches to time; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=1, help="measurements of each arm; default: %(default)s")
     parser.add_argument("--full", action="store_true", help="run the whole grid, which takes about 15 minutes")
     parser.add_argument(
         "--apart", action="store_true", help="reserve one core for the server, the rest for the program"
     )
     parser.add_argument("--only", help="run only arms whose name contains this")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the results of this run")
     parser.add_argument("--of", type=Path, metavar="FILE.jsonl", help="plot these records instead of measuring")
     options = parser.parse_args(arguments)
     if options.of:
-        plot([json.loads(line) for line in options.of.read_text().splitlines()], options.plot)
+        plot(read_records(options.of), options.plot)
         return 0
     folder = options.folder.resolve()
     if options.make:
-        command = [sys.executable, str(PROGRAM), str(folder), "--make", str(options.make)]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": python_path()})
+        frame.said([sys.executable, str(PROGRAM), str(folder), "--make", str(options.make)])
     chosen = [arm for arm in arms(is_full=options.full) if not options.only or options.only in arm.name]
     records = []
     with (
         start(folder.parents[1], latency_ms=options.latency_ms, latency_sigma=options.latency_sigma) as server,
         kept_apart(server) if options.apart else nullcontext(),
     ):
-        for number in range(options.rounds):
-            for arm in chosen:
-                found = measure(arm, folder, server, options.batch_size, options.batches)
-                print(
-                    f"{arm.name:48s} {found['pictures_per_s']:7.1f} pictures/s, {found['batch_s']:7.3f} s a batch, "
-                    f"waits {found['wait_share']:4.0%}, processors {1e3 * found['cpu_s_per_picture']:.2f} ms a picture",
-                    flush=True,
-                )
-                record = {
-                    "arm": arm.name,
-                    "round": number,
-                    "grid": "full" if options.full else "small",
-                    "server_on": "a core of its own" if options.apart else "the same cores",
-                    "latency_ms": options.latency_ms,
-                    "latency_sigma": options.latency_sigma,
-                    "batch_size": options.batch_size,
-                    "n_pictures": len(list(folder.glob("*.jpg"))),
-                    **found,
-                    **machine.origin(PACKAGES),
-                    "load": os.getloadavg()[0],
-                }
-                records.append(record)
-                machine.add_records(options.out, [record])
+        for number, arm in frame.in_turns(chosen, options.rounds):
+            found = measure(arm, folder, server, options.batch_size, options.batches)
+            print(
+                f"{arm.name:48s} {found['pictures_per_s']:7.1f} pictures/s, {found['batch_s']:7.3f} s a batch, "
+                f"waits {found['wait_share']:4.0%}, processors {1e3 * found['cpu_s_per_picture']:.2f} ms a picture",
+                flush=True,
+            )
+            record = {
+                "arm": arm.name,
+                "round": number,
+                "grid": "full" if options.full else "small",
+                "server_on": "a core of its own" if options.apart else "the same cores",
+                "latency_ms": options.latency_ms,
+                "latency_sigma": options.latency_sigma,
+                "batch_size": options.batch_size,
+                "n_pictures": len(list(folder.glob("*.jpg"))),
+                **found,
+                **machine.origin(PACKAGES),
+                "load": os.getloadavg()[0],
+            }
+            records.append(record)
+            machine.add_records(options.out, [record])
     if options.plot and records:
         plot(records, options.plot)
     return 0

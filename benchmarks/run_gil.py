@@ -12,8 +12,6 @@ some ways have read the next sample before it is requested.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import os
 import pickle
 import runpy
@@ -26,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import frame, machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -205,30 +203,22 @@ def measure(read: Callable[[], Any], seconds: float) -> tuple[float, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure each way, print a table, and append to the results if requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_gil", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_gil", __doc__)
     parser.add_argument("--mib", type=float, default=64, help="size of the array (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=3, help="minimum time per way (default %(default)s)")
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS), help="ways to measure (default: all)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     values = np.random.default_rng(0).standard_normal(int(options.mib * machine.MIB) // 4, dtype=np.float32)
     print("| way | share of a call held at one go | calls |\n| --- | ---: | ---: |")
     for name in options.only:
         package, prepare = WAYS[name]
-        if importlib.util.find_spec(package.partition(".")[0]) is None:
+        if not frame.is_installed(package):
             continue
         with tempfile.TemporaryDirectory() as folder:
             share, n_calls = measure(prepare(Path(folder), values), options.seconds)
         print(f"| {name} | {share:.2f} | {n_calls} |", flush=True)
-        if options.out:
-            record = {
-                **machine.origin(PACKAGES),
-                "arm": name,
-                "mib": options.mib,
-                "calls": n_calls,
-                "held_share": share,
-            }
-            machine.add_records(options.out, [record])
+        figures = {"mib": options.mib, "calls": n_calls, "held_share": share}
+        machine.add_records(options.out, [{**machine.origin(PACKAGES), "arm": name, **figures}])
     return 0
 
 

@@ -20,14 +20,13 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import frame, machine
 from benchmarks.measure import set_cache
 from gpuload.backends.cuda.device import n_gpus
 
@@ -355,19 +354,12 @@ def _batched(starts: range, n: int) -> Iterator[range]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn; print the records and append them to the results."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_gpu", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_gpu", __doc__, rounds=3, results="gpu.jsonl")
     parser.add_argument("--file", type=Path, help="the .h5ad file (default: make one)")
     parser.add_argument(
         "--n-obs", type=int, default=400_000, help="cells in the file that is made (default: %(default)s)"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("benchmarks/results/gpu.jsonl"),
-        help="append JSON lines to this file (default: %(default)s)",
-    )
     parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS), help="arms to run (default: all)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each arm (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=1024, help="cells per minibatch (default: %(default)s)")
     parser.add_argument("--fetch-factor", type=int, default=64, help="minibatches per fetch (default: %(default)s)")
     parser.add_argument(
@@ -391,33 +383,33 @@ def main(arguments: list[str] | None = None) -> int:
         faulthandler.dump_traceback_later(chosen.timeout, exit=True)
         print(json.dumps(ARMS[chosen.arm](options)))
         return 0
-    origin = {
-        "commit": machine.commit(),
-        "machine": machine.describe(),
+    about = {
         "gpu": machine.card(),
-        "versions": machine.versions(PACKAGES),
         "batch_size": chosen.batch_size,
         "fetch_factor": chosen.fetch_factor,
         "cache": chosen.cache,
         "file": {"name": file.name, "nbytes": file.stat().st_size},
     }
-    arms, n_measured = list(chosen.only), 0
-    for number in range(chosen.rounds):
-        for name in list(arms):
-            limit = min(chosen.timeout, end - time.monotonic())
-            if limit < SHORTEST_S:
-                print(f"round {number}  {name:24s}  not begun: no time is left", flush=True)
-                continue
-            command = [sys.executable, "-m", "benchmarks.run_gpu", "--file", str(file), "--arm", name]
-            command += ["--batch-size", str(chosen.batch_size), "--fetch-factor", str(chosen.fetch_factor)]
-            command += ["--cache", chosen.cache, "--timeout", f"{limit:.0f}"]
-            found = _measured(command, limit)
-            if "error" in found:
-                arms.remove(name)  # it would take up the others' time again
-            n_measured += "error" not in found
-            record = {**origin, "time": datetime.now(UTC).isoformat(), "arm": name, "round": number, **found}
-            machine.add_records(chosen.out, [record])
-            print(f"round {number}  {name:24s}  {_say(found)}", flush=True)
+    failed: set[str] = set()
+    n_measured = 0
+    for number, name in frame.in_turns(chosen.only, chosen.rounds):
+        if name in failed:  # it would take up the others' time again
+            continue
+        limit = min(chosen.timeout, end - time.monotonic())
+        if limit < SHORTEST_S:
+            print(f"round {number}  {name:24s}  not begun: no time is left", flush=True)
+            continue
+        command = [sys.executable, "-m", "benchmarks.run_gpu", "--file", str(file), "--arm", name]
+        command += ["--batch-size", str(chosen.batch_size), "--fetch-factor", str(chosen.fetch_factor)]
+        command += ["--cache", chosen.cache, "--timeout", f"{limit:.0f}"]
+        found = _measured(command, limit)
+        if "error" in found:
+            failed.add(name)
+        else:
+            n_measured += 1
+        record = {**machine.origin(PACKAGES), **about, "arm": name, "round": number, **found}
+        machine.add_records(chosen.out, [record])
+        print(f"round {number}  {name:24s}  {_say(found)}", flush=True)
     return 0 if n_measured else 1
 
 

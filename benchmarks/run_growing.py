@@ -10,20 +10,20 @@ training thread from the GIL, and how much the process grew.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks import machine
-from benchmarks.run_concurrent import CREDENTIALS, python_path
+from benchmarks import frame, machine
+from benchmarks.run_concurrent import CREDENTIALS
 from benchmarks.s3server import start
 
-PROGRAM = Path(__file__).parents[1] / "pipelines" / "growing_store.py"
+if TYPE_CHECKING:
+    import argparse
+
+PROGRAM = frame.ROOT / "pipelines" / "growing_store.py"
 PACKAGES = ("gpuload", "numpy", "torch", "obstore")
 
 ARMS = {
@@ -43,12 +43,8 @@ def measure(name: str, folder: Path, url: str, options: argparse.Namespace) -> d
     command = [sys.executable, str(PROGRAM), remote, "--root", str(root), "--json", "--meter-ms", "0", *ARMS[name]]
     command += ["--budget", options.budget, "--epochs", str(options.epochs), "--min-samples"]
     command += [str(min(128, options.samples // 4))]
-    environment = {**os.environ, **CREDENTIALS, "AWS_ENDPOINT_URL": url, "PYTHONPATH": python_path()}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    found: dict[str, Any] = frame.last_json(command, **CREDENTIALS, AWS_ENDPOINT_URL=url)
     shutil.rmtree(root, ignore_errors=True)
-    if done.returncode:
-        raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -65,31 +61,27 @@ def _say(found: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn, print a line each, and append to the results if requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_growing", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_growing", __doc__, rounds=3)
     parser.add_argument("folder", type=Path, help="folder for samples and store")
     parser.add_argument("--samples", type=int, default=600, help="samples in the remote; default: %(default)s")
     parser.add_argument("--sample-bytes", type=int, default=1 << 20, help="bytes per sample; default: %(default)s")
     parser.add_argument("--budget", default="400MiB", help="size limit of the store; default: %(default)s")
     parser.add_argument("--epochs", type=int, default=10, help="epochs per run; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each arm; default: %(default)s")
     parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS), help="arms to run (default: all)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     samples = options.folder / "buckets" / "samples"
     if not samples.exists():
-        sys.path.insert(0, str(PROGRAM.parents[1]))
         from pipelines.growing_store import make_samples
 
         make_samples(samples, options.samples, options.sample_bytes, 0)
     with start(samples.parents[1]) as server:
-        for number in range(options.rounds):
-            for name in options.only:
-                found = measure(name, options.folder, server.url, options)
-                print(f"{name:24s} {_say(found)}", flush=True)
-                about = {"arm": name, "round": number, "budget": options.budget, "n_samples": options.samples}
-                about["sample_nbytes"] = options.sample_bytes
-                record = {**about, **found, **machine.origin(PACKAGES), "load": os.getloadavg()[0]}
-                machine.add_records(options.out, [record])
+        for number, name in frame.in_turns(options.only, options.rounds):
+            found = measure(name, options.folder, server.url, options)
+            print(f"{name:24s} {_say(found)}", flush=True)
+            about = {"arm": name, "round": number, "budget": options.budget, "n_samples": options.samples}
+            about["sample_nbytes"] = options.sample_bytes
+            record = {**about, **found, **machine.origin(PACKAGES), "load": os.getloadavg()[0]}
+            machine.add_records(options.out, [record])
     return 0
 
 

@@ -10,7 +10,6 @@ reported and left out; --python names another interpreter for a script.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import runpy
@@ -23,12 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import frame, machine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-ROOT = Path(__file__).parents[1]
 
 SCRIPTS = {
     "gpuload": ("docs/migration/with_gpuload.py", "gpuload"),
@@ -87,60 +84,50 @@ def make_samples(folder: Path, n_samples: int) -> None:
     (folder / "labels.json").write_text(json.dumps(labels))
 
 
-def measure(arm: str, place: Path) -> dict[str, float]:
-    """Run one arm's program on the data at a place; return its figures.
+def measure(arm: str, folder: str) -> dict[str, Any]:
+    """Run one arm's program on the data in a folder; return its figures and their origin.
 
     Raises
     ------
     AssertionError
         Its first epoch has other cells than the file.
     """
-    program = runpy.run_path(str(ROOT / SCRIPTS[arm][0]))
+    program, place = runpy.run_path(str(frame.ROOT / SCRIPTS[arm][0])), Path(folder)
+    about = {**machine.origin(PACKAGES), "arm": arm}
     if "main" in program:
-        return {"samples_per_s": program["main"](str(place / "samples"))[1]}
+        return {**about, "samples_per_s": program["main"](str(place / "samples"))[1]}
     expected = json.loads((place / "cells.json").read_text())
     epoch = program["open_cells"](str(place / "cells.h5ad"))
     if digest((X.numpy(), plate.numpy()) for X, plate in epoch()) != expected["digest"]:
         raise AssertionError(f"{arm}: the cells of an epoch differ from those of the file.")
     start = time.perf_counter()
     n_cells = sum(len(plate) for _, plate in epoch())
-    return {"cells_per_s": n_cells / (time.perf_counter() - start)}
+    return {**about, "cells_per_s": n_cells / (time.perf_counter() - start)}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure every arm whose library is installed; print a line each, and append to the results if requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_migration", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_migration", __doc__, rounds=3)
     parser.add_argument("--cells", type=int, default=20_000, help="cells in the file (default %(default)s)")
     parser.add_argument("--genes", type=int, default=2_000, help="genes in the file (default %(default)s)")
     parser.add_argument("--samples", type=int, default=4_000, help="samples to read by ID (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each script (default %(default)s)")
     parser.add_argument(
         "--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="scripts to run (default: all)"
     )
     parser.add_argument(
         "--python", action="append", default=[], metavar="ARM=PYTHON", help="interpreter for one arm; repeatable"
     )
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--measure", nargs=2, metavar=("ARM", "PLACE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.measure:
-        arm, place = options.measure
-        figures = measure(arm, Path(place))
-        print(json.dumps({**machine.origin(PACKAGES), "arm": arm, **figures}))
-        return 0
     pythons = dict(pair.split("=", 1) for pair in options.python)
     runnable = [arm for arm in options.only if _can_run(arm, pythons.get(arm, sys.executable))]
     with TemporaryDirectory() as folder:
         make_cells(Path(folder) / "cells.h5ad", options.cells, options.genes)
         make_samples(Path(folder) / "samples", options.samples)
-        for number in range(options.rounds):
-            shift = number * len(runnable) // max(options.rounds, 1)
-            for arm in runnable[shift:] + runnable[:shift]:
-                record = {**_run(arm, pythons.get(arm, sys.executable), folder), "round": number}
-                record |= {"cells": options.cells, "genes": options.genes} if "cells_per_s" in record else {}
-                figures = {k: round(v) for k, v in record.items() if k.endswith("_per_s")}
-                print(number, arm, figures, flush=True)
-                machine.add_records(options.out, [record])
+        for number, arm in frame.in_turns(runnable, options.rounds):
+            found = frame.apart(measure, arm, folder, python=pythons.get(arm, sys.executable))
+            found |= {"cells": options.cells, "genes": options.genes} if "cells_per_s" in found else {}
+            print(number, arm, {k: round(v) for k, v in found.items() if k.endswith("_per_s")}, flush=True)
+            machine.add_records(options.out, [{**found, "round": number}])
     return 0
 
 
@@ -148,18 +135,10 @@ def _can_run(arm: str, python: str) -> bool:
     """Return whether an arm's library is installed; report if it is not."""
     needed = SCRIPTS[arm][1]
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({needed!r}) is None)"
-    is_there = not subprocess.run([python, "-c", code], cwd=ROOT, check=False).returncode
+    is_there = not subprocess.run([python, "-c", code], cwd=frame.ROOT, check=False).returncode
     if not is_there:
         print(f"skipped {arm}: {needed} is not installed there")
     return is_there
-
-
-def _run(arm: str, python: str, folder: str) -> dict[str, Any]:
-    """Measure an arm in a process of its own."""
-    command = [python, "-W", "ignore", "-m", "benchmarks.run_migration", "--measure", arm, folder]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return record
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ seconds, but recorded separately (`warm_up_s`).
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import subprocess
 import sys
 import time
@@ -31,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import frame, machine
 from gpuload.backends.cuda.device import n_gpus
 
 PROGRAM = Path(__file__).parents[1] / "pipelines" / "modality.py"
@@ -73,7 +71,7 @@ def load_program() -> Any:
     return module
 
 
-def measure(name: str, folder: Path, landmarks: int, pictures: Path | None = None) -> dict[str, Any]:
+def measure(name: str, folder: str, landmarks: int, picture: str | None = None) -> dict[str, Any]:
     """Run the recipe as the arm specifies: seconds, peak memory and error; for ours, simpler methods too."""
     program, arm = load_program(), {**ARMS, **GPU_ARMS}[name]
     settings = {"solver": arm.solver, "n_landmarks": landmarks, "device": arm.device}
@@ -90,7 +88,7 @@ def measure(name: str, folder: Path, landmarks: int, pictures: Path | None = Non
         return found
 
     model.engine.gene_scores = gene_scores
-    cells = program.read_cells([folder])
+    cells = program.read_cells([Path(folder)])
     model.fit(dict(cells.genes), cells.proteins, cells.batch, cells.rows)
     predicted = model.predict_scores(model.scores_[cells.test])
     svd_s, regression_s = model.seconds_.values()
@@ -109,10 +107,8 @@ def measure(name: str, folder: Path, landmarks: int, pictures: Path | None = Non
         found["baselines"] = [
             {"arm": row.name, "seconds": row.seconds, "device": row.device, **row.measures} for row in rows[1:]
         ]
-        if pictures is not None:
-            program.draw_proteins(
-                pictures / "modality_proteins.png", predicted, cells.wanted, list(cells.protein_names)
-            )
+        if picture is not None:
+            program.draw_proteins(Path(picture), predicted, cells.wanted, list(cells.protein_names))
     return found
 
 
@@ -129,67 +125,49 @@ def draw(path: Path, records: list[dict[str, Any]]) -> None:
     program.draw_methods(path, rows, f"measured here, synthetic: {cells}")
 
 
-def _can_run(name: str) -> bool:
-    return name != "cuml" or importlib.util.find_spec("cuml") is not None
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn, print a table, and append to the results if requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_modality", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_modality", __doc__, rounds=1, also="; plots are written beside it")
     parser.add_argument("folder", type=Path, help="folder of the competition's files")
     parser.add_argument(
         "--make", type=int, metavar="CELLS", help="first write synthetic files with this many training cells"
     )
-    parser.add_argument("--rounds", type=int, default=1, help="measurements of each arm; default: %(default)s")
     here = {**ARMS, **(GPU_ARMS if n_gpus() else {})}
     parser.add_argument(
         "--only",
         nargs="+",
         choices=here,
-        default=[name for name in here if _can_run(name)],
+        default=[name for name in here if name != "cuml" or frame.is_installed("cuml")],
         help="arms to run (default: all that can run here)",
     )
     parser.add_argument(
         "--landmarks", type=int, default=4000, help="landmarks for the regression; default: %(default)s"
     )
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file; plots are written beside it")
-    parser.add_argument("--arm", choices=here, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.arm:
-        pictures = options.out.parent if options.out else None
-        print(json.dumps(measure(options.arm, options.folder, options.landmarks, pictures)))
-        return 0
     if options.make:
         load_program().write_synthetic(options.folder, options.make, 0)
     for path in options.folder.glob("*_mod1.h5ad"):  # into the page cache
         path.read_bytes()
     first_round: list[dict[str, Any]] = []
     failed: list[str] = []
-    for number in range(options.rounds):
-        for arm in options.only:
-            command = [sys.executable, "-m", "benchmarks.run_modality", str(options.folder), "--arm", arm]
-            command += ["--landmarks", str(options.landmarks)]
-            command += ["--out", str(options.out)] if options.out else []
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-            if done.returncode:
-                failed.append(arm)
-                print(f"{arm:16s} failed: exit status {done.returncode}", flush=True)
-                continue
-            record = {
-                "arm": arm,
-                "round": number,
-                **json.loads(done.stdout.splitlines()[-1]),
-                **machine.origin(PACKAGES),
-                **({"gpu": machine.card()} if arm in GPU_ARMS else {}),
-            }
-            print(
-                f"{arm:16s} SVD {record['svd_s']:6.1f} s, {record['svd_peak_mib']:,.0f} MiB; ten regressions "
-                f"{record['regression_s']:5.1f} s; at most {record['peak_mib']:,.0f} MiB; RMSE {record['rmse']:.4f}",
-                flush=True,
-            )
-            machine.add_records(options.out, [record])
-            if not number:
-                first_round.append(record)
+    picture = options.out and options.out.with_name("modality_proteins.png")
+    for number, arm in frame.in_turns(options.only, options.rounds):
+        try:
+            found = frame.apart(measure, arm, options.folder, options.landmarks, picture)
+        except subprocess.CalledProcessError as error:
+            failed.append(arm)
+            print(f"{arm:16s} failed: exit status {error.returncode}", flush=True)
+            continue
+        card = {"gpu": machine.card()} if arm in GPU_ARMS else {}
+        record = {"arm": arm, "round": number, **found, **machine.origin(PACKAGES), **card}
+        print(
+            f"{arm:16s} SVD {record['svd_s']:6.1f} s, {record['svd_peak_mib']:,.0f} MiB; ten regressions "
+            f"{record['regression_s']:5.1f} s; at most {record['peak_mib']:,.0f} MiB; RMSE {record['rmse']:.4f}",
+            flush=True,
+        )
+        machine.add_records(options.out, [record])
+        if not number:
+            first_round.append(record)
     if options.out and first_round:
         draw(options.out.with_suffix(".png"), first_round)
     return int(bool(failed))

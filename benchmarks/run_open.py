@@ -10,21 +10,20 @@ column; the first ones find no index, the others do.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 import zlib
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import frame, machine
+
+if TYPE_CHECKING:
+    import argparse
 
 N_VARS, MEAN_VALUES, CHUNK, N_PLATES = 62_710, 1_500, 37_379, 14
 PACKAGES = ("numpy", "h5py")
@@ -80,19 +79,13 @@ def opening(paths: list[str]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Make the files, measure, print a table, and append to the results if requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_open", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_open", __doc__, rounds=5)
     parser.add_argument("folder", type=Path, help="folder for the files")
     parser.add_argument(
         "--cells", type=int, default=100_000_000, help="cells in all files together (default: %(default)s)"
     )
     parser.add_argument("--files", type=int, default=14, help="number of files; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="number of rounds; default: %(default)s")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--open", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.open:
-        print(json.dumps(opening(options.open)))
-        return 0
     options.folder.mkdir(parents=True, exist_ok=True)
     paths = [options.folder / f"plate{k + 1}.h5ad" for k in range(options.files)]
     if not paths[0].exists():
@@ -118,15 +111,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace, paths: list[Path], number: int, *, has_index: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.run_open", str(options.folder), "--open", *map(str, paths)]
-    environment = {**os.environ, "GPULOAD_INDEX": str(options.folder / "index") if has_index else "off"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return {
         "arm": "with index" if has_index else "without index",
         "round": number,
         "files": len(paths),
         "n_chunks": 2 * len(paths) * -(-MEAN_VALUES * options.cells // options.files // CHUNK),
-        **json.loads(done.stdout.splitlines()[-1]),
+        **frame.apart(opening, paths, GPULOAD_INDEX=str(options.folder / "index") if has_index else "off"),
         **machine.origin(PACKAGES),
     }
 

@@ -10,19 +10,15 @@ warm. None of this applies to rates on a GPU, which would have to be measured on
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import machine
+from benchmarks import frame, machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,12 +65,12 @@ def pack_annbatch(file: Path, folder: Path, memory: str) -> dict[str, Any]:
 PACKERS = {"gpuload": (pack_gpuload, PACKAGES), "annbatch": (pack_annbatch, RIVAL_PACKAGES)}
 
 
-def measure(name: str, file: Path, memory: str) -> dict[str, Any]:
+def measure(name: str, file: str, memory: str) -> dict[str, Any]:
     """Pack once, in this process, into a temporary folder beside the file."""
     pack, packages = PACKERS[name]
     load = os.getloadavg()[0]
-    with TemporaryDirectory(dir=file.parent) as folder:
-        figures = pack(file, Path(folder), memory)
+    with TemporaryDirectory(dir=Path(file).parent) as folder:
+        figures = pack(Path(file), Path(folder), memory)
     machine_now = {"load_before": load, "peak_mib": machine.peak_mib(), "versions": machine.versions(packages)}
     return {"packer": name, **figures, **machine_now}
 
@@ -82,14 +78,9 @@ def measure(name: str, file: Path, memory: str) -> dict[str, Any]:
 def in_turns(pythons: dict[str, str], file: Path, memory: str, rounds: int) -> list[dict[str, Any]]:
     """Measure each packer once per round, in a separate process; return all results."""
     results = []
-    for number in range(rounds):
-        for name in sorted(pythons, reverse=bool(number % 2)):
-            command = [pythons[name], "-W", "ignore", "-m", "benchmarks.run_pack", "--file", str(file), "--one", name]
-            done = subprocess.run([*command, "--memory", memory], capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
-            results.append(json.loads(done.stdout.splitlines()[-1]))
-            print(f"{name:10s} {results[-1]['seconds']:7.2f} s {results[-1]['cpu_s']:7.2f} s of processor time")
+    for _, name in frame.in_turns(sorted(pythons), rounds):
+        results.append(frame.apart(measure, name, file, memory, python=pythons[name]))
+        print(f"{name:10s} {results[-1]['seconds']:7.2f} s {results[-1]['cpu_s']:7.2f} s of processor time")
     return results
 
 
@@ -157,24 +148,16 @@ def _seconds(function: Callable[[Any], Any], items: list[Any]) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, and append to the results if requested; return 1 if packing is slower than required."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_pack", description=__doc__.splitlines()[0])
+    from benchmarks.measure import set_cache
+
+    parser = frame.parser("run_pack", __doc__, rounds=3)
     parser.add_argument("--file", type=Path, required=True, help="the .h5ad file; stores are written beside it")
     parser.add_argument(
         "--annbatch-python", default=sys.executable, help="Python interpreter with annbatch (default: this one)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each packer (default: %(default)s)")
     parser.add_argument("--memory", default="2GiB", help="memory limit for packing (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--one", choices=sorted(PACKERS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.one:
-        print(json.dumps(measure(options.one, options.file, options.memory)))
-        return 0
-    from benchmarks.measure import set_cache
-    from benchmarks.run_rivals import describe_file
-
     set_cache(options.file, "warm")
-
     table = codecs(options.file)
     for row in table:
         nbytes = row["data_bytes_per_cell"] + row["indices_bytes_per_cell"]
@@ -187,20 +170,15 @@ def main(arguments: list[str] | None = None) -> int:
     cpu_s = {name: median(t["cpu_s"] for t in turns if t["packer"] == name) for name in PACKERS}
     ratio = seconds["annbatch"] / seconds["gpuload"]
     print(f"{ratio:.2f} times annbatch's speed ({cpu_s['annbatch'] / cpu_s['gpuload']:.2f} a core); wanted {WANTED}.")
-    if options.out:
-        record = {
-            "commit": machine.commit(),
-            "machine": machine.describe(),
-            "file": describe_file(options.file),
-            "time": datetime.now(UTC).isoformat(),
-            "cache": "warm",
-            "memory": options.memory,
-            "codecs": table,
-            "gpu": None,
-            "turns": turns,
-            "ratio": ratio,
-        }
-        machine.add_records(options.out, [record])
+    record = {
+        **machine.origin(PACKAGES),
+        "file": frame.describe_file(options.file),
+        "memory": options.memory,
+        "codecs": table,
+        "turns": turns,
+        "ratio": ratio,
+    }
+    machine.add_records(options.out, [record])
     return 0 if ratio >= WANTED else 1
 
 

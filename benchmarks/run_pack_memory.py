@@ -10,9 +10,6 @@ memory that a cell takes is the difference of two sizes in one round, in which t
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -23,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import frame, machine
 
 N_VARS, NAME_WIDTH, AT_ONCE, MEMORY = 100, 20, 1 << 18, "64MiB"
 PACKAGES = ("numba", "numpy", "h5py")
@@ -53,7 +50,7 @@ def write_file(path: Path, n_obs: int) -> None:
             array.attrs.update({"encoding-type": kind, "encoding-version": "0.2.0"})
 
 
-def packing(path: Path) -> dict[str, Any]:
+def packing(file: str) -> dict[str, Any]:
     """Pack a file in this process; return seconds and the memory that this took."""
     import anndata  # noqa: F401 - counted before, as it is imported by packing
 
@@ -61,33 +58,27 @@ def packing(path: Path) -> dict[str, Any]:
     import gpuload.packing.work
 
     before, start = machine.peak_mib(), time.perf_counter()
-    with TemporaryDirectory(dir=path.parent) as folder:
-        packed = gpuload.pack(path, Path(folder) / "packed.zarr", memory=MEMORY)
+    with TemporaryDirectory(dir=Path(file).parent) as folder:
+        packed = gpuload.pack(file, Path(folder) / "packed.zarr", memory=MEMORY)
     seconds = time.perf_counter() - start
     return {"cells": packed.n_obs, "seconds": seconds, "peak_mib_before": before, "peak_mib": machine.peak_mib()}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Make the files, measure, print a table, and append to the results if requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_pack_memory", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_pack_memory", __doc__, rounds=5)
     parser.add_argument("folder", type=Path, help="folder for the files")
     parser.add_argument("--cells", type=int, nargs="+", default=[2_000_000, 8_000_000], help="numbers of cells")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each size (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.one:
-        print(json.dumps(packing(options.one)))
-        return 0
     options.folder.mkdir(parents=True, exist_ok=True)
     paths = {n_obs: options.folder / f"cells{n_obs}.h5ad" for n_obs in options.cells}
     for n_obs, path in paths.items():
         if not path.exists():
             write_file(path, n_obs)
-    _pack(options.folder, paths[options.cells[0]])  # compiles
+    _pack(paths[options.cells[0]])  # compiles
     records: list[dict[str, Any]] = []
     for number in range(options.rounds):
-        found = [{**_pack(options.folder, path), "round": number} for path in paths.values()]
+        found = [{**_pack(path), "round": number} for path in paths.values()]
         for few, many in pairwise(found):
             n = many["cells"] - few["cells"]
             many["nbytes_per_cell"] = (many["peak_mib"] - few["peak_mib"]) * machine.MIB / n
@@ -101,9 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _pack(folder: Path, path: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.run_pack_memory", str(folder), "--one", str(path)]
-    figures = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+def _pack(path: Path) -> dict[str, Any]:
+    figures = frame.apart(packing, path)
     about = {"arm": "pack", "case": f"{figures['cells']:,} cells", "memory": MEMORY, "name_width": NAME_WIDTH}
     return {**about, **figures, **machine.origin(PACKAGES)}
 

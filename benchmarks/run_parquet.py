@@ -13,11 +13,8 @@ FOLDER gets the files, unless it has them: synthetic cells of Tahoe-100M's shape
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import frame, machine
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterator
 
 PACKAGES = ("numpy", "numba", "pyarrow", "imagecodecs")
@@ -153,20 +151,14 @@ def _made_up(number: int) -> Any:
 
 def main(arguments: list[str] | None = None) -> int:
     """Make the files, measure, print the results, and append to the results file if requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_parquet", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_parquet", __doc__, rounds=30)
     parser.add_argument("folder", type=Path, help="folder for the files")
     parser.add_argument("--cells", type=int, default=20_000, help="cells per file (default: %(default)s)")
     parser.add_argument("--files", type=int, default=20, help="number of files; default: %(default)s")
     parser.add_argument(
         "--groups", type=int, default=100_000, help="mock row groups for planning (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=30, help="decoding rounds (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--open", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.open:
-        print(json.dumps(opening(options.open)))
-        return 0
     options.folder.mkdir(parents=True, exist_ok=True)
     paths = [options.folder / f"train-{k:05d}.parquet" for k in range(options.files)]
     for path in paths:
@@ -187,13 +179,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _openings(options: argparse.Namespace, paths: list[Path]) -> Iterator[dict[str, Any]]:
     """Yield a record for each opening except the first of each kind, which also compiles, or makes what is kept."""
-    command = [sys.executable, "-m", "benchmarks.run_parquet", str(options.folder), "--open", *map(str, paths)]
     for arm, place in (("nothing kept", "off"), ("kept", str(options.folder / "index"))):
         for number in range(4):
-            environment = {**os.environ, "GPULOAD_INDEX": place}
-            done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+            found = frame.apart(opening, paths, GPULOAD_INDEX=place)
             if number:
-                found = json.loads(done.stdout.splitlines()[-1])
                 yield {"case": "open", "arm": arm, "round": number, "files": len(paths), **found}
 
 

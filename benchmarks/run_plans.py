@@ -12,22 +12,16 @@ benefits from it. CPU times count: a busy machine changes them little.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import json
 import resource
-import subprocess
 import sys
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import frame, machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -238,57 +232,41 @@ def table(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def measure_apart(arm: str, case: str, n_cells: int, n_fetches: int) -> dict[str, Any]:
-    """Run one measurement in a separate process."""
-    command = [sys.executable, "-m", "benchmarks.run_plans", "--measure", arm, case]
-    command += ["--cells", str(n_cells), "--fetches", str(n_fetches)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[1])
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure the chosen cases in turn, print the table, and append to the results if requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_plans", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_plans", __doc__, rounds=3)
     parser.add_argument("--cells", type=int, default=100_000_000, help="cells per epoch (default %(default)s)")
     parser.add_argument("--rival-cells", type=int, default=10_000_000, help="cells for scDataset (default %(default)s)")
     parser.add_argument(
         "--fetches", type=int, default=600, help="maximum number of fetches to plan (default %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each case (default %(default)s)")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases to run (default: all)")
     parser.add_argument("--without-rivals", action="store_true", help="skip scDataset")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--measure", nargs=2, metavar=("ARM", "CASE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.measure:
-        arm, case = options.measure
-        print(json.dumps(MEASURES[arm](case, options.cells, options.fetches)))
-        return 0
-    has_rival = not options.without_rivals and importlib.util.find_spec("scdataset") is not None
+    has_rival = not options.without_rivals and frame.is_installed("scdataset")
     if not has_rival:
         print("scDataset is left out, or not installed: pip install scdataset", file=sys.stderr)
-    origin = {"commit": machine.commit(), "machine": machine.describe(), "versions": machine.versions(PACKAGES)}
+    cases = [
+        (case, arm) for case in options.only for arm in (MEASURES if has_rival and case in RIVALS else ("gpuload",))
+    ]
     records = []
-    for number in range(options.rounds):
-        for case in options.only:
-            for arm in MEASURES if has_rival and case in RIVALS else ("gpuload",):
-                n_cells = options.cells if arm == "gpuload" else min(options.cells, options.rival_cells)
-                found = measure_apart(arm, case, n_cells, options.fetches)
-                record = {
-                    **origin,
-                    "time": datetime.now(UTC).isoformat(),
-                    "arm": arm,
-                    "case": case,
-                    "round": number,
-                    "n_cells": n_cells,
-                    "batch_size": BATCH_SIZE,
-                    "fetch_factor": FETCH_FACTOR,
-                    "block_size": 1 if case == "single" else BLOCK_SIZE,
-                    **found,
-                }
-                records.append(record)
-                print(f"{arm} {case}: {found['us_per_cell']:.3f} us, {found['bytes_per_cell']:.1f} B", file=sys.stderr)
-                machine.add_records(options.out, [record])
+    for number, (case, arm) in frame.in_turns(cases, options.rounds):
+        n_cells = options.cells if arm == "gpuload" else min(options.cells, options.rival_cells)
+        found = frame.apart(MEASURES[arm], case, n_cells, options.fetches)
+        record = {
+            **machine.origin(PACKAGES),
+            "arm": arm,
+            "case": case,
+            "round": number,
+            "n_cells": n_cells,
+            "batch_size": BATCH_SIZE,
+            "fetch_factor": FETCH_FACTOR,
+            "block_size": 1 if case == "single" else BLOCK_SIZE,
+            **found,
+        }
+        records.append(record)
+        print(f"{arm} {case}: {found['us_per_cell']:.3f} us, {found['bytes_per_cell']:.1f} B", file=sys.stderr)
+        machine.add_records(options.out, [record])
     print(table(records))
     return 0
 

@@ -16,16 +16,14 @@ import os
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import frame, machine
 from benchmarks.measure import set_cache
-from benchmarks.run_rivals import describe_file
 
 PACKAGES = ("numba", "numpy", "imagecodecs")
 
@@ -57,7 +55,7 @@ def measure(job: dict[str, Any], work_dir: Path) -> dict[str, Any]:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks.run_ranks", "--rank", json.dumps(rank_job)],
-            cwd=Path(__file__).parents[1],
+            cwd=frame.ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -106,10 +104,8 @@ def check_rows(rows: list[np.ndarray], n_obs: int) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure all arms in turn, print their medians, and append to the results if requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_ranks", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_ranks", __doc__, rounds=5)
     parser.add_argument("--file", type=Path, help="the .h5ad file")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each arm (default %(default)s)")
     parser.add_argument("--epochs", type=int, default=20, help="epochs to time (default %(default)s)")
     parser.add_argument(
         "--work-dir", type=Path, default=Path("."), help="folder for the row numbers to compare (default: .)"
@@ -126,24 +122,19 @@ def main(arguments: list[str] | None = None) -> int:
     if options.file is None:
         parser.error("--file is needed")
     set_cache(options.file, "warm")
-    file = describe_file(options.file)
+    file = frame.describe_file(options.file)
     sizes = {"batch_size": options.batch_size, "fetch_factor": options.fetch_factor, "block_size": "chunk"}
     n_cores = len(os.sched_getaffinity(0))
     shared = {"path": str(options.file), "n_obs": file["n_obs"], "settings": sizes, "n_epochs": options.epochs}
     arms = {f"gpuload/ranks/{n}": {**shared, "world_size": n, "num_threads": max(1, n_cores // n)} for n in (1, 2)}
-    origin = {"commit": machine.commit(), "machine": machine.describe(), "file": file, "cache": "warm"}
-    origin |= {"versions": machine.versions(PACKAGES)}
     speeds: dict[str, list[float]] = {name: [] for name in arms}
-    for number in range(options.rounds):
-        names = list(arms) if number % 2 == 0 else list(arms)[::-1]
-        for name in names:
-            figures = measure(arms[name], options.work_dir)
-            speeds[name].append(figures["cells_per_s"])
-            print(f"round {number}: {name} {figures['cells_per_s']:,.0f} cells/s", flush=True)
-            if options.out:
-                arm = {"name": name, "world_size": arms[name]["world_size"], "num_threads": arms[name]["num_threads"]}
-                about = {"arm": {**arm, **sizes}, "round": number, "time": datetime.now(UTC).isoformat()}
-                machine.add_records(options.out, [{**origin, **about, **figures}])
+    for number, name in frame.in_turns(list(arms), options.rounds):
+        figures = measure(arms[name], options.work_dir)
+        speeds[name].append(figures["cells_per_s"])
+        print(f"round {number}: {name} {figures['cells_per_s']:,.0f} cells/s", flush=True)
+        arm = {"name": name, "world_size": arms[name]["world_size"], "num_threads": arms[name]["num_threads"]}
+        about = {"file": file, "arm": {**arm, **sizes}, "round": number}
+        machine.add_records(options.out, [{**machine.origin(PACKAGES), **about, **figures}])
     one, two = (median(speeds[name]) for name in arms)
     print(f"medians: one rank {one:,.0f} cells/s, two ranks {two:,.0f} cells/s, two over one {two / one:.3f}")
     return 0

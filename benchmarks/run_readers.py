@@ -10,8 +10,6 @@ results file. CPU seconds are those of the process and its workers.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import resource
 import runpy
 import tempfile
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from benchmarks import machine
+from benchmarks import frame, machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -138,28 +136,23 @@ def measure(epoch: Epoch, wanted: np.ndarray, seconds: float) -> dict[str, float
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn, print a line each, and append to the results if requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_readers", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_readers", __doc__, rounds=3)
     parser.add_argument("folder", type=Path, help="folder for the samples")
     parser.add_argument("--samples", type=int, default=256, help="number of samples; default: %(default)s")
     parser.add_argument("--sample-bytes", type=int, default=1 << 18, help="bytes per sample; default: %(default)s")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per minibatch; default: %(default)s")
     parser.add_argument("--seconds", type=float, default=5, help="minimum time per arm (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each arm; default: %(default)s")
     parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS), help="arms to run (default: all)")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     folder = options.folder / f"{options.samples}x{options.sample_bytes}"
     wanted = make(folder, options.samples, options.sample_bytes // 4)
-    for number in range(options.rounds):
-        for name in options.only:
-            package, opened = ARMS[name]
-            if importlib.util.find_spec(package.partition(".")[0]) is None:
-                continue
-            with opened(folder, options.batch_size) as epoch:
-                found = measure(epoch, wanted, options.seconds)
-            print(f"{name:32s} {found['bytes_per_s'] / 1e6:6.0f} MB/s, {found['cpu_s_per_gb']:.2f} processor s/GB")
-            about = {"arm": name, "round": number, "sample_nbytes": options.sample_bytes, **found}
-            machine.add_records(options.out, [{**about, **machine.origin(PACKAGES)}])
+    runnable = [name for name in options.only if frame.is_installed(ARMS[name][0])]
+    for number, name in frame.in_turns(runnable, options.rounds):
+        with ARMS[name][1](folder, options.batch_size) as epoch:
+            found = measure(epoch, wanted, options.seconds)
+        print(f"{name:32s} {found['bytes_per_s'] / 1e6:6.0f} MB/s, {found['cpu_s_per_gb']:.2f} processor s/GB")
+        about = {"arm": name, "round": number, "sample_nbytes": options.sample_bytes, **found}
+        machine.add_records(options.out, [{**about, **machine.origin(PACKAGES)}])
     return 0
 
 

@@ -10,7 +10,6 @@ with those of the local file.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import gpuload
-from benchmarks import machine
+from benchmarks import frame, machine
 from benchmarks.s3server import start
 from gpuload.cache import BlockRemote, SampleStore
 from gpuload.remote import open_remote
@@ -95,14 +94,12 @@ def check(path: Path, server: Running) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn, print a table, and append to the results if requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_remote", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_remote", __doc__, rounds=3)
     parser.add_argument("--file", type=Path, required=True, help="the .h5ad file")
     parser.add_argument("--latency-ms", type=float, default=30.0, help="median latency; default: %(default)s")
     parser.add_argument(
         "--latency-sigma", type=float, default=0.3, help="standard deviation of its logarithm; default: %(default)s"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each arm; default: %(default)s")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     os.environ["GPULOAD_INDEX"] = "off"  # so that each opening is a first one
     results: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
@@ -113,9 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
         with start(folder / "s3") as server:
             check(options.file, server)
             server.set(latency_ms=options.latency_ms, latency_sigma=options.latency_sigma)
-            for number in range(options.rounds):
-                for arm in (*ARMS[number % 3 :], *ARMS[: number % 3]):
-                    results[arm].append({"round": number, **measure(arm, options.file, server, folder)})
+            for number, arm in frame.in_turns(ARMS, options.rounds):
+                results[arm].append({"round": number, **measure(arm, options.file, server, folder)})
     record_of = {
         "file": options.file.name,
         "file_nbytes": options.file.stat().st_size,

@@ -9,8 +9,6 @@ so an interrupted run keeps its results.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
 import subprocess
 import sys
@@ -20,21 +18,19 @@ from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import h5py
-
-from benchmarks import machine
+from benchmarks import frame, machine
 from benchmarks.arms import arms
 from benchmarks.job import Arm, Job
 from benchmarks.report import goals, table
 
-RESULTS = Path(__file__).parent / "results"
+if TYPE_CHECKING:
+    import argparse
 
 NEEDED = {
     "gpuload_torch": ("torch", "numba", "anndata"),
-    "gpuload_zarr": ("numba", "imagecodecs"),
-    "gpuload_packed": ("numba", "imagecodecs", "anndata"),
+    "gpuload_store": ("numba", "imagecodecs", "anndata"),
     "gpuload_dali": ("nvidia.dali", "torch", "numba", "anndata"),
     "scdataset_backed": ("scdataset", "anndata", "torch"),
     "scdataset_anncollection": ("scdataset", "anndata", "torch"),
@@ -43,8 +39,6 @@ NEEDED = {
     "bionemo_scdl": ("bionemo.scdl", "torch"),
     "cell_load": ("cell_load", "anndata", "torch"),
     "gpuload_pairs": ("torch", "numba", "anndata"),
-    "gpuload_scdl": ("numba",),
-    "gpuload_soma": ("numba",),
     "mapped_collection": ("lamindb", "torch"),
     "scipy_ram": ("anndata", "torch"),
     "tiledbsoma_ml": ("tiledbsoma_ml", "tiledbsoma", "anndata", "torch"),
@@ -77,41 +71,22 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"skipped {arm.name}: {', '.join(NEEDED[arm.rival])} not all installed")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.work_dir.mkdir(parents=True, exist_ok=True)
-    origin = {"commit": machine.commit(), "machine": machine.describe(), "file": describe_file(options.file)}
+    origin = {"commit": machine.commit(), "machine": machine.describe(), "file": frame.describe_file(options.file)}
     records = []
-    for number in range(options.rounds):
-        shift = number * len(runnable) // max(options.rounds, 1)
-        for arm in runnable[shift:] + runnable[:shift]:
-            record = {**origin, "round": number, "time": datetime.now(UTC).isoformat(), **_run(arm, number, options)}
-            machine.add_records(options.out, [record])
-            records.append(record)
-            print(_line(number, arm, record), flush=True)
+    for number, arm in frame.in_turns(runnable, options.rounds):
+        record = {**origin, "round": number, "time": datetime.now(UTC).isoformat(), **_run(arm, number, options)}
+        machine.add_records(options.out, [record])
+        records.append(record)
+        print(_line(number, arm, record), flush=True)
     print(table(records), goals(records), sep="\n\n")
     return int(any("error" in record for record in records))
 
 
-def describe_file(path: Path) -> dict[str, Any]:
-    """Return what results record about the file: its name, never its location."""
-    with h5py.File(path) as file:
-        X = file["X"]
-        return {
-            "name": path.name,
-            "nbytes": path.stat().st_size,
-            "n_obs": int(X.attrs["shape"][0]),
-            "n_vars": int(X.attrs["shape"][1]),
-            "nnz": int(X["data"].size),
-            "compression": X["data"].compression,
-            "chunk_values": int(X["data"].chunks[0]) if X["data"].chunks else None,
-        }
-
-
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_rivals", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_rivals", __doc__, rounds=5, results="rivals.jsonl")
     parser.add_argument(
         "--file", type=Path, required=True, help="the .h5ad file, with CSR X and a categorical obs column 'plate'"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "rivals.jsonl", help="append JSON lines to this file")
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each arm (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=6.0, help="minimum time per measurement (default %(default)s)")
     parser.add_argument(
         "--only", nargs="+", default=["*"], metavar="PATTERN", help="arms or groups to run, as shell patterns"
@@ -156,16 +131,9 @@ def _can_run(arm: Arm, environments: Path) -> bool:
     """Return whether the rival's packages are installed in the Python that would run it."""
     python = _python(arm, environments)
     if python == sys.executable:
-        return all(_has_module(name) for name in NEEDED[arm.rival])
+        return all(map(frame.is_installed, NEEDED[arm.rival]))
     done = subprocess.run([python, "-c", f"import {', '.join(NEEDED[arm.rival])}"], capture_output=True, check=False)
     return not done.returncode
-
-
-def _has_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent package is missing
-        return False
 
 
 def _run(arm: Arm, number: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -187,7 +155,7 @@ def _run(arm: Arm, number: int, options: argparse.Namespace) -> dict[str, Any]:
         try:
             done = subprocess.run(
                 command,
-                cwd=Path(__file__).parent.parent,
+                cwd=frame.ROOT,
                 capture_output=True,
                 text=True,
                 timeout=options.timeout,

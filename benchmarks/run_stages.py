@@ -7,13 +7,11 @@ Page cache warm, one thread, one process. Each line of the results is one stage.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import machine
+from benchmarks import frame, machine
 from benchmarks.measure import set_cache
-from benchmarks.run_rivals import describe_file
 from benchmarks.stages import Rate, Setting, decode, hand_over, plan, read, take_rows
 
 STAGES = {"plan": plan, "read": read, "decode": decode, "take_rows": take_rows, "hand-over": hand_over}
@@ -38,9 +36,8 @@ def table(rates: list[Rate]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure the chosen stages, print the table, and append to the results if requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_stages", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_stages", __doc__)
     parser.add_argument("--file", type=Path, required=True, help="the .h5ad file")
-    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument(
         "--only", nargs="+", choices=STAGES, default=list(STAGES), help="stages to measure (default: all)"
     )
@@ -53,12 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     setting = Setting(options.file, options.batch_size, options.fetch_factor, block_size)
     rates = [rate for stage in options.only for rate in STAGES[stage].measure(setting)]
     print(table(rates))
-    if options.out:
-        origin = {
-            **machine.origin(PACKAGES),
-            "file": describe_file(options.file),
-        }
-        machine.add_records(options.out, ({**origin, **asdict(rate), "fraction": rate.fraction} for rate in rates))
+    origin = {**machine.origin(PACKAGES), "file": frame.describe_file(options.file)}
+    machine.add_records(options.out, ({**origin, **asdict(rate), "fraction": rate.fraction} for rate in rates))
     return 0
 
 

@@ -9,7 +9,6 @@ a warm-up, in alternating turns. The best turn of each counts: anything else on 
 
 from __future__ import annotations
 
-import argparse
 import time
 from contextlib import closing
 from itertools import product
@@ -17,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import gpuload
-from benchmarks import machine
+from benchmarks import frame, machine
 from benchmarks.measure import set_cache
-from benchmarks.run_rivals import describe_file
 from gpuload.checks import parse_nbytes
 from gpuload.formats import open_store
 from gpuload.outlook import BLOCK_SIZES
@@ -85,9 +83,8 @@ def sweep(path: Path, settings: list[dict[str, Any]], turns: int, seconds: float
 
 def main(arguments: list[str] | None = None) -> int:
     """Tune, sweep, compare; print the table, and append to the results if requested."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_tune", description=__doc__.splitlines()[0])
+    parser = frame.parser("run_tune", __doc__)
     parser.add_argument("--file", type=Path, required=True, help="the .h5ad file")
-    parser.add_argument("--out", type=Path, help="append a JSON line to this file")
     parser.add_argument("--label", default="drug", help="obs column to assess mixing by (default %(default)s)")
     parser.add_argument("--memory", default="2GiB", help="memory limit for the loader (default %(default)s)")
     parser.add_argument(
@@ -118,18 +115,17 @@ def main(arguments: list[str] | None = None) -> int:
         mark = " <- advised" if row is advised else ""
         print(f"{row['cells_per_s']:>9,.0f} cells/s {row['cells_per_cpu_s']:>9,.0f} a core  {row['setting']}{mark}")
     print(f"advised: {fraction:.3f} of the best of {len(rows)}; wanted {WANTED}. Tuning took {tuned_s:.0f} s.")
-    if options.out:
-        record = {
-            **machine.origin(PACKAGES),
-            "file": describe_file(options.file),
-            "io_mode": "posix",
-            "asked": tuned.measured["asked"],
-            "tuned_s": tuned_s,
-            "tuned": {"settings": tuned.settings, "cells_per_s": tuned.best.cells_per_s},
-            "fraction_of_best": fraction,
-            "sweep": rows,
-        }
-        machine.add_records(options.out, [record])
+    record = {
+        **machine.origin(PACKAGES),
+        "file": frame.describe_file(options.file),
+        "io_mode": "posix",
+        "asked": tuned.measured["asked"],
+        "tuned_s": tuned_s,
+        "tuned": {"settings": tuned.settings, "cells_per_s": tuned.best.cells_per_s},
+        "fraction_of_best": fraction,
+        "sweep": rows,
+    }
+    machine.add_records(options.out, [record])
     return 0 if fraction >= WANTED else 1
 
 

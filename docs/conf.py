@@ -20,6 +20,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 import generated_pages
 
 import gpuload
+from benchmarks.frame import is_installed
 
 project = "gpuload"
 author = "the gpuload developers"
@@ -64,9 +65,7 @@ templates_path = ["templates"]
 autosummary_generate = True
 autodoc_default_options = {"member-order": "bysource"}
 autodoc_mock_imports = [
-    name
-    for name in ("cupy", "lightning", "nvidia", "prometheus_client", "torch")
-    if not generated_pages.is_installed(name)
+    name for name in ("cupy", "lightning", "nvidia", "prometheus_client", "torch") if not is_installed(name)
 ]
 autodoc_type_aliases = {"NDArray": "numpy.ndarray"}
 numpydoc_show_class_members = False

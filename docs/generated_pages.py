@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
-import json
 import math
 import re
 from collections import defaultdict
@@ -41,6 +39,7 @@ TITLES = {
     "pack": "Packing",
     "pack_memory": "Memory for packing",
     "open": "Opening 100 million cells",
+    "parquet": "Parquet of cells",
     "tune": "The tuner's advice beside a full sweep",
 }
 """Records with a heading of their own, in the order of the page; others follow under their file's name."""
@@ -59,11 +58,6 @@ ORIGIN = ("commit", "time", "cache", "memory", "io_mode")
 
 MAX_PARTS = 30
 """Longer lists within a record are not shown."""
-
-
-def is_installed(package: str) -> bool:
-    """Return whether a package, given by its top-level name, can be imported."""
-    return importlib.util.find_spec(package) is not None
 
 
 def write(folder: Path) -> None:
@@ -85,7 +79,7 @@ def write(folder: Path) -> None:
 
 def benchmarks_page(results: Path) -> str:
     """Return the page of all records in a folder of JSON lines, one section a file."""
-    found = {path.stem: path for path in sorted(results.glob("*.jsonl"))}
+    found = sorted(path.stem for path in results.glob("*.jsonl"))
     order = [name for name in TITLES if name in found] + [name for name in found if name not in TITLES]
     intro = (
         "Every figure on this page is computed from the records in `benchmarks/results` when the page is built; none "
@@ -94,7 +88,7 @@ def benchmarks_page(results: Path) -> str:
     )
     parts = ["# Benchmarks", intro]
     for name in order:
-        records = [json.loads(line) for line in found[name].read_text().splitlines() if line]
+        records = _records(results, name)
         parts += [f"## {TITLES.get(name, name.capitalize())}", _section(name, records), _origin(name, records)]
         drawn = sorted(results.glob(f"{name}*.png"))
         parts += [f"![{path.stem}](../../benchmarks/results/{path.name})" for path in drawn]
@@ -103,10 +97,9 @@ def benchmarks_page(results: Path) -> str:
 
 def times(results: Path, name: str, what: str) -> str:
     """Return the table of a file of records for a page; how to measure it, where there is none."""
-    path = results / f"{name}.jsonl"
-    if not path.exists():
+    records = _records(results, name)
+    if not records:
         return f"`python -m benchmarks.run_{name}` {what}.\n"
-    records = [json.loads(line) for line in path.read_text().splitlines() if line]
     return "\n\n".join([_section(name, records), _origin(name, records)]) + "\n"
 
 
@@ -171,7 +164,7 @@ def speeds_of_orders(results: Path) -> str:
 def _records(results: Path, name: str) -> list[dict[str, Any]]:
     """Return the records of a file; none if it does not exist."""
     path = results / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
+    return report.read_records(path) if path.exists() else []
 
 
 def _with_spread(values: list[float]) -> str:

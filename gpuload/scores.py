@@ -1,4 +1,4 @@
-"""Scores of classifiers, computed from the confusion matrix. NumPy only."""
+"""Scores of models: of classifiers from the confusion matrix, of regressions from their predictions. NumPy only."""
 
 from __future__ import annotations
 
@@ -22,3 +22,15 @@ def macro_f1(confusion: NDArray[np.int64]) -> float:
     either = confusion.sum(axis=0) + confusion.sum(axis=1)
     occurs = either > 0
     return float(np.mean(2 * hits[occurs] / either[occurs])) if occurs.any() else float("nan")
+
+
+def mean_r2(predicted: NDArray[np.floating], wanted: NDArray[np.floating]) -> float:
+    """Return the coefficient of determination of (n, n_targets) predictions, averaged over the targets.
+
+    That of a target that does not vary is 0, or 1 if it is predicted exactly, as in scikit-learn.
+    """
+    wanted = wanted.astype(np.float64)  # in float32 the mean of what does not vary differs from it
+    left = ((wanted - predicted) ** 2).sum(axis=0)
+    spread = ((wanted - wanted.mean(axis=0)) ** 2).sum(axis=0)
+    of_each = np.where(spread > 0, 1 - left / np.where(spread > 0, spread, 1), np.where(left == 0, 1.0, 0.0))
+    return float(np.mean(of_each))

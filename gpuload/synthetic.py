@@ -26,7 +26,7 @@ import numpy as np
 from gpuload.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import pandas as pd
     from numpy.typing import NDArray
@@ -172,8 +172,10 @@ def tahoe_shaped(
     -----
     Memory use is that of the result, 8 bytes per stored value, plus about 60 MB.
     """
-    mean_counts = min(MEAN_COUNTS, n_vars / 8) if mean_counts_per_cell is None else mean_counts_per_cell
-    _check(n_obs, n_vars, mean_counts, n_plates, n_cell_lines, n_drugs)
+    if n_obs < 0:
+        raise PlanError(f"n_obs={n_obs!r}: expected at least 0 cells.")
+    check_sizes({"n_vars": n_vars, "n_plates": n_plates, "n_cell_lines": n_cell_lines, "n_drugs": n_drugs})
+    mean_counts = mean_counts_of(mean_counts_per_cell, n_vars)
     setup = np.random.default_rng(np.random.SeedSequence([seed, 0]))
     labels = _labels(setup, n_obs, n_plates, n_cell_lines, n_drugs)
     kinds = (
@@ -187,18 +189,21 @@ def tahoe_shaped(
     return X, _with_counts(label_columns(labels, columns), X, mean_counts), gene_table(n_vars)
 
 
-def _check(n_obs: int, n_vars: int, mean_counts: float, n_plates: int, n_cell_lines: int, n_drugs: int) -> None:
-    """Raise PlanError if the sizes are invalid."""
-    if n_obs < 0:
-        raise PlanError(f"n_obs={n_obs!r}: expected at least 0 cells.")
-    sizes = {"n_vars": n_vars, "n_plates": n_plates, "n_cell_lines": n_cell_lines, "n_drugs": n_drugs}
+def check_sizes(sizes: Mapping[str, int]) -> None:
+    """Raise PlanError if one of the arguments, given by their names, is below 1."""
     for name, size in sizes.items():
         if size < 1:
             raise PlanError(f"{name}={size!r}: expected at least 1.")
+
+
+def mean_counts_of(per_cell: float | None, n_vars: int) -> float:
+    """Return the mean number of stored values per cell, or its default; PlanError if there are too few genes for it."""
+    mean_counts = min(MEAN_COUNTS, n_vars / 8) if per_cell is None else per_cell
     if not 0 < mean_counts <= n_vars / 4:
         raise PlanError(
             f"mean_counts_per_cell={mean_counts!r}: expected more than 0 and at most a quarter of the {n_vars} genes."
         )
+    return mean_counts
 
 
 def _labels(rng: np.random.Generator, n_obs: int, n_plates: int, n_cell_lines: int, n_drugs: int) -> NDArray[np.int32]:

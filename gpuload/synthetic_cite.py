@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.sparse import csr_matrix, vstack
 
-from gpuload.errors import PlanError
+from gpuload.synthetic import check_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,10 +98,7 @@ def paired_cells(
     PlanError
         A size is below 1.
     """
-    sizes = {"n_train": n_train, "n_test": n_test, "n_genes": n_genes, "n_proteins": n_proteins}
-    for name, size in sizes.items():
-        if size < 1:
-            raise PlanError(f"{name}={size!r}: expected at least 1.")
+    check_sizes({"n_train": n_train, "n_test": n_test, "n_genes": n_genes, "n_proteins": n_proteins})
     model = _Model(np.random.default_rng([seed, 0]), n_genes, n_proteins)
     abundance = np.exp(np.random.default_rng([seed, 1]).normal(0, 1, N_TYPES))
     common = abundance / abundance.sum()

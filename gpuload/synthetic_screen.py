@@ -29,15 +29,16 @@ from gpuload.errors import PlanError
 from gpuload.synthetic import (
     LINE_GENES,
     LINE_SHARE,
-    MEAN_COUNTS,
     PLATE_GENES,
     PLATE_SHARE,
     Kind,
+    check_sizes,
     count_model,
     draw_counts,
     draw_depths,
     gene_table,
     label_columns,
+    mean_counts_of,
 )
 
 if TYPE_CHECKING:
@@ -129,8 +130,8 @@ def screen_plates(
     Memory use is that of one plate, 8 bytes per stored value, plus about 60 MB.
     """
     sizes = {"plate": n_plates, "cell_line": n_cell_lines, "moa_broad": n_broad, "moa_fine": n_fine, "drug": n_drugs}
-    mean_counts = min(MEAN_COUNTS, n_vars / 8) if mean_counts_per_cell is None else mean_counts_per_cell
-    _check(n_obs, n_vars, mean_counts, sizes)
+    _check(n_obs, n_vars, sizes)
+    mean_counts = mean_counts_of(mean_counts_per_cell, n_vars)
     screen = _Screen(np.random.default_rng(np.random.SeedSequence([seed, 0])), n_vars, sizes)
     for number, cells in enumerate(np.array_split(np.arange(n_obs), n_plates)):
         yield screen.plate(number, cells.size, mean_counts, seed, progress)
@@ -211,21 +212,15 @@ def _deal(rng: np.random.Generator, n: int, n_classes: int) -> NDArray[np.int64]
     return rng.permutation(np.concatenate([np.arange(n_classes), more]))
 
 
-def _check(n_obs: int, n_vars: int, mean_counts: float, sizes: dict[str, int]) -> None:
+def _check(n_obs: int, n_vars: int, sizes: dict[str, int]) -> None:
     """Raise PlanError if the sizes are invalid."""
-    for name, size in {"n_vars": n_vars, **{_ARGUMENTS.get(k, f"n_{k}s"): n for k, n in sizes.items()}}.items():
-        if size < 1:
-            raise PlanError(f"{name}={size!r}: expected at least 1.")
+    check_sizes({"n_vars": n_vars, **{_ARGUMENTS.get(k, f"n_{k}s"): n for k, n in sizes.items()}})
     if n_obs < sizes["plate"]:
         raise PlanError(f"n_obs={n_obs!r}: expected at least a cell for each of the {sizes['plate']} plates.")
     for part, whole in (("moa_fine", "drug"), ("moa_broad", "moa_fine")):
         if sizes[part] > sizes[whole]:
             few, many = (_ARGUMENTS.get(name, f"n_{name}s") for name in (whole, part))
             raise PlanError(f"{many}={sizes[part]!r}: expected at most {few}={sizes[whole]!r}, so that each has one.")
-    if not 0 < mean_counts <= n_vars / 4:
-        raise PlanError(
-            f"mean_counts_per_cell={mean_counts!r}: expected more than 0 and at most a quarter of the {n_vars} genes."
-        )
 
 
 _ARGUMENTS = {"moa_broad": "n_broad", "moa_fine": "n_fine"}

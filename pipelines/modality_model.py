@@ -19,6 +19,7 @@ from modality_engines import ENGINES, Engine
 
 import gpuload
 from gpuload import estimators
+from gpuload.scores import mean_r2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -203,7 +204,6 @@ class ProteinModel:
     def score(self, genes: Any, proteins: Any = None) -> float:
         """Return the coefficient of determination, averaged over proteins, for cells given as to `fit`.
 
-        That of a protein that does not vary is 0, or 1 if it is predicted exactly, as in scikit-learn.
         Proteins are matched by name, too, and those that the model does not predict are left out. Where the model or
         the proteins have no names, since they come from an array, proteins are taken in order.
         """
@@ -215,11 +215,7 @@ class ProteinModel:
         found = self.predict(genes)
         found = np.asarray(found.X if hasattr(found, "obs_names") else found)
         found = found[known.among(len(found))]
-        wanted = wanted.astype(np.float64)  # in float32 the mean of what does not vary differs from it
-        left = ((wanted - found) ** 2).sum(axis=0)
-        spread = ((wanted - wanted.mean(axis=0)) ** 2).sum(axis=0)
-        of_each = np.where(spread > 0, 1 - left / np.where(spread > 0, spread, 1), np.where(left == 0, 1.0, 0.0))
-        return float(np.mean(of_each))
+        return mean_r2(found, wanted)
 
     def _in_order(self, known: Known) -> NDArray[np.float32]:
         """Return what was measured of the proteins that the model predicts, in its order."""

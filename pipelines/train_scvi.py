@@ -202,13 +202,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.out is not None:
             model.save(str(args.out), overwrite=True)
             np.save(args.out / "latent.npy", model.get_latent_representation(dataloader=cells.in_order()))
-    except gpuload.PlanError as error:
-        print(f"train_scvi.py: {error}", file=sys.stderr)
-        return 2
     except (gpuload.GpuloadError, OSError) as error:
         print(f"train_scvi.py: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, gpuload.PlanError) else 1
     except KeyboardInterrupt:
+        print("train_scvi.py: interrupted", file=sys.stderr)
         return 130
     return 0
 

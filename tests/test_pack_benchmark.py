@@ -28,7 +28,7 @@ def test_codecs_are_compared(tmp_path: Path) -> None:
 
 def test_packing_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(cells(100, 50), tmp_path / "in.h5ad")
-    record = run_pack.measure("gpuload", path, "64MiB")
+    record = run_pack.measure("gpuload", str(path), "64MiB")
     assert record["cells"] == 100
     assert record["seconds"] > 0
     assert [p.name for p in tmp_path.glob("*.h5ad")] == ["in.h5ad"]
@@ -49,8 +49,8 @@ def test_a_turn_is_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 def test_memory_per_cell_is_the_difference_of_two_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def packed(_: Path, path: Path) -> dict[str, Any]:
-        figures = run_pack_memory.packing(path)
+    def packed(path: Path) -> dict[str, Any]:
+        figures = run_pack_memory.packing(str(path))
         return {**figures, "peak_mib": 100 + figures["cells"] / 2**20 * 40}
 
     monkeypatch.setattr(run_pack_memory, "_pack", packed)  # in this process, which takes less time

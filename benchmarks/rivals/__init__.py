@@ -12,7 +12,7 @@ A rival is a module with
         Build once what the rival needs of the file (a converted store, in ``job.work_dir``) and return its cost.
         Must return quickly if it exists already.
     stored(job) -> list of Path, optional
-        The files read instead of ``job.path``, if any; they are brought into the stated cache state.
+        The files and folders read instead of ``job.path``, if any; they are brought into the stated cache state.
 
 A module must do no more and no less work than the rival's users would: a minibatch is the values as float32 in the
 requested form, the label's codes and the row numbers.
@@ -20,10 +20,16 @@ requested form, the label's codes and the row numbers.
 
 from __future__ import annotations
 
+import json
+import shutil
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from benchmarks.job import Job
 
 
 class Loading(Protocol):
@@ -37,3 +43,30 @@ class Loading(Protocol):
 
     def close(self) -> None:
         """Release files, threads and memory."""
+
+
+def store_path(job: Job, name: str) -> Path:
+    """Return where a store of the job's file is, or will be."""
+    return job.work_dir / f"{job.path.stem}-{name}"
+
+
+def is_made(store: Path) -> bool:
+    """Return whether there is a record that a store is whole."""
+    return _record(store).exists()
+
+
+def make_once(store: Path, make: Callable[[], object]) -> dict[str, Any]:
+    """Make a store, unless it is there and whole; return the seconds that this took, and its bytes."""
+    if not is_made(store):
+        shutil.rmtree(store, ignore_errors=True)  # the making of it was interrupted
+        start = time.perf_counter()
+        make()
+        seconds = time.perf_counter() - start
+        nbytes = sum(part.stat().st_size for part in store.rglob("*") if part.is_file())
+        _record(store).write_text(json.dumps({"conversion_s": seconds, "store_nbytes": nbytes}))
+    taken: dict[str, Any] = json.loads(_record(store).read_text())
+    return taken
+
+
+def _record(store: Path) -> Path:
+    return store.with_name(f"{store.name}.json")

@@ -7,8 +7,6 @@ result as a tensor would cost nothing more.
 
 from __future__ import annotations
 
-import json
-import time
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -17,6 +15,7 @@ import numpy as np
 import zarr
 from annbatch import DatasetCollection, Loader
 
+from benchmarks import rivals
 from benchmarks.job import LABEL, Job
 from benchmarks.rivals.normalise import normalised
 
@@ -32,24 +31,17 @@ zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
 
 def prepare(job: Job) -> dict[str, Any]:
     """Convert and shuffle a file with annbatch's defaults, once; return the seconds and bytes that it took."""
-    store = store_path(job)
-    record = store.with_suffix(".json")
-    if record.exists():
-        taken: dict[str, Any] = json.loads(record.read_text())
-        return taken
-    start = time.perf_counter()
-    collection = DatasetCollection(zarr.open(store, mode="w"))
-    collection.add_adatas([job.path], load_adata=_load_numbered, rng=np.random.default_rng(0))
-    seconds = time.perf_counter() - start
-    nbytes = sum(part.stat().st_size for part in store.rglob("*") if part.is_file())
-    taken = {"conversion_s": seconds, "store_nbytes": nbytes}
-    record.write_text(json.dumps(taken))
-    return taken
+
+    def convert() -> None:
+        collection = DatasetCollection(zarr.open(store_path(job), mode="w"))
+        collection.add_adatas([job.path], load_adata=_load_numbered, rng=np.random.default_rng(0))
+
+    return rivals.make_once(store_path(job), convert)
 
 
 def stored(job: Job) -> list[Path]:
-    """Return the files that are read."""
-    return [part for part in store_path(job).rglob("*") if part.is_file()]
+    """Return what is read."""
+    return [store_path(job)]
 
 
 def start(job: Job) -> AnnbatchLoading:
@@ -70,7 +62,7 @@ def start(job: Job) -> AnnbatchLoading:
 
 
 def store_path(job: Job) -> Path:
-    return job.work_dir / f"{job.path.stem}-annbatch.zarr"
+    return rivals.store_path(job, "annbatch.zarr")
 
 
 def _load_numbered(path: Path) -> anndata.AnnData:

@@ -10,9 +10,6 @@ another where other programs run too.
 
 from __future__ import annotations
 
-import json
-import shutil
-import time
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -22,6 +19,7 @@ from bionemo.scdl.io.single_cell_memmap_dataset import SingleCellMemMapDataset
 from bionemo.scdl.util.torch_dataloader_utils import collate_sparse_matrix_batch
 from scipy.sparse import csr_matrix
 
+from benchmarks import rivals
 from benchmarks.job import LABEL, Job
 
 if TYPE_CHECKING:
@@ -34,22 +32,14 @@ PACKAGES = ("bionemo-scdl", "torch", "numpy", "scipy")
 def prepare(job: Job) -> dict[str, Any]:
     """Convert a file with SCDL's defaults, once; return the seconds and bytes that it took."""
     store = store_path(job)
-    record = store.with_name(f"{store.name}.json")
-    if record.exists():
-        taken: dict[str, Any] = json.loads(record.read_text())
-        return taken
-    shutil.rmtree(store, ignore_errors=True)  # without a record, its conversion was interrupted
-    start = time.perf_counter()
-    SingleCellMemMapDataset(str(store), str(job.path), use_X_not_raw=True).save()
-    seconds = time.perf_counter() - start
-    taken = {"conversion_s": seconds, "store_nbytes": sum(part.stat().st_size for part in stored(job))}
-    record.write_text(json.dumps(taken))
-    return taken
+    return rivals.make_once(
+        store, lambda: SingleCellMemMapDataset(str(store), str(job.path), use_X_not_raw=True).save()
+    )
 
 
 def stored(job: Job) -> list[Path]:
-    """Return the files that are read."""
-    return [part for part in store_path(job).rglob("*") if part.is_file()]
+    """Return what is read."""
+    return [store_path(job)]
 
 
 def start(job: Job) -> ScdlLoading:
@@ -62,7 +52,7 @@ def start(job: Job) -> ScdlLoading:
 
 
 def store_path(job: Job) -> Path:
-    return job.work_dir / f"{job.path.stem}-scdl"
+    return rivals.store_path(job, "scdl")
 
 
 class NumberedCells(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):

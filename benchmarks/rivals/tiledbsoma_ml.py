@@ -15,10 +15,8 @@ leaves them as they are.
 
 from __future__ import annotations
 
-import json
-import shutil
-import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -32,6 +30,7 @@ import tiledbsoma
 import tiledbsoma.io
 from tiledbsoma_ml import ExperimentDataset, experiment_dataloader
 
+from benchmarks import rivals
 from benchmarks.job import LABEL, Job
 
 if TYPE_CHECKING:
@@ -62,32 +61,22 @@ ROW = "soma_joinid"
 
 def prepare(job: Job) -> dict[str, Any]:
     """Ingest a file, once; return the seconds and bytes that it took."""
-    store = store_path(job)
-    record = store.with_suffix(".json")
-    if record.exists():
-        taken: dict[str, Any] = json.loads(record.read_text())
-        return taken
-    if store.exists():  # of an ingestion that was interrupted: it would be appended to
-        shutil.rmtree(store)
     wide = {"dims": {"soma_dim_0": {"tile": TILE_CELLS}, "soma_dim_1": {"tile": n_genes(job.path)}}}
     layout = CENSUS if is_census(job) else wide
-    start = time.perf_counter()
-    tiledbsoma.io.from_h5ad(
-        str(store),
+    ingest = partial(
+        tiledbsoma.io.from_h5ad,
+        str(store_path(job)),
         job.path,
         measurement_name=MEASUREMENT,
         X_layer_name=LAYER,
         platform_config={"tiledb": {"create": {"capacity": TILE_VALUES, **layout}}},
     )
-    seconds = time.perf_counter() - start
-    taken = {"conversion_s": seconds, "store_nbytes": sum(part.stat().st_size for part in stored(job))}
-    record.write_text(json.dumps(taken))
-    return taken
+    return rivals.make_once(store_path(job), ingest)
 
 
 def stored(job: Job) -> list[Path]:
-    """Return the files that are read."""
-    return [part for part in store_path(job).rglob("*") if part.is_file()]
+    """Return what is read."""
+    return [store_path(job)]
 
 
 def warm_up(job: Job) -> None:
@@ -116,7 +105,7 @@ def n_genes(path: Path) -> int:
 
 
 def store_path(job: Job) -> Path:
-    return job.work_dir / f"{job.path.stem}-{'census' if is_census(job) else 'soma'}"
+    return rivals.store_path(job, "census" if is_census(job) else "soma")
 
 
 def is_census(job: Job) -> bool:

@@ -8,6 +8,7 @@ draws anew, because its attempt is counted.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
@@ -125,7 +126,7 @@ def _latency(faults: Faults, drawn: float) -> float:
     if not faults.latency_ms:
         return 0.0
     deviation = _NORMAL.inv_cdf(min(max(drawn, 1e-12), 1 - 1e-12))
-    return faults.latency_ms / 1e3 * 2.718281828459045 ** (faults.latency_sigma * deviation)
+    return faults.latency_ms / 1e3 * math.exp(faults.latency_sigma * deviation)
 
 
 def _kind(faults: Faults, drawn: float) -> str | None:

@@ -6,13 +6,13 @@ pipeline, which copies each minibatch on the CPU, is one memcpy of it.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks import frame
 from benchmarks.stages import Rate, Setting, best_s
 from gpuload.loader import Loader
 from gpuload.stats import Stats
@@ -87,8 +87,8 @@ def measure(setting: Setting) -> list[Rate]:
     batch = np.zeros((setting.batch_size, setting.store.n_vars), dtype=np.float32)
     return [
         _loop(setting, batch),
-        *(_torch(setting, batch) if importlib.util.find_spec("torch") else []),
-        *(_dali(setting, batch) if importlib.util.find_spec("nvidia") else []),
+        *(_torch(setting, batch) if frame.is_installed("torch") else []),
+        *(_dali(setting, batch) if frame.is_installed("nvidia.dali") else []),
     ]
 
 
@@ -116,8 +116,6 @@ def _torch(setting: Setting, batch: NDArray[np.float32]) -> list[Rate]:
 
 
 def _dali(setting: Setting, batch: NDArray[np.float32]) -> list[Rate]:
-    if not importlib.util.find_spec("nvidia.dali"):
-        return []
     from gpuload.dali import CellIterator, cell_pipeline
 
     def bare() -> Iterator[list[dict[str, Any]]]:

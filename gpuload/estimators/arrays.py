@@ -71,17 +71,15 @@ class Engine:
         with errstate(linalg="raise"):  # by default CuPy does not check, and returns garbage
             return self.xp.linalg.cholesky(positive)
 
-    def solve_lower(self, lower: Any, right: Any) -> Any:
-        """Return ``inv(lower) @ right`` for a lower triangular matrix."""
+    def solve_lower(self, lower: Any, right: Any, *, transposed: bool = False) -> Any:
+        """Return ``inv(lower) @ right``, or ``inv(lower.T) @ right``, for a lower triangular matrix."""
         if self.name == "torch":
-            return self.xp.linalg.solve_triangular(lower, right, upper=False)
-        return _triangular(self.name)(lower, right, lower=True, check_finite=False)
-
-    def solve_lower_transposed(self, lower: Any, right: Any) -> Any:
-        """Return ``inv(lower.T) @ right`` for a lower triangular matrix."""
-        if self.name == "torch":
-            return self.xp.linalg.solve_triangular(lower.T, right, upper=True)
-        return _triangular(self.name)(lower, right, lower=True, trans=1, check_finite=False)
+            return self.xp.linalg.solve_triangular(lower.T if transposed else lower, right, upper=transposed)
+        if self.name == "cupy":
+            from cupyx.scipy.linalg import solve_triangular
+        else:
+            from scipy.linalg import solve_triangular
+        return solve_triangular(lower, right, lower=True, trans=int(transposed), check_finite=False)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
         """Return an array of zeros, allocated on the device."""
@@ -164,14 +162,6 @@ def multiplies_bfloat16(device: str) -> bool:
 
 
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}
-
-
-def _triangular(name: str) -> Callable[..., Any]:
-    if name == "cupy":
-        from cupyx.scipy.linalg import solve_triangular
-    else:
-        from scipy.linalg import solve_triangular
-    return solve_triangular  # type: ignore[no-any-return]
 
 
 def float32_of_bits(bits: Any) -> Any:

@@ -33,7 +33,6 @@ class Estimator:
     _kind = "transformer"
     _learnt: tuple[str, ...] = ()
     """Attributes of a fitted estimator, without which it is not whole."""
-    components_: Any
     n_features_in_: int
     feature_names_in_: NDArray[np.str_]
     engine: str

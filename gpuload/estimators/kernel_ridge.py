@@ -12,6 +12,7 @@ from gpuload.estimators.arrays import Engine, to_host
 from gpuload.estimators.base import Estimator
 from gpuload.estimators.passes import BATCH_SIZE, Passes, checked_finite
 from gpuload.loader import Loader
+from gpuload.scores import mean_r2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -154,20 +155,17 @@ class KernelRidge(Estimator):
 
     def score(self, X: Any, y: ArrayLike) -> float:
         """Return the coefficient of determination of the predictions, averaged over targets."""
-        found = self.predict(X).astype(np.float64)
+        found = self.predict(X)
         found = found.reshape(len(found), -1)
         targets = _checked_targets(y, len(found), X)
-        wanted = targets.reshape(found.shape[0], -1).astype(np.float64)
+        wanted = targets.reshape(len(found), -1)
         if wanted.shape != found.shape:  # of one and several NumPy would take the differences of all pairs
             raise PlanError(
                 f"y has shape {targets.shape}, but there are predictions of {found.shape[1]} targets; give these."
             )
         if not np.all(np.isfinite(wanted)):
             raise PlanError("y holds NaN or infinite values; remove or fill them first.")
-        left = ((wanted - found) ** 2).sum(axis=0)
-        spread = ((wanted - wanted.mean(axis=0)) ** 2).sum(axis=0)
-        of_each = np.where(spread > 0, 1 - left / np.where(spread > 0, spread, 1), np.where(left == 0, 1.0, 0.0))
-        return float(np.mean(of_each))
+        return mean_r2(found, wanted)
 
     def _gamma(self, n_features: int) -> float:
         return 1.0 / n_features if self.gamma is None else float(self.gamma)
@@ -257,7 +255,7 @@ class KernelRidge(Estimator):
                 right += image[k]
             system[range(m), range(m)] += self.alpha
             total += _solve(engine, cholesky(engine, system), right)
-        coefficients = engine.solve_lower_transposed(engine.put(lower, "float64"), total / len(halves))
+        coefficients = engine.solve_lower(engine.put(lower, "float64"), total / len(halves), transposed=True)
         return engine.host(known), engine.host(coefficients).astype(np.float32)
 
 
@@ -383,7 +381,7 @@ def _solve(engine: Engine, lower: Any, right: Any, panel: int = PANEL) -> Any:
     for lo, hi in reversed(panels):
         if hi < len(lower):
             right[lo:hi] -= lower[hi:, lo:hi].T @ right[hi:]
-        right[lo:hi] = engine.solve_lower_transposed(lower[lo:hi, lo:hi], right[lo:hi])
+        right[lo:hi] = engine.solve_lower(lower[lo:hi, lo:hi], right[lo:hi], transposed=True)
     return right
 
 

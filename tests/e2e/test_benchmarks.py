@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import pandas as pd
 import pytest
 
 import gpuload
-from benchmarks import machine, report, run_open, run_rivals, run_stages
+from benchmarks import frame, machine, report, rivals, run_open, run_rivals, run_stages
 from benchmarks.arms import arms
 from benchmarks.job import LABEL, Job
 from benchmarks.measure import Batches, WrongRowsError, check_rows, entropy_bits, measure
@@ -24,6 +25,8 @@ from tests.soma_writers import write_experiment
 pytestmark = pytest.mark.filterwarnings("ignore")  # the rivals warn of things that are theirs
 
 ARMS = {arm.name: arm for arm in arms(batch_size=16, fetch_factor=4)}
+ROOT = frame.ROOT
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +64,15 @@ def can_collect():
 def test_every_arm_runs(name, job):
     arm = ARMS[name]
     for package in NEEDED[arm.rival]:
-        if not run_rivals._has_module(package):
+        if not frame.is_installed(package):
             pytest.skip(f"{package} is not installed")
     if arm.rival == "scdataset_anncollection" and not can_collect():
         pytest.skip("this version of anndata makes no AnnData of an AnnCollection")
-    if arm.rival == "gpuload_zarr":
-        write_collection(job)
-    if arm.rival == "gpuload_scdl":
-        pytest.importorskip("pyarrow")
-        write_memory_maps(job)
-    if arm.rival == "gpuload_soma":
-        write_soma(replace(job, arm=arm))
+    store = arm.settings.get("store", "packed.zarr")
+    if store != "packed.zarr":  # which it makes itself
+        with pytest.raises(FileNotFoundError, match=rf"cells-{store}: run an arm of .* first, which makes this store"):
+            measure(replace(job, arm=arm))
+        write_store(job, store)
     if arm.group == "pairs":  # so few cells have no larger sets
         arm = replace(arm, settings={**arm.settings, "set_size": 4})
     record = measure(replace(job, arm=arm))
@@ -89,37 +90,49 @@ def test_every_arm_runs(name, job):
         assert len(record["epoch_peaks_mib"]) == 2
 
 
-def write_collection(job):
-    """Write what annbatch would make of the job's file: two shuffled data sets, the rows' numbers as a column."""
+def write_store(job, name):
+    """Write what another library would make of the job's file, and its record that it is whole."""
+    anndata = pytest.importorskip("anndata")
+    adata, store = anndata.read_h5ad(job.path), rivals.store_path(job, name)
+    if name == "annbatch.zarr":
+        write_collection(adata, store)
+    elif name == "scdl":
+        pytest.importorskip("pyarrow")
+        store.mkdir()
+        write_scdl(store, adata.X, genes=list(adata.var_names), obs=adata.obs[[LABEL]])
+    else:
+        tiles = {"tiles": (16, 8)} if name == "census" else {}
+        write_experiment(store, {"data": adata.X}, obs=adata.obs[[LABEL]], var=adata.var, **tiles)
+    store.with_name(f"{store.name}.json").write_text("{}")
+
+
+def write_collection(adata, store):
+    """Write a collection of annbatch's: two shuffled data sets, the rows' numbers as a column."""
     zarr = pytest.importorskip("zarr", minversion="3.0")
     anndata = pytest.importorskip("anndata")
-    adata = anndata.read_h5ad(job.path)
     order = np.random.default_rng(0).permutation(adata.n_obs)
     adata.obs = adata.obs[[LABEL]].assign(rows=np.arange(adata.n_obs))
-    root = zarr.open_group(str(job.work_dir / f"{job.path.stem}-annbatch.zarr"), mode="w", zarr_format=3)
+    root = zarr.open_group(str(store), mode="w", zarr_format=3)
     root.attrs["encoding-type"] = "annbatch-preshuffled"
     for i, rows in enumerate(np.array_split(order, 2)):
         anndata.io.write_elem(root, f"dataset_{i}", adata[rows].copy())
 
 
-def write_memory_maps(job):
-    """Write what SCDL would make of the job's file, and its record that it is whole."""
-    anndata = pytest.importorskip("anndata")
-    adata = anndata.read_h5ad(job.path)
-    folder = job.work_dir / f"{job.path.stem}-scdl"
-    folder.mkdir()
-    write_scdl(folder, adata.X, genes=list(adata.var_names), obs=adata.obs[[LABEL]])
-    folder.with_name(f"{folder.name}.json").write_text("{}")
+def test_a_store_is_made_once_and_anew_where_that_was_interrupted(tmp_path):
+    soma, census = tmp_path / "tahoe.200k-soma", tmp_path / "tahoe.200k-census"
 
+    def broken():
+        soma.mkdir()
+        (soma / "half").write_bytes(b"1")
+        raise OSError
 
-def write_soma(job):
-    """Write what TileDB-SOMA-ML would make of the job's file, and its record that it is whole."""
-    anndata = pytest.importorskip("anndata")
-    adata = anndata.read_h5ad(job.path)
-    folder = job.work_dir / f"{job.path.stem}-{'census' if job.arm.group == 'census' else 'soma'}"
-    tiles = {"tiles": (16, 8)} if job.arm.group == "census" else {}
-    write_experiment(folder, {"data": adata.X}, obs=adata.obs[[LABEL]], var=adata.var, **tiles)
-    folder.with_name(f"{folder.name}.json").write_text("{}")
+    with pytest.raises(OSError, match=r"^$"):
+        rivals.make_once(soma, broken)
+    taken = rivals.make_once(soma, lambda: (soma.mkdir(), (soma / "all").write_bytes(b"123")))
+    assert [part.name for part in soma.iterdir()] == ["all"]
+    assert taken["store_nbytes"] == 3
+    assert rivals.make_once(soma, lambda: pytest.fail("it is made again")) == taken
+    assert not rivals.is_made(census)
 
 
 def test_job_survives_json(job):
@@ -229,6 +242,25 @@ def test_arms_have_names_of_their_own_and_known_rivals():
     assert named | {goal[0] for goal in report.LIMITS} <= {arm.name for arm in everything}
 
 
+def test_the_readmes_have_the_tables_of_the_records_whose_arms_can_be_run_again(tmp_path):
+    results = [RESULTS / f"{name}.jsonl" for name in ("rivals_epyc", "rivals")]
+    readme, details = tmp_path / "README.md", tmp_path / "details.md"
+    for copy, page in ((readme, ROOT / "README.md"), (details, ROOT / "benchmarks" / "README.md")):
+        copy.write_text(page.read_text())
+    assert report.main([*map(str, results), "--readme", str(readme), "--details", str(details)]) == 0
+    assert readme.read_text() == (ROOT / "README.md").read_text()
+    assert details.read_text() == (ROOT / "benchmarks" / "README.md").read_text()
+    measured = {record["arm"]["name"] for path in results for record in report.read_records(path)}
+    assert measured <= {arm.name for arm in arms()}
+
+
+def test_every_file_of_records_has_a_command_that_is_documented():
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    for path in RESULTS.glob("*.jsonl"):
+        command = f"python -m benchmarks.run_{path.stem.partition('_epyc')[0].partition('_apart')[0]}"
+        assert command in page, path.name
+
+
 def record(name, rate, **more):
     return {"arm": {"name": name, "group": "dense"}, "cells_per_s": rate, **more}
 
@@ -310,6 +342,19 @@ def test_machine_says_where_numbers_come_from():
     assert machine.peak_mib() >= machine.resident_mib() / 2
     assert machine.cpu_s() > 0
     assert machine.commit()
+
+
+def test_every_round_begins_at_another_arm():
+    assert list(frame.in_turns("ab", 3)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+    assert [arm for _, arm in frame.in_turns(range(4), 2)] == [0, 1, 2, 3, 2, 3, 0, 1]
+    assert list(frame.in_turns((), 2)) == []
+
+
+def test_what_runs_apart_returns_or_fails(capfd):
+    assert frame.apart(machine.versions, ["numpy"])["numpy"] == np.__version__
+    with pytest.raises(subprocess.CalledProcessError):
+        frame.apart(machine.versions, 7)
+    assert "TypeError" in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -148,6 +148,25 @@ def test_the_records_are_what_the_page_says_of_the_orders() -> None:
     assert max(r["cell_line"] for r in streaming) < 0.1 < 0.8 < block["cell_line"]
 
 
+def test_the_versions_of_other_loaders_are_those_of_the_records() -> None:
+    lines = (ROOT / "benchmarks" / "results" / "rivals_epyc.jsonl").read_text().splitlines()
+    known: dict[str, str] = {}
+
+    def plain(name: str) -> str:
+        return name.lower().replace("-", "")
+
+    for r in map(json.loads, lines):
+        known |= {plain(name): version for name, version in r.get("versions", {}).items() if version != "none"}
+    page = (ROOT / "docs" / "migration" / "index.md").read_text()
+    listed = page.partition("These are the versions that the")[2].partition("An empty field")[0]
+    versions = (ROOT / "docs" / "versions.md").read_text().partition("## Other libraries")[2]
+    for name in ("annbatch", "BioNeMo-SCDL", "cell-load", "lamindb", "scDataset", "TileDB-SOMA-ML"):
+        assert f"{name} {known[plain(name)]}" in listed.replace("\n", " "), name
+        (row,) = (line for line in versions.splitlines() if line.startswith("|") and name in line)
+        names, numbers, _ = (cell.strip().split(", ") for cell in row.strip("| ").split(" | "))
+        assert numbers[names.index(name)].partition(" (")[0] == known[plain(name)]
+
+
 def test_every_file_of_records_is_in_the_page() -> None:
     page = generated_pages.benchmarks_page(generated_pages.RESULTS)
     for path in generated_pages.RESULTS.glob("*.jsonl"):

@@ -114,7 +114,7 @@ def test_other_cells_are_not_timed(tmp_path: Path) -> None:
     expected = tmp_path / "cells.json"
     expected.write_text(expected.read_text().replace('"digest": "', '"digest": "0'))
     with pytest.raises(AssertionError, match="gpuload: the cells of an epoch differ from those of the file"):
-        run_migration.measure("gpuload", tmp_path)
+        run_migration.measure("gpuload", str(tmp_path))
 
 
 def test_every_script_of_the_page_is_timed() -> None:

@@ -205,3 +205,12 @@ def test_a_gene_is_a_line(program, tmp_path, monkeypatch):
     monkeypatch.setattr(program, "Cells", opened)
     assert program.main(["cells.h5ad", "--genes", str(tmp_path / "genes.txt")]) == 2
     assert given == [["HLA A", "B2M"]]
+
+
+def test_an_interrupt_is_told(alone, capsys, monkeypatch):
+    def interrupted(*_, **settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(alone, "Cells", interrupted)
+    assert alone.main(["cells.h5ad"]) == 130
+    assert capsys.readouterr().err == "train_scvi.py: interrupted\n"

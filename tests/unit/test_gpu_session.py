@@ -129,6 +129,26 @@ def test_a_test_that_hangs_says_where_and_costs_no_other_one(session: Any, tmp_p
     assert "test_stuck" in (tmp_path / "tests.xml").read_text()
 
 
+def test_an_arm_that_failed_is_not_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import run_gpu
+
+    def measured(command: list[str], limit_s: float) -> dict[str, Any]:
+        is_good = command[command.index("--arm") + 1] == "gpuload/csr" and limit_s <= 300
+        return {"cells_per_s": 2.0} if is_good else {"error": "none is here"}
+
+    monkeypatch.setattr(run_gpu, "n_gpus", lambda: 1)
+    monkeypatch.setattr(run_gpu.machine, "card", lambda: {"card": "abacus"})
+    monkeypatch.setattr(run_gpu, "_measured", measured)
+    (tmp_path / "cells.h5ad").touch()
+    options = ["--file", str(tmp_path / "cells.h5ad"), "--out", str(tmp_path / "gpu.jsonl"), "--rounds", "2"]
+    assert run_gpu.main([*options, "--only", "gpuload/csr", "annbatch/dense"]) == 0
+    records = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert [(r["round"], r["arm"]) for r in records] == [(0, "gpuload/csr"), (0, "annbatch/dense"), (1, "gpuload/csr")]
+    assert records[1]["error"] == "none is here"
+    assert records[0]["gpu"]["card"] == "abacus"
+    assert run_gpu.main([*options, "--only", "annbatch/dense"]) == 1
+
+
 def test_an_arm_that_fails_hangs_or_crashes_says_where(capfd: pytest.CaptureFixture[str]) -> None:
     from benchmarks import run_gpu
 

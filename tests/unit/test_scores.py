@@ -1,11 +1,11 @@
-"""Scores of classifiers."""
+"""Scores of classifiers and regressions."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from gpuload.scores import macro_f1
+from gpuload.scores import macro_f1, mean_r2
 
 
 def test_macro_f1_is_the_mean_over_classes_that_occur_or_are_predicted() -> None:
@@ -27,3 +27,15 @@ def test_macro_f1_is_scikit_learns() -> None:
 
 def test_macro_f1_of_no_cells_is_no_number() -> None:
     assert np.isnan(macro_f1(np.zeros((3, 3), dtype=np.int64)))
+
+
+def test_mean_r2_is_scikit_learns() -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    random = np.random.default_rng(0)
+    wanted = random.standard_normal((50, 4)).astype(np.float32)
+    found = wanted + 0.3 * random.standard_normal((50, 4))
+    wanted[:, 1:3] = 0.1  # whose float32 sums are no multiples of it
+    found[:, 1] = wanted[:, 1]
+    assert mean_r2(found, wanted) == pytest.approx(metrics.r2_score(wanted.astype(np.float64), found))
+    assert mean_r2(found[:, 1:2], wanted[:, 1:2]) == 1
+    assert mean_r2(found[:, 2:3], wanted[:, 2:3]) == 0
