@@ -102,7 +102,7 @@ def _sort(
     for start, part in _slices(weights):
         codes[start : start + part.size] = np.where(part >= _LEAST, stratum_of(part), -1)
     moved = None if sorted_weights is None else (weights, sorted_weights)
-    return group_rows(lambda start, stop: codes[start:stop], weights.size, n_strata, moved)
+    return group_rows(codes, n_strata, moved)
 
 
 def _first_hits(
