@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpuload.types import ArrayRead, expand_ranges
+from gpuload.types import ArrayRead, consecutive
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -245,9 +245,9 @@ class _Pieces:
 def _split(ranges: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], ...]:
     """Split ranges at multiples of `length`: (range number, multiple, start, stop) of every part."""
     first = ranges[:, 0] // length
-    end = (ranges[:, 1] - 1) // length + 1
-    number = np.repeat(np.arange(len(ranges)), end - first)
-    cell = expand_ranges(np.stack([first, end], axis=1))
+    n_parts = (ranges[:, 1] - 1) // length + 1 - first
+    number = np.repeat(np.arange(len(ranges)), n_parts)
+    cell = consecutive(first, n_parts)
     start = np.maximum(ranges[number, 0], cell * length)
     stop = np.minimum(ranges[number, 1], (cell + 1) * length)
     return number, cell, start, stop
@@ -256,9 +256,9 @@ def _split(ranges: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], .
 def _split_at(ranges: NDArray[np.int64], edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
     """Split ranges at edges, some possibly equal: like `_split`, with the number of the edge before each part."""
     first = np.searchsorted(edges, ranges[:, 0], side="right") - 1
-    end = np.searchsorted(edges, ranges[:, 1] - 1, side="right")
-    number = np.repeat(np.arange(len(ranges)), end - first)
-    cell = expand_ranges(np.stack([first, end], axis=1))
+    n_parts = np.searchsorted(edges, ranges[:, 1] - 1, side="right") - first
+    number = np.repeat(np.arange(len(ranges)), n_parts)
+    cell = consecutive(first, n_parts)
     start = np.maximum(ranges[number, 0], edges[cell])
     stop = np.minimum(ranges[number, 1], edges[cell + 1])
     is_filled = start < stop
@@ -331,8 +331,7 @@ def _coalesce(layout: ArrayLayout, target: str, pieces: _Pieces, max_gap: int, m
     if np.any(offset[1:] < offset[:-1]):
         order = np.argsort(offset, kind="stable")
         chunk_id, offset, nbytes, n_pieces = chunk_id[order], offset[order], nbytes[order], n_pieces[order]
-        first_piece = first_piece[order]
-        pieces = pieces.take(expand_ranges(np.stack([first_piece, first_piece + n_pieces], axis=1)))
+        pieces = pieces.take(consecutive(first_piece[order], n_pieces))
     return ArrayRead(
         layout=layout,
         target=target,

@@ -382,7 +382,10 @@ def n_rows_in(ranges: NDArray[np.int64]) -> int:
 
 def expand_ranges(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the integers in half-open ranges, shape (n, 2), concatenated."""
-    lengths = ranges[:, 1] - ranges[:, 0]
-    ends = np.cumsum(lengths)
-    shift = ranges[:, 0] - (ends - lengths)
-    return np.repeat(shift, lengths) + np.arange(ends[-1] if ends.size else 0, dtype=np.int64)
+    return consecutive(ranges[:, 0], ranges[:, 1] - ranges[:, 0])
+
+
+def consecutive(first: NDArray[np.int64], n: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return n consecutive integers from each first one on, concatenated; `first` and `n` have shape (n_ranges,)."""
+    ends = np.cumsum(n)
+    return np.repeat(first - (ends - n), n) + np.arange(ends[-1] if ends.size else 0, dtype=np.int64)

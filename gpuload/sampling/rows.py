@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.types import expand_ranges
+from gpuload.types import consecutive, expand_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,8 +63,8 @@ class RowList:
             return as_ranges(self.take(expand_ranges(ranges)))
         first = np.searchsorted(self.ends, ranges[:, 0], side="right")
         last = np.searchsorted(self.ends, ranges[:, 1] - 1, side="right")
-        owner = np.repeat(np.arange(len(ranges)), last - first + 1)
-        run = expand_ranges(np.stack([first, last + 1], axis=1))
+        n_runs = last - first + 1
+        owner, run = np.repeat(np.arange(len(ranges)), n_runs), consecutive(first, n_runs)
         end = self.ends[run]
         begin = end - self._run_lengths(run)
         shift = self.starts[run] - begin
