@@ -29,15 +29,22 @@ def label_shares(codes: ArrayLike) -> NDArray[np.float64]:
     Raises
     ------
     PlanError
-        They are no whole numbers.
+        They are no whole numbers, or one is below -1.
     """
+    counts = label_counts(codes)
+    shares: NDArray[np.float64] = counts / max(1, counts.sum())
+    return shares
+
+
+def label_counts(codes: ArrayLike) -> NDArray[np.int64]:
+    """Return the cells of each class that occurs; raises as `label_shares` does."""
     codes = checked_codes(codes)
+    if (least := codes.min(initial=-1)) < -1:
+        raise PlanError(f"labels: one is {least}; expected codes of at least -1 (missing).")
     counts = np.zeros(int(codes.max(initial=-1)) + 2, dtype=np.int64)
     for start in range(0, codes.size, _SLICE):
         counts += np.bincount(codes[start : start + _SLICE].astype(np.int64) + 1, minlength=counts.size)
-    counts = counts[counts > 0]
-    shares: NDArray[np.float64] = counts / max(1, counts.sum())
-    return shares
+    return counts[counts > 0]
 
 
 def checked_codes(codes: ArrayLike) -> NDArray[np.signedinteger[Any]]:
