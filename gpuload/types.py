@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 
+from gpuload.checks import check_bool, is_number
 from gpuload.errors import PlanError, shown
 
 if TYPE_CHECKING:
@@ -56,13 +57,11 @@ class Transform:
 
     def __post_init__(self) -> None:
         given = self.target_sum
-        is_number = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
-        if self.target_sum is not None and not (is_number and 0 < self.target_sum < float("inf")):
+        if given is not None and not (is_number(given) and 0 < given < float("inf")):
             raise PlanError(
-                f"Transform(target_sum={self.target_sum!r}): expected a finite number above 0, or None for no scaling."
+                f"Transform(target_sum={shown(given)}): expected a finite number above 0, or None for no scaling."
             )
-        if not isinstance(self.log1p, (bool, np.bool_)):
-            raise PlanError(f"Transform(log1p={self.log1p!r}): expected True or False.")
+        check_bool("log1p", self.log1p, "Transform")
 
 
 @dataclass(frozen=True, slots=True)
