@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 
-from gpuload.checks import check_bool, is_number
 from gpuload.errors import PlanError, shown
 
 if TYPE_CHECKING:
@@ -57,11 +56,13 @@ class Transform:
 
     def __post_init__(self) -> None:
         given = self.target_sum
-        if given is not None and not (is_number(given) and 0 < given < float("inf")):
+        is_number = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
+        if given is not None and not (is_number and 0 < given < float("inf")):
             raise PlanError(
-                f"Transform(target_sum={shown(given)}): expected a finite number above 0, or None for no scaling."
+                f"Transform(target_sum={given!r}): expected a finite number above 0, or None for no scaling."
             )
-        check_bool("log1p", self.log1p, "Transform")
+        if not isinstance(self.log1p, (bool, np.bool_)):
+            raise PlanError(f"Transform(log1p={self.log1p!r}): expected True or False.")
 
 
 @dataclass(frozen=True, slots=True)
