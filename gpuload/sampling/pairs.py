@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from gpuload.order import RowOrder
     from gpuload.sampling.base import Cells, Strategy
+    from gpuload.sampling.classes import Names
     from gpuload.sampling.rows import RowList
     from gpuload.types import Column
 
@@ -196,7 +197,7 @@ class PairedControl:
         guess = f"did you mean {there[near]!r}?" if near else "pass the value that marks controls."
         return PlanError(f"{which}no cell has that value in column {self.column!r}; {guess}")
 
-    def _refuse(self, names: Sequence[str], lost: NDArray[np.integer]) -> None:
+    def _refuse(self, names: Names, lost: NDArray[np.integer]) -> None:
         groups = np.unique(lost)
         more = f", nor for {groups.size - 1} more groups" if groups.size > 1 else ""
         raise PlanError(

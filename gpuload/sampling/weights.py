@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import PlanError
-from gpuload.order import shuffled_blocks
+from gpuload.order import MappedOrder, shuffled_blocks
 from gpuload.permute import hash64, log_hash, random_keys, unit_hash
 from gpuload.sampling.queues import Queues, Unlike, spacing
 from gpuload.sampling.rows import SLICE, group_of, group_rows, list_of_mask
-from gpuload.sampling.subset import MappedOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -209,7 +209,7 @@ def test_joint_classes_of_many_names(n_names: int) -> None:
     expected = [None if i < 0 or j < 0 else f"one='n{i}', two='n{j}'" for i, j in zip(one, two, strict=True)]
     assert [joint.names[code] if code >= 0 else None for code in joint.codes] == expected
     assert len(set(joint.names)) == len(joint.names) == len(set(expected) - {None})
-    assert joint.names[-2:] == [joint.names[len(joint.names) - 2], joint.names[-1]]
+    assert joint.names[-1] == joint.names[len(joint.names) - 1]
 
 
 @pytest.mark.parametrize("kind", ["unlike", "equal", "zeros", "far apart", "tiny", "huge"])
