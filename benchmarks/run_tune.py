@@ -21,7 +21,7 @@ from benchmarks.measure import set_cache
 from gpuload.checks import parse_nbytes
 from gpuload.formats import open_store
 from gpuload.outlook import BLOCK_SIZES
-from gpuload.tune import PREFETCHES, Bench, Wish, tune
+from gpuload.tune import PREFETCH, PREFETCHES, Bench, Wish, tune
 
 WANTED = 0.9
 """Required speed of the advised setting, as a fraction of the best of the sweep."""
@@ -42,7 +42,7 @@ def allowed(path: Path, wish: Wish, advised: dict[str, Any]) -> list[dict[str, A
             for n, prefetch in product(threads, PREFETCHES)
             if bench.memory_nbytes(advised["fetch_factor"], n, prefetch) <= wish.memory_nbytes
         ]
-        usual = bench.usual()
+        usual = {"num_threads": bench.cores, "prefetch": PREFETCH}
     found = [{"block_size": size, "fetch_factor": factor, **usual} for size, factor in mixed]
     found = [{**advised, **setting} for setting in ({}, *found, *ahead)]
     return [setting for i, setting in enumerate(found) if setting not in found[:i]]

@@ -26,10 +26,9 @@ def is_whole(value: object, least: int) -> TypeGuard[int]:
 
 def check_whole(name: str, value: object, least: int, also: str = "", *, most: int | None = None) -> int:
     """Return a whole number from `least` to `most`; else raise PlanError, naming `also` as further valid values."""
-    if most is not None and (not is_whole(value, least) or value > most):
-        raise PlanError(f"{name}={shown(value)}: expected a whole number from {least} to {most}{also}.")
-    if not is_whole(value, least):
-        raise PlanError(f"{name}={shown(value)}: expected a whole number of at least {least}{also}.")
+    if not is_whole(value, least) or (most is not None and value > most):
+        bound = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise PlanError(f"{name}={shown(value)}: expected a whole number {bound}{also}.")
     return int(value)
 
 

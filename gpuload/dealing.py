@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import PlanError, listing, nearest
-from gpuload.permute import hash64, random_keys
+from gpuload.permute import hash64, random_keys, tosses_of
 from gpuload.sampling.classes import coded, joint
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def deal_cells(wanted: Mapping[str, Any], n_obs: int, classes: Grouping | None, 
         dealt[:] = _cut(mixed, edges, 0.5)
     else:
         by_class = np.argsort(classes.codes.astype(np.min_scalar_type(len(classes.labels))), kind="stable")
-        offset = _tosses(hash64(_hashes(classes.labels) ^ class_key))
+        offset = tosses_of(hash64(_hashes(classes.labels) ^ class_key))
         ends = np.cumsum(classes.counts)
         for label, (lo, hi) in enumerate(pairwise([0, *ends.tolist()])):
             rows = by_class[lo:hi]
@@ -256,7 +256,7 @@ def _deal(
     best: tuple[float, NDArray[np.int64]] | None = None
     for key in random_keys(max(1, min(N_TRIES, MAX_PLACED // sizes.size)), seed, _SPLIT):
         mixed = hash64(hashes ^ key)
-        tosses = _tosses(mixed)
+        tosses = tosses_of(mixed)
         if table is None:
             order = np.lexsort((mixed, -sizes))
             placed = _fill(sizes[order].tolist(), (shares * sizes.sum()).tolist(), tosses[order].tolist())
@@ -371,8 +371,3 @@ def _table(groups: Grouping, left: NDArray[np.int64], classes: Grouping) -> csr_
 
 def _hashes(labels: list[Label]) -> NDArray[np.uint64]:
     return np.array([hash_of(label) for label in labels], dtype=np.uint64)
-
-
-def _tosses(mixed: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return hashes as numbers in [0, 1)."""
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpuload.types import ArrayRead
+from gpuload.types import ArrayRead, consecutive
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -176,8 +176,7 @@ def plan_read(
     ranges: NDArray[np.int64],
     dest: NDArray[np.int64],
     target: str,
-    max_gap: int | None = None,
-    max_extent: int | None = None,
+    limits: tuple[int, int] | None = None,
 ) -> ArrayRead:
     """Plan the reads and decodes that load ranges of an array's first axis into a resident's array.
 
@@ -191,8 +190,8 @@ def plan_read(
         Where each range starts in the resident's flat array, in elements.
     target
         Name of the resident's array.
-    max_gap, max_extent
-        Coalescing limits, in bytes; None takes those that suit the source.
+    limits
+        Coalescing limits, in bytes: the largest gap, and the largest extent; None takes those that suit the source.
 
     Returns
     -------
@@ -200,13 +199,7 @@ def plan_read(
         Every needed chunk once, extents in ascending order of offset; without a limit on column numbers.
     """
     pieces = _pieces_1d(layout, ranges, dest) if len(layout.shape) == 1 else _pieces_of_rows(layout, ranges, dest)
-    return _coalesce(layout, target, pieces, *_limits(layout, max_gap, max_extent))
-
-
-def _limits(layout: ArrayLayout, max_gap: int | None = None, max_extent: int | None = None) -> tuple[int, int]:
-    """Return the coalescing limits given, or else those that suit the source."""
-    suited = limits_of(layout.source)
-    return suited[0] if max_gap is None else max_gap, suited[1] if max_extent is None else max_extent
+    return _coalesce(layout, target, pieces, *(limits_of(layout.source) if limits is None else limits))
 
 
 def limits_of(source: Source) -> tuple[int, int]:
@@ -223,7 +216,7 @@ def select_chunks(read: ArrayRead, is_chosen: NDArray[np.bool_]) -> ArrayRead:
     return ArrayRead(
         layout=read.layout,
         target=read.target,
-        **_extents(offset, nbytes, *_limits(read.layout)),
+        **_extents(offset, nbytes, *limits_of(read.layout.source)),
         chunk_id=read.chunk_id[chosen],
         chunk_offset=offset,
         chunk_nbytes=nbytes,
@@ -252,10 +245,9 @@ class _Pieces:
 def _split(ranges: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], ...]:
     """Split ranges at multiples of `length`: (range number, multiple, start, stop) of every part."""
     first = ranges[:, 0] // length
-    n_parts = (ranges[:, 1] - 1) // length - first + 1
+    n_parts = (ranges[:, 1] - 1) // length + 1 - first
     number = np.repeat(np.arange(len(ranges)), n_parts)
-    within = np.arange(number.size) - np.repeat(np.cumsum(n_parts) - n_parts, n_parts)
-    cell = first[number] + within
+    cell = consecutive(first, n_parts)
     start = np.maximum(ranges[number, 0], cell * length)
     stop = np.minimum(ranges[number, 1], (cell + 1) * length)
     return number, cell, start, stop
@@ -266,7 +258,7 @@ def _split_at(ranges: NDArray[np.int64], edges: NDArray[np.int64]) -> tuple[NDAr
     first = np.searchsorted(edges, ranges[:, 0], side="right") - 1
     n_parts = np.searchsorted(edges, ranges[:, 1] - 1, side="right") - first
     number = np.repeat(np.arange(len(ranges)), n_parts)
-    cell = first[number] + np.arange(number.size) - np.repeat(np.cumsum(n_parts) - n_parts, n_parts)
+    cell = consecutive(first, n_parts)
     start = np.maximum(ranges[number, 0], edges[cell])
     stop = np.minimum(ranges[number, 1], edges[cell + 1])
     is_filled = start < stop
@@ -274,15 +266,10 @@ def _split_at(ranges: NDArray[np.int64], edges: NDArray[np.int64]) -> tuple[NDAr
 
 
 def _pieces_1d(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.int64]) -> _Pieces:
-    if layout.edges is not None:
-        number, chunk, start, stop = _split_at(ranges, layout.edges)
-        to = dest[number] + start - ranges[number, 0]
-        return _Pieces(chunk, start - layout.edges[chunk], to, stop - start, np.ones_like(chunk))
-    length = layout.chunk_shape[0]
-    number, chunk, start, stop = _split(ranges, length)
-    return _Pieces(
-        chunk, start - chunk * length, dest[number] + start - ranges[number, 0], stop - start, np.ones_like(chunk)
-    )
+    edges, length = layout.edges, layout.chunk_shape[0]
+    number, chunk, start, stop = _split(ranges, length) if edges is None else _split_at(ranges, edges)
+    src = start - (chunk * length if edges is None else edges[chunk])
+    return _Pieces(chunk, src, dest[number] + start - ranges[number, 0], stop - start, np.ones_like(chunk))
 
 
 def _pieces_of_rows(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.int64]) -> _Pieces:
@@ -343,12 +330,8 @@ def _coalesce(layout: ArrayLayout, target: str, pieces: _Pieces, max_gap: int, m
     n_pieces = np.diff(np.append(first_piece, pieces.chunk.size))
     if np.any(offset[1:] < offset[:-1]):
         order = np.argsort(offset, kind="stable")
-        chunk_id, offset, nbytes = chunk_id[order], offset[order], nbytes[order]
-        pieces = pieces.take(
-            np.repeat(first_piece[order] - (np.cumsum(n_pieces[order]) - n_pieces[order]), n_pieces[order])
-            + np.arange(pieces.chunk.size)
-        )
-        n_pieces = n_pieces[order]
+        chunk_id, offset, nbytes, n_pieces = chunk_id[order], offset[order], nbytes[order], n_pieces[order]
+        pieces = pieces.take(consecutive(first_piece[order], n_pieces))
     return ArrayRead(
         layout=layout,
         target=target,
@@ -387,7 +370,7 @@ def _raw_chunks(layout: ArrayLayout, pieces: _Pieces) -> tuple[_Pieces, NDArray[
     is_absent = layout.chunk_nbytes[pieces.chunk] == 0
     offset = np.where(is_absent, 0, layout.chunk_offset[pieces.chunk] + pieces.src * itemsize)
     nbytes = np.where(is_absent, 0, span * itemsize)
-    return _Pieces(pieces.chunk, np.zeros_like(pieces.src), pieces.dest, pieces.width, pieces.rows), offset, nbytes
+    return replace(pieces, src=np.zeros_like(pieces.src)), offset, nbytes
 
 
 def extent_edges(

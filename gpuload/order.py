@@ -17,6 +17,8 @@ from gpuload.types import n_rows_in
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from gpuload.sampling.rows import RowList
+
 
 class RowOrder(Protocol):
     """The rows of one epoch, by position."""
@@ -134,6 +136,22 @@ class UnequalBlocks(MixedFetches):
         begin, end = self._edges[block], self._edges[block + 1]
         before = int(self._ends[first] - (end[0] - begin[0]))
         return _trim(begin, end, start - before, stop - start)
+
+
+class MappedOrder:
+    """Another order, of rows numbered consecutively, with those that are listed in their place."""
+
+    def __init__(self, inner: RowOrder, rows: RowList) -> None:
+        self._inner = inner
+        self._rows = rows
+
+    def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the rows at positions start..stop as ranges, shape (n, 2)."""
+        return self._rows.map_ranges(self._inner.ranges(start, stop))
+
+    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
+        """Return the inner order's arrangement."""
+        return self._inner.arrange(start, stop, key)
 
 
 class BegunAnywhere:

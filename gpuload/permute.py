@@ -201,6 +201,11 @@ def draw_each(
     return np.where((hashes & _mask(_32)) < thresholds[slot], slot, alias[slot])
 
 
+def tosses_of(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return hashes as numbers in [0, 1)."""
+    return (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 def unit_hash(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return hashes as numbers in (0, 1), exclusive."""
     return np.asarray(((hashes >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)

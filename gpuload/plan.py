@@ -21,9 +21,9 @@ import numpy as np
 
 from gpuload.checks import check_seed, check_whole
 from gpuload.errors import PlanError
-from gpuload.order import BegunAnywhere, merge_ranges
+from gpuload.order import BegunAnywhere, FileOrder, MappedOrder, merge_ranges
 from gpuload.permute import permuted_table, random_keys
-from gpuload.sampling.custom import ListOrder, as_blocks
+from gpuload.sampling.custom import as_blocks
 from gpuload.sampling.rows import list_of_runs
 from gpuload.types import Fetch, expand_ranges, n_rows_in
 
@@ -145,7 +145,7 @@ class Plan:
     def _order(self) -> RowOrder:
         if self.is_per_rank:
             is_mixed = getattr(self.strategy, "is_mixed", True)
-            return ListOrder(list_of_runs(self._rank_blocks[self.rank]), is_mixed)
+            return MappedOrder(FileOrder(is_mixed), list_of_runs(self._rank_blocks[self.rank]))
         order = self.strategy.order(self.file_rows, (self.seed, self.epoch, _BLOCKS))
         if not self.begins_anywhere:
             return order

@@ -17,6 +17,7 @@ import errno
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -197,7 +198,7 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
         cells, layer, modality, storage_options
             As for `gpuload.split`.
         """
-        with _Opened(cells, layer, modality, storage_options, ()) as store:
+        with _opened(cells, layer, modality, storage_options, ()) as store:
             found = _files(store)
         if found == self.files:
             return
@@ -280,7 +281,7 @@ def split(
     listed = [name for name, value in wanted.items() if isinstance(value, list)]
     if listed and not keys:
         raise PlanError(f"shares[{listed[0]!r}] names groups; name their column with by=, for example by='plate'.")
-    with _Opened(cells, layer, modality, storage_options, (*keys, *strata)) as store:
+    with _opened(cells, layer, modality, storage_options, (*keys, *strata)) as store:
         classes = group_by([store.obs[name] for name in strata], is_missing_one=True) if strata else None
         if keys:
             groups = group_by([store.obs[name] for name in keys])
@@ -340,45 +341,38 @@ def _is_list(value: Any) -> bool:
     return value.ndim == 1 if isinstance(value, np.ndarray) else isinstance(value, (list, tuple, set, frozenset))
 
 
-class _Opened:
-    """The store of the given cells; closed on exit if it was opened here."""
+@contextmanager
+def _opened(
+    cells: Any,
+    layer: str | Sequence[str],
+    modality: str,
+    storage_options: Mapping[str, Any] | None,
+    columns: tuple[str, ...],
+) -> Iterator[Store]:
+    """Yield the store of the given cells, with these columns of obs; it is closed after that if it was opened here."""
+    if not isinstance(cells, (Loader, Store)):
+        from gpuload.formats import open_matrices
+        from gpuload.formats.addresses import at_addresses
 
-    def __init__(
-        self,
-        cells: Any,
-        layer: str | Sequence[str],
-        modality: str,
-        storage_options: Mapping[str, Any] | None,
-        columns: tuple[str, ...],
-    ) -> None:
-        self._is_ours = not isinstance(cells, (Loader, Store))
-        if self._is_ours:
-            from gpuload.formats import open_matrices
-            from gpuload.formats.addresses import at_addresses
-
-            self.store: Store = open_matrices(
-                at_addresses(cells, None, storage_options),
-                layers=check_names("layer", layer, least=1)[:1],
-                obsm=(),
-                modalities=check_modalities(modality or (), cells)[:1],
-                obs=tuple(dict.fromkeys(columns)),
-                join=UNCOMPARED,
-            )["X"]
-            return
-        self.store = cells if isinstance(cells, Store) else cells.store
-        for name in columns:
-            if name not in self.store.obs:
-                raise PlanError(
-                    f"by or stratify: {name!r} is not a column that the loader holds; open it with obs=[{name!r}], or "
-                    "pass the paths."
-                )
-
-    def __enter__(self) -> Store:
-        return self.store
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._is_ours:
-            self.store.close()
+        stores = open_matrices(
+            at_addresses(cells, None, storage_options),
+            layers=check_names("layer", layer, least=1)[:1],
+            obsm=(),
+            modalities=check_modalities(modality or (), cells)[:1],
+            obs=tuple(dict.fromkeys(columns)),
+            join=UNCOMPARED,
+        )
+        with closing(stores["X"]) as store:
+            yield store
+        return
+    store = cells if isinstance(cells, Store) else cells.store
+    for name in columns:
+        if name not in store.obs:
+            raise PlanError(
+                f"by or stratify: {name!r} is not a column that the loader holds; open it with obs=[{name!r}], or "
+                "pass the paths."
+            )
+    yield store
 
 
 def _files(store: Store) -> tuple[tuple[str, int], ...]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gpuload.checks import is_whole
 from gpuload.errors import PlanError
 
 if TYPE_CHECKING:
@@ -85,15 +86,15 @@ def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int, int, tupl
     check_fingerprint(state, wanted, _PLACE)
     epoch, step, world_size, history = (state[name] for name in _PLACE)
     is_list = isinstance(history, (list, tuple)) and all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 and _is_count(pair[0], 1) and _is_count(pair[1], 0)
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and is_whole(pair[0], 1) and is_whole(pair[1], 0)
         for pair in history
     )
-    if not (_is_count(epoch, 0) and _is_count(step, 0) and _is_count(world_size, 1) and is_list):
+    if not (is_whole(epoch, 0) and is_whole(step, 0) and is_whole(world_size, 1) and is_list):
         raise PlanError(
             f"state: epoch={epoch!r}, step={step!r}, world_size={world_size!r}, history={history!r} is not a position "
             "in an epoch; take it from a loader's state_dict()."
         )
-    return epoch, step, world_size, tuple((int(n_ranks), int(steps)) for n_ranks, steps in history)
+    return int(epoch), int(step), int(world_size), tuple((int(n_ranks), int(steps)) for n_ranks, steps in history)
 
 
 def check_fingerprint(state: Any, wanted: dict[str, Any], place: Collection[str]) -> None:
@@ -122,10 +123,6 @@ def check_fingerprint(state: Any, wanted: dict[str, Any], place: Collection[str]
             f"state: it is of other data or settings than this loader: {'; '.join(differing)}. Open the loader like "
             "the one that the state was taken from."
         )
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _copied(value: Any) -> Any:
@@ -158,7 +155,9 @@ def _file_differences(found: Any, wanted: list[dict[str, Any]]) -> Iterator[str]
 
 
 def _named(file: Any) -> str:
-    return ", ".join(f"{value!r}" if name == "name" else f"{name}={value!r}" for name, value in dict(file).items())
+    if not isinstance(file, dict):
+        return repr(file)
+    return ", ".join(f"{value!r}" if name == "name" else f"{name}={value!r}" for name, value in file.items())
 
 
 def _value_differences(name: str, found: Any, wanted: Any) -> Iterator[str]:

@@ -91,7 +91,6 @@ class Stats:
         self._n_cores = n_cores or len(os.sched_getaffinity(0))
         self._lock = threading.Lock()
         self._waits: deque[float] = deque(maxlen=KEPT_WAITS)
-        self._waited_s = 0.0
         self._spans: deque[Span] | None = None
         self.reset()
 

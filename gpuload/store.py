@@ -17,7 +17,7 @@ import numpy as np
 
 from gpuload.errors import StoreError
 from gpuload.joined import Joined
-from gpuload.types import ArrayRead, Recipe, expand_ranges, n_rows_in
+from gpuload.types import ArrayRead, Recipe, consecutive, expand_ranges, n_rows_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -385,7 +385,7 @@ class Store:
         """Return the numbers of the files that ranges touch; of possibly thousands, a fetch needs few."""
         first = np.searchsorted(self.file_start, ranges[:, 0], side="right") - 1
         stop = np.searchsorted(self.file_start, ranges[:, 1], side="left")
-        numbers: list[int] = np.unique(expand_ranges(np.stack([first, stop], axis=1))).tolist()
+        numbers: list[int] = np.unique(consecutive(first, stop - first)).tolist()
         return numbers
 
     def _resident_indptr(

@@ -259,7 +259,7 @@ class OneAtATime(Generic[T]):
         try:
             return next(self._items)
         except ValueError as error:
-            _refuse_other_thread(error, self._owner, self._cure)
+            self._refuse_other_thread(error)
             raise
 
     def close(self) -> None:
@@ -267,18 +267,17 @@ class OneAtATime(Generic[T]):
         try:
             self._items.close()
         except ValueError as error:
-            _refuse_other_thread(error, self._owner, self._cure)
+            self._refuse_other_thread(error)
             raise
 
-
-def _refuse_other_thread(error: Exception, owner: str = "loader", cure: str = "open a second loader") -> None:
-    """Raise PlanError for an error of a generator itself, as another thread is inside it, and not of its code."""
-    is_its_own = error.__traceback__ is not None and error.__traceback__.tb_next is None
-    if type(error) is ValueError and is_its_own:
-        raise PlanError(
-            f"the {owner} is being iterated in another thread; only one thread at a time can take its minibatches, and "
-            f"only one iteration can run: {cure}."
-        ) from None
+    def _refuse_other_thread(self, error: ValueError) -> None:
+        """Raise PlanError for an error of the generator itself, as another thread is inside it, and not of its code."""
+        is_its_own = error.__traceback__ is not None and error.__traceback__.tb_next is None
+        if type(error) is ValueError and is_its_own:
+            raise PlanError(
+                f"the {self._owner} is being iterated in another thread; only one thread at a time can take its "
+                f"minibatches, and only one iteration can run: {self._cure}."
+            ) from None
 
 
 class Closer:

@@ -25,13 +25,7 @@ from gpuload.alignment import check_join
 from gpuload.backends.cpu import far_nbytes, scratch_nbytes
 from gpuload.errors import PlanError
 from gpuload.formats import open_store
-from gpuload.outlook import (
-    Outlook,
-    Outlooks,
-    is_less_mixed,
-    measure_pace,
-    open_part,
-)
+from gpuload.outlook import Outlook, Outlooks, is_less_mixed, measure_pace, open_part
 from gpuload.plan import DEFAULT_BLOCK_SIZE
 from gpuload.tables import check_rows
 from gpuload.types import Form
@@ -44,8 +38,8 @@ if TYPE_CHECKING:
 MIN_ENTROPY = 0.98
 """Default minimum entropy of the label in minibatches, as a fraction of that in true random order."""
 
-PREFETCHES = (1, 2, 4)
-"""Candidate numbers of fetches to load ahead."""
+PREFETCHES, PREFETCH = (1, 2, 4), 2
+"""Candidate numbers of fetches to load ahead; and the one with which other settings are compared."""
 
 SAME = 0.03
 """Speeds that differ by less count as equal; settings with less memory, then fewer threads, are then preferred."""
@@ -61,6 +55,9 @@ _DEFAULTS = 3
 
 _HELD_BATCHES = 12
 """Minibatches in memory at one time: in progress, with the consumer, and kept for reuse."""
+
+_TUNED = ("block_size", "fetch_factor", "num_threads", "prefetch")
+"""The settings that a trial's key holds."""
 
 _CALIBRATION_CELLS = 2_048
 _WHOLE_FETCHES = 2
@@ -78,8 +75,6 @@ class Trial:
         Estimated maximum memory of the loader, in bytes.
     entropy_bits
         Expected entropy of the label in minibatches; NaN without a label.
-    cells_per_s
-        Speed in the best turn; 0 before the first.
     repeats
         Cells per second of every turn.
     n_blocks
@@ -100,7 +95,7 @@ class Trial:
 
     @property
     def cells_per_s(self) -> float:
-        """Cells per second of the best turn."""
+        """Cells per second of the best turn; 0 before the first."""
         return max(self.repeats, default=0.0)
 
     @property
@@ -254,13 +249,7 @@ class _Turns:
 
 def _settings(best: Trial, wish: Wish) -> dict[str, Any]:
     """Return keyword arguments: the tuned settings, and the requested ones that are not defaults."""
-    tuned = {
-        "batch_size": wish.batch_size,
-        "block_size": best.block_size,
-        "fetch_factor": best.fetch_factor,
-        "num_threads": best.num_threads,
-        "prefetch": best.prefetch,
-    }
+    tuned = {"batch_size": wish.batch_size, **dict(zip(_TUNED, best.key, strict=True))}
     given = {"layer": wish.layer, "join": wish.join, "output": wish.output, "dtype": wish.dtype, "device": wish.device}
     return tuned | {name: value for name, value in given.items() if value != getattr(Wish(1), name)}
 
@@ -279,12 +268,8 @@ class Bench:
         self.cores = len(os.sched_getaffinity(0))
         self.least_bits = wish.min_entropy * self.outlooks.random_bits
         """Required minimum entropy; NaN without a label."""
-        self.default = (DEFAULT_BLOCK_SIZE, self.outlooks.largest(), self.cores, PREFETCHES[1])
+        self.default = (DEFAULT_BLOCK_SIZE, self.outlooks.largest(), self.cores, PREFETCH)
         """Key of the trial of the defaults of `gpuload.open_loader`."""
-
-    def usual(self) -> dict[str, int]:
-        """Return the threads and prefetch with which candidates are compared."""
-        return {"num_threads": self.cores, "prefetch": PREFETCHES[1]}
 
     def first_trials(self) -> list[Trial]:
         """Return the trials worth timing, with a thread per core and the usual prefetch, most promising first.
@@ -321,7 +306,7 @@ class Bench:
 
     def _usual_nbytes(self, fetch_factor: int) -> int:
         """Return the least memory of a loader with such fetches."""
-        return self.memory_nbytes(fetch_factor, self.cores, PREFETCHES[1])
+        return self.memory_nbytes(fetch_factor, self.cores, PREFETCH)
 
     def memory_nbytes(
         self, fetch_factor: int, num_threads: int, prefetch: int, read_nbytes: float | None = None
@@ -390,22 +375,15 @@ class Bench:
             "entropy_bits": best.entropy_bits if has_label else None,
             "random_entropy_bits": random_bits if has_label else None,
             "trials": [
-                {
-                    "block_size": t.block_size,
-                    "fetch_factor": t.fetch_factor,
-                    "num_threads": t.num_threads,
-                    "prefetch": t.prefetch,
-                    "cells_per_s": [round(rate) for rate in t.repeats],
-                }
+                dict(zip(_TUNED, t.key, strict=True)) | {"cells_per_s": [round(rate) for rate in t.repeats]}
                 for t in trials
             ],
         }
 
     def _trial(self, outlook: Outlook) -> Trial:
-        prefetch = PREFETCHES[1]
-        nbytes = self.memory_nbytes(outlook.fetch_factor, self.cores, prefetch, outlook.read_nbytes)
+        nbytes = self.memory_nbytes(outlook.fetch_factor, self.cores, PREFETCH, outlook.read_nbytes)
         n_blocks = outlook.blocks(self._wish.batch_size)
-        sizes = outlook.block_size, outlook.fetch_factor, self.cores, prefetch
+        sizes = outlook.block_size, outlook.fetch_factor, self.cores, PREFETCH
         return Trial(*sizes, nbytes, outlook.entropy_bits, n_blocks=n_blocks, read_nbytes=outlook.read_nbytes)
 
     def _too_little_memory(self) -> str:

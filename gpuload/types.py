@@ -57,9 +57,9 @@ class Transform:
     def __post_init__(self) -> None:
         given = self.target_sum
         is_number = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
-        if self.target_sum is not None and not (is_number and 0 < self.target_sum < float("inf")):
+        if given is not None and not (is_number and 0 < given < float("inf")):
             raise PlanError(
-                f"Transform(target_sum={self.target_sum!r}): expected a finite number above 0, or None for no scaling."
+                f"Transform(target_sum={given!r}): expected a finite number above 0, or None for no scaling."
             )
         if not isinstance(self.log1p, (bool, np.bool_)):
             raise PlanError(f"Transform(log1p={self.log1p!r}): expected True or False.")
@@ -382,7 +382,10 @@ def n_rows_in(ranges: NDArray[np.int64]) -> int:
 
 def expand_ranges(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the integers in half-open ranges, shape (n, 2), concatenated."""
-    lengths = ranges[:, 1] - ranges[:, 0]
-    ends = np.cumsum(lengths)
-    shift = ranges[:, 0] - (ends - lengths)
-    return np.repeat(shift, lengths) + np.arange(ends[-1] if ends.size else 0, dtype=np.int64)
+    return consecutive(ranges[:, 0], ranges[:, 1] - ranges[:, 0])
+
+
+def consecutive(first: NDArray[np.int64], n: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return n consecutive integers from each first one on, concatenated; `first` and `n` have shape (n_ranges,)."""
+    ends = np.cumsum(n)
+    return np.repeat(first - (ends - n), n) + np.arange(ends[-1] if ends.size else 0, dtype=np.int64)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.types import expand_ranges
+from gpuload.types import consecutive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,13 +28,11 @@ if TYPE_CHECKING:
 _LOG_TAIL = 45.0
 """The omitted tails of a distribution have a probability of at most ``2 * exp(-45)``, 6e-20."""
 
-
 NOISE = 1e-16
 """Probabilities from an FFT below this are rounding errors."""
 
 _TABLE = 1 << 22
 """Up to this many entries, a table costs less than sorting."""
-
 
 _SLICE_CELLS = 1 << 20
 """Number of cells whose labels are counted at a time."""
@@ -169,7 +167,7 @@ class Composition:
             found, n = np.unique(codes[starts], return_counts=True)
             return (found.astype(np.int64) + 1) * 2 + 1, n.astype(np.float64)
         begins = np.cumsum(length) - length
-        inside = codes[expand_ranges(np.stack([starts, starts + length], axis=1))]
+        inside = codes[consecutive(starts, length)]
         is_first = np.concatenate([[True], inside[1:] != inside[:-1]])
         is_first[begins] = True
         run = np.flatnonzero(is_first)
@@ -218,6 +216,11 @@ def sum_cells(label: int, terms: Sequence[tuple[Composition, int]]) -> tuple[NDA
     chance = irfft(wave, size)[values % size]
     is_likely = chance > NOISE
     return values[is_likely], chance[is_likely]
+
+
+def bits_of(total: float, batch_size: int) -> float:
+    """Return the entropy of a minibatch, given the sum of ``X log2 X`` over the numbers X of cells of each label."""
+    return max(0.0, float(np.log2(batch_size) - total / batch_size))
 
 
 def x_log2_x(x: NDArray[np.int64]) -> NDArray[np.float64]:

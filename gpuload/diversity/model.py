@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.diversity.cells import InBatch, fetch_cuts, pure_cells, x_log2_x
+from gpuload.diversity.cells import InBatch, bits_of, fetch_cuts, pure_cells, x_log2_x
 from gpuload.errors import PlanError
 
 if TYPE_CHECKING:
@@ -29,15 +29,22 @@ def label_shares(codes: ArrayLike) -> NDArray[np.float64]:
     Raises
     ------
     PlanError
-        They are no whole numbers.
+        They are no whole numbers, or one is below -1.
     """
+    counts = label_counts(codes)
+    shares: NDArray[np.float64] = counts / max(1, counts.sum())
+    return shares
+
+
+def label_counts(codes: ArrayLike) -> NDArray[np.int64]:
+    """Return the cells of each class that occurs; raises as `label_shares` does."""
     codes = checked_codes(codes)
+    if (least := codes.min(initial=-1)) < -1:
+        raise PlanError(f"labels: one is {least}; expected codes of at least -1 (missing).")
     counts = np.zeros(int(codes.max(initial=-1)) + 2, dtype=np.int64)
     for start in range(0, codes.size, _SLICE):
         counts += np.bincount(codes[start : start + _SLICE].astype(np.int64) + 1, minlength=counts.size)
-    counts = counts[counts > 0]
-    shares: NDArray[np.float64] = counts / max(1, counts.sum())
-    return shares
+    return counts[counts > 0]
 
 
 def checked_codes(codes: ArrayLike) -> NDArray[np.signedinteger[Any]]:
@@ -79,11 +86,17 @@ def iid_entropy(p: ArrayLike, batch_size: int) -> float:
         The shares are no distribution, or the size is below 1.
     """
     check_at_least_one(batch_size=batch_size)
+    return _entropy_of_blocks(_checked_shares(p), batch_size, 1)
+
+
+def _entropy_of_blocks(shares: NDArray[np.float64], batch_size: int, block_size: int) -> float:
+    """Return the expected entropy of minibatches that are independent blocks of one label each, the last one cut."""
+    n_whole, rest = divmod(batch_size, block_size)
     total = 0.0
-    for share in _checked_shares(p).tolist():
-        cells, chance = pure_cells(share, 1, batch_size, ())
+    for share in shares.tolist():
+        cells, chance = pure_cells(share, block_size, n_whole, [rest] if rest else [])
         total += float(chance @ x_log2_x(cells))
-    return max(0.0, float(np.log2(batch_size) - total / batch_size))
+    return bits_of(total, batch_size)
 
 
 def expected_entropy(p: ArrayLike, *, batch_size: int, block_size: int, fetch_factor: int) -> float:
@@ -120,7 +133,7 @@ def expected_entropy(p: ArrayLike, *, batch_size: int, block_size: int, fetch_fa
         for n_whole, ends in cuts:
             lengths = [stop - start for start, stop in ends]
             total += n / len(cuts) * in_batch.mean(*pure_cells(share, block_size, n_whole, lengths))
-    return max(0.0, float(np.log2(batch_size) - total / batch_size))
+    return bits_of(total, batch_size)
 
 
 def entropy_bounds(p: ArrayLike, *, batch_size: int, block_size: int, fetch_factor: int) -> tuple[float, float]:
@@ -149,15 +162,10 @@ def entropy_bounds(p: ArrayLike, *, batch_size: int, block_size: int, fetch_fact
     """
     check_at_least_one(batch_size=batch_size, block_size=block_size, fetch_factor=fetch_factor)
     shares = _checked_shares(p)
-    n_whole, rest = divmod(batch_size, block_size)
-    total = 0.0
-    for share in shares.tolist():
-        cells, chance = pure_cells(share, block_size, n_whole, [rest] if rest else [])
-        total += float(chance @ x_log2_x(cells))
-    lower = max(0.0, float(np.log2(batch_size) - total / batch_size))
     touched = [n + len(ends) for n, ends in fetch_cuts(batch_size * fetch_factor, block_size, _MAX_OFFSETS)]
     by_blocks = {n: iid_entropy(shares, min(n, batch_size)) for n in set(touched)}
-    return lower, float(np.mean([by_blocks[n] for n in touched]))
+    upper = float(np.mean([by_blocks[n] for n in touched]))
+    return _entropy_of_blocks(shares, batch_size, block_size), upper
 
 
 def closed_form(p: ArrayLike, *, batch_size: int, block_size: int) -> tuple[float, float]:

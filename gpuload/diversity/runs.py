@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.diversity.cells import Composition, InBatch, block_edges, fetch_cuts, sum_cells
+from gpuload.diversity.cells import Composition, InBatch, bits_of, block_edges, fetch_cuts, sum_cells
 from gpuload.diversity.drawn import DrawnBlocks
-from gpuload.diversity.model import check_at_least_one, checked_codes, expected_entropy, label_shares
+from gpuload.diversity.model import check_at_least_one, checked_codes, expected_entropy, label_counts, label_shares
 from gpuload.errors import PlanError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def entropy_of_runs(
     Raises
     ------
     PlanError
-        There are no cells, codes are no whole numbers, `file_rows` do not add up, or a size is below 1.
+        There are no cells, codes are no whole numbers of at least -1, `file_rows` do not add up, or a size is below 1.
 
     Notes
     -----
@@ -132,7 +132,7 @@ def entropy_of_runs(
     block_size = min(block_size, max(rows))
     shares = label_shares(labels)
     *totals, n_one_label = _runs_totals(labels, rows, shares, batch_size, block_size, fetch)
-    lower, bits, upper = (max(0.0, float(np.log2(batch_size) - total / batch_size)) for total in totals)
+    lower, bits, upper = (bits_of(total, batch_size) for total in totals)
     model_bits = expected_entropy(
         shares, batch_size=batch_size, block_size=block_size, fetch_factor=max(1, fetch // batch_size)
     )
@@ -219,13 +219,12 @@ def fetch_entropy(codes: ArrayLike, batch_size: int) -> float:
     Raises
     ------
     PlanError
-        There are no cells, or the size is below 1.
+        There are no cells, codes are no whole numbers of at least -1, or the size is below 1.
     """
     check_at_least_one(batch_size=batch_size)
-    counts = np.bincount(np.asarray(codes, dtype=np.int64) + 1)
+    counts = label_counts(codes)
     n = int(counts.sum())
     check_at_least_one(cells=n)
     batch_size = min(batch_size, n)
-    cells, times = np.unique(counts[counts > 0], return_counts=True)
-    total = InBatch(n, batch_size).mean(cells, times.astype(np.float64))
-    return max(0.0, float(np.log2(batch_size) - total / batch_size))
+    cells, times = np.unique(counts, return_counts=True)
+    return bits_of(InBatch(n, batch_size).mean(cells, times.astype(np.float64)), batch_size)

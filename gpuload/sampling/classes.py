@@ -5,8 +5,7 @@ Computed by slices, as there may be 100 million cells; a class is named only whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Names(Sequence[str]):
+class Names:
     """Class names, each built on access: there may be millions, and only errors show any.
 
     Parameters
@@ -45,15 +44,8 @@ class Names(Sequence[str]):
     def __len__(self) -> int:
         return self._n
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        places = range(self._n)[index]
-        if isinstance(places, int):
-            return self.text(self.label(places))
-        return [self.text(self.label(place)) for place in places]
+    def __getitem__(self, index: int) -> str:
+        return self.text(self.label(range(self._n)[index]))
 
     def and_missing(self) -> Names:
         """Return these names and, as the last, that of the class without a value, whose labels are None."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from gpuload.checks import check_bool
 from gpuload.errors import PlanError
+from gpuload.order import FileOrder, MappedOrder
 from gpuload.permute import random_keys
 from gpuload.sampling.rows import list_of_runs
 
@@ -135,7 +136,7 @@ class Given:
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch, for a single rank."""
         del file_rows
-        return ListOrder(self._rows(key_words), self.is_mixed)
+        return MappedOrder(FileOrder(self.is_mixed), self._rows(key_words))
 
     def describe(self) -> dict[str, Any]:
         """Return the function's name: its behaviour is unknown."""
@@ -174,20 +175,3 @@ def as_blocks(given: Any, rank: int, n_rows: int) -> NDArray[np.int64]:
         )
     blocks = blocks.astype(np.int64)
     return blocks[blocks[:, 0] < blocks[:, 1]]
-
-
-class ListOrder:
-    """The rows of a list, in its order; those of a fetch are shuffled if `is_mixed`."""
-
-    def __init__(self, rows: RowList, is_mixed: bool) -> None:
-        self._rows = rows
-        self._is_mixed = is_mixed
-
-    def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the row ranges at positions ``start:stop``, shape (n, 2)."""
-        return self._rows.map_ranges(np.array([[start, stop]]))
-
-    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
-        """Return the identity permutation; None if `is_mixed`."""
-        del key
-        return None if self._is_mixed else np.arange(stop - start)

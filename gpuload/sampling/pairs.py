@@ -20,12 +20,13 @@ from gpuload.sampling.sets import Grouped, check_remainder
 from gpuload.types import Batch, expand_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
     from gpuload.order import RowOrder
     from gpuload.sampling.base import Cells, Strategy
+    from gpuload.sampling.classes import Names
     from gpuload.sampling.rows import RowList
     from gpuload.types import Column
 
@@ -132,7 +133,7 @@ class PairedControl:
         queue = np.full(cells.n_rows, -1, dtype=np.int32)
         lists, edges = [], np.zeros(1, dtype=np.int64)
         for level in levels:
-            rows, group_edges = group_rows(_of(level.codes, is_control), cells.n_rows, len(level.names))
+            rows, group_edges = group_rows(np.where(is_control, level.codes, -1), len(level.names))
             has_controls = np.diff(group_edges) > 0
             number = np.where(has_controls, edges.size - 2 + np.cumsum(has_controls), -1).astype(np.int32)
             queue = np.where(queue < 0, np.append(number, np.int32(-1))[level.codes], queue)
@@ -196,7 +197,7 @@ class PairedControl:
         guess = f"did you mean {there[near]!r}?" if near else "pass the value that marks controls."
         return PlanError(f"{which}no cell has that value in column {self.column!r}; {guess}")
 
-    def _refuse(self, names: Sequence[str], lost: NDArray[np.integer]) -> None:
+    def _refuse(self, names: Names, lost: NDArray[np.integer]) -> None:
         groups = np.unique(lost)
         more = f", nor for {groups.size - 1} more groups" if groups.size > 1 else ""
         raise PlanError(
@@ -406,10 +407,6 @@ def _cut(values: Any, part: slice) -> Any:
     )
 
 
-def _of(codes: NDArray[np.integer], is_wanted: NDArray[np.bool_]) -> Callable[[int, int], NDArray[np.integer]]:
-    return lambda start, stop: np.where(is_wanted[start:stop], codes[start:stop], -1)
-
-
 def _hashed(values: list[Any]) -> Collection[Any]:
     """Return values as a set for fast lookup: thousands of controls and as many categories are too many to compare."""
     try:
@@ -420,7 +417,7 @@ def _hashed(values: list[Any]) -> Collection[Any]:
 
 def _places(queue: NDArray[np.int32], n_queues: int) -> NDArray[np.integer]:
     """Return, for each cell, the number of earlier cells that draw from the same queue."""
-    rows, edges = group_rows(lambda start, stop: queue[start:stop], queue.size, n_queues)
+    rows, edges = group_rows(queue, n_queues)
     places: NDArray[np.integer] = np.empty(queue.size, dtype=np.uint32 if queue.size < 1 << 32 else np.int64)
     for start, part in rows.slices():
         places[part] = np.arange(start, start + part.size) - edges[queue[part]]

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpuload.order import MixedFetches
-from gpuload.permute import deal_quotas, draw_each, find_each, hash64, permute_each, random_keys
+from gpuload.permute import deal_quotas, draw_each, find_each, hash64, permute_each, random_keys, tosses_of
 from gpuload.sampling.base import digest
 from gpuload.sampling.rows import as_ranges
 
@@ -165,7 +165,7 @@ class Queues:
         """
         low, step = spacing(unlike.running, self.edges, unlike.draw_edges)
         offset = hash64(hash64(stratum.astype(np.uint64)) ^ np.uint64(key)) + turn.astype(np.uint64) * _GOLDEN
-        point = index + ((offset >> np.uint64(11)).astype(np.float64) * 2.0**-53)[owner]
+        point = index + tosses_of(offset)[owner]
         at = low[stratum][owner] + point * step[stratum][owner]
         last = (self.edges[stratum + 1] - 1)[owner]
         hit: NDArray[np.int64] = unlike.first[unlike.draw_edges[stratum][owner] + index].astype(np.int64)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.types import expand_ranges
+from gpuload.types import consecutive, expand_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -63,8 +63,8 @@ class RowList:
             return as_ranges(self.take(expand_ranges(ranges)))
         first = np.searchsorted(self.ends, ranges[:, 0], side="right")
         last = np.searchsorted(self.ends, ranges[:, 1] - 1, side="right")
-        owner = np.repeat(np.arange(len(ranges)), last - first + 1)
-        run = expand_ranges(np.stack([first, last + 1], axis=1))
+        n_runs = last - first + 1
+        owner, run = np.repeat(np.arange(len(ranges)), n_runs), consecutive(first, n_runs)
         end = self.ends[run]
         begin = end - self._run_lengths(run)
         shift = self.starts[run] - begin
@@ -137,19 +137,16 @@ def join(lists: list[RowList]) -> RowList:
 
 
 def group_rows(
-    codes: Callable[[int, int], NDArray[np.integer]],
-    n_rows: int,
-    n_groups: int,
-    moved: tuple[NDArray[Any], NDArray[Any]] | None = None,
+    codes: NDArray[np.integer], n_groups: int, moved: tuple[NDArray[Any], NDArray[Any]] | None = None
 ) -> tuple[RowList, NDArray[np.int64]]:
     """Return rows sorted by group, in their original order within each, and the edges of the groups.
 
     Parameters
     ----------
-    codes
-        Returns the groups of rows start..stop: numbers below `n_groups`, negative for rows in no group.
-    n_rows, n_groups
-        Sizes.
+    codes : (n_rows,) integer
+        Group of each row: numbers below `n_groups`, negative for rows in no group.
+    n_groups
+        Number of groups.
     moved : ((n_rows,), (n_sorted,)), optional
         Values of the rows, and an array to write them to in sorted order: doing so here is faster than gathering them
         afterwards.
@@ -160,17 +157,16 @@ def group_rows(
         Group g has the rows at indices edges[g]..edges[g + 1].
     """
     counts = np.zeros(n_groups + 1, dtype=np.int64)
-    n_runs, last = 0, None
+    n_runs = min(1, codes.size)
     step = max(SLICE, 4 * n_groups)
-    for start in range(0, n_rows, step):
-        part = codes(start, min(start + step, n_rows))
-        counts += np.bincount(part.astype(np.int64) + 1, minlength=n_groups + 1)
-        n_runs += int(np.count_nonzero(part[1:] != part[:-1])) + int(last is None or part[0] != last)
-        last = part[-1]
+    for start in range(0, codes.size, step):
+        part = codes[start : start + step + 1]  # with the first of the next
+        counts += np.bincount(part[:step].astype(np.int64) + 1, minlength=n_groups + 1)
+        n_runs += int(np.count_nonzero(part[1:] != part[:-1]))
     edges = np.concatenate([[0], np.cumsum(counts[1:])])
     if not _runs_are_smaller(n_runs, int(edges[-1])):
-        return _group_table(codes, n_rows, edges, moved), edges
-    runs = _group_runs(codes, n_rows)
+        return _group_table(codes, edges, moved), edges
+    runs = _group_runs(codes)
     if moved is not None:
         for start, rows in runs.slices():
             moved[1][start : start + rows.size] = moved[0][rows]
@@ -191,15 +187,15 @@ def as_ranges(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.stack([rows[first], rows[np.append(first[1:], rows.size) - 1] + 1], axis=1)
 
 
-def _group_runs(codes: Callable[[int, int], NDArray[np.integer]], n_rows: int) -> RowList:
+def _group_runs(codes: NDArray[np.integer]) -> RowList:
     starts: list[NDArray[np.int64]] = []
     groups: list[NDArray[np.int64]] = []
-    for start in range(0, n_rows, SLICE):
-        part = codes(start, min(start + SLICE, n_rows))
+    for start in range(0, codes.size, SLICE):
+        part = codes[start : start + SLICE]
         first = np.flatnonzero(np.concatenate([[True], part[1:] != part[:-1]]))
         starts.append(start + first)
         groups.append(part[first].astype(np.int64))
-    edges = np.concatenate([*starts, [n_rows]])
+    edges = np.concatenate([*starts, [codes.size]])
     group = np.concatenate(groups)
     order = np.argsort(group, kind="stable")
     order = order[group[order] >= 0]
@@ -207,17 +203,14 @@ def _group_runs(codes: Callable[[int, int], NDArray[np.integer]], n_rows: int) -
 
 
 def _group_table(
-    codes: Callable[[int, int], NDArray[np.integer]],
-    n_rows: int,
-    edges: NDArray[np.int64],
-    moved: tuple[NDArray[Any], NDArray[Any]] | None,
+    codes: NDArray[np.integer], edges: NDArray[np.int64], moved: tuple[NDArray[Any], NDArray[Any]] | None
 ) -> RowList:
     n_groups = edges.size - 1
-    table = np.empty(int(edges[-1]), dtype=_row_dtype(n_rows))
+    table = np.empty(int(edges[-1]), dtype=_row_dtype(codes.size))
     place = edges[:-1].copy()
     step = max(SLICE, 4 * n_groups)
-    for start in range(0, n_rows, step):
-        part = codes(start, min(start + step, n_rows)).astype(np.int64) + 1
+    for start in range(0, codes.size, step):
+        part = codes[start : start + step].astype(np.int64) + 1
         order = _order(part, n_groups)
         counts = np.bincount(part, minlength=n_groups + 1)
         order, counts = order[int(counts[0]) :], counts[1:]

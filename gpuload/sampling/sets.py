@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,8 +102,7 @@ class Grouped:
                 "batch_size a multiple of size."
             )
         classes = cells.classes_by("Grouped", self.column)
-        codes = classes.codes
-        rows, edges = group_rows(lambda start, stop: codes[start:stop], codes.size, len(classes.names))
+        rows, edges = group_rows(classes.codes, len(classes.names))
         counts = np.diff(edges)
         n_sets = counts // self.size if self.remainder == "drop" else -(-counts // self.size)
         if not n_sets.sum():
@@ -115,8 +115,7 @@ class Grouped:
         if self.shares is None:
             return sets
         shares = Shares(classes.shares("Grouped", self.shares, n_sets)[counts > 0])
-        n_drawn = int(n_sets.sum()) if self.num_samples is None else int(self.num_samples) // self.size
-        return DrawnSets(sets, shares, n_drawn)
+        return replace(sets, shares=shares, num_samples=None if self.num_samples is None else int(self.num_samples))
 
 
 def check_remainder(sampler: str, value: object) -> None:
@@ -127,12 +126,30 @@ def check_remainder(sampler: str, value: object) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Sets:
-    """The strategy for sets of cells of one class."""
+    """The strategy for sets of cells of one class.
+
+    Attributes
+    ----------
+    queues
+        The cells of each class.
+    n_sets : (n_classes,) int64
+        Sets in one pass over each class.
+    size
+        Cells per set.
+    about
+        The sampler's name and parameters.
+    shares
+        The probability of each class, if the class of each set is drawn.
+    num_samples
+        Cells per epoch then; None: as many as in one pass.
+    """
 
     queues: Queues
     n_sets: NDArray[np.int64]
     size: int
     about: dict[str, Any]
+    shares: Shares | None = None
+    num_samples: int | None = None
 
     @property
     def unit(self) -> int:
@@ -142,20 +159,21 @@ class Sets:
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
         """Return the number of cells in one epoch, over all ranks."""
         del file_rows
-        return int(self.n_sets.sum()) * self.size
+        return int(self.n_sets.sum()) * self.size if self.num_samples is None else self.num_samples
 
     def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
         del file_rows
-        return _SetOrder(self, key_words)
+        return _ShuffledSets(self, key_words) if self.shares is None else _DrawnSets(self, self.shares, key_words)
 
     def describe(self) -> dict[str, Any]:
-        """Return the sampler's name and parameters, with a digest of its rows."""
+        """Return the sampler's name and parameters, with digests of its rows and shares."""
         sizes = {"size": self.size, "block_size": self.queues.block_size}
-        return {**self.about, **sizes, "rows": self.queues.digest()}
+        drawn = {} if self.shares is None else {"num_samples": self.n_rows(()), "shares": self.shares.digest()}
+        return {**self.about, **sizes, "rows": self.queues.digest(), **drawn}
 
     def rows(self, group: NDArray[np.int64], number: NDArray[np.int64], key: int) -> NDArray[np.int64]:
-        """Return the rows of sets, shape (n_sets * size,): of the `number`-th set of class `group`, for each.
+        """Return the rows of sets, shape (n_sets, size): of the `number`-th set of class `group`, for each.
 
         A set is a slice of its queue: of the first pass, or, with as many sets before it as fill one, of a later pass.
         """
@@ -163,86 +181,58 @@ class Sets:
         n_there = np.diff(self.queues.edges)[group]
         # The last set of a pass may run past its end; it is filled up from the start of that pass.
         place = (within[:, None] * self.size + np.arange(self.size)) % n_there[:, None] + (turn * n_there)[:, None]
-        return self.queues.take(np.repeat(group, self.size), place.ravel(), key)
+        return self.queues.take(np.repeat(group, self.size), place.ravel(), key).reshape(-1, self.size)
+
+
+class _SetOrder(ABC):
+    """An order of sets that stay whole."""
+
+    def __init__(self, sets: Sets, key: int) -> None:
+        self._sets, self._key = sets, key
+
+    @abstractmethod
+    def _rows(self, first: int, last: int) -> NDArray[np.int64]:
+        """Return the rows of the sets at positions first..last of the order, shape (last - first, size)."""
+
+    def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the rows at positions start..stop as ranges, shape (n, 2)."""
+        size = self._sets.size
+        first, last = start // size, -(-stop // size)
+        return as_ranges(self._rows(first, last).ravel()[start - first * size : stop - first * size])
 
     def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64]:
         """Return the sets of a fetch in random order, each kept whole."""
-        n_whole, rest = divmod(stop - start, self.size)
-        places = permuted_table(n_whole, key)[:, None] * self.size + np.arange(self.size)
+        size = self._sets.size
+        n_whole, rest = divmod(stop - start, size)
+        places = permuted_table(n_whole, key)[:, None] * size + np.arange(size)
         return np.append(places.ravel(), np.arange(stop - start - rest, stop - start))
 
 
-@dataclass(frozen=True, eq=False)
-class DrawnSets:
-    """The strategy for sets whose classes are drawn."""
-
-    sets: Sets
-    shares: Shares
-    n_drawn: int
-
-    @property
-    def unit(self) -> int:
-        """Number of cells in a set."""
-        return self.sets.size
-
-    def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the number of cells in one epoch, over all ranks."""
-        del file_rows
-        return self.n_drawn * self.sets.size
-
-    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
-        """Return the order of one epoch."""
-        del file_rows
-        return _DrawnSetOrder(self, key_words)
-
-    def describe(self) -> dict[str, Any]:
-        """Return the description of the sets, with a digest of the shares."""
-        return {**self.sets.describe(), "num_samples": self.n_rows(()), "shares": self.shares.digest()}
-
-
-class _SetOrder:
-    """The order of sets, numbered class by class, in shuffled blocks."""
+class _ShuffledSets(_SetOrder):
+    """Sets numbered class by class, in shuffled blocks."""
 
     def __init__(self, sets: Sets, key_words: tuple[int, ...]) -> None:
-        self._sets = sets
+        super().__init__(sets, int(random_keys(1, *key_words, 1)[0]))
         together = max(1, sets.queues.block_size // sets.size)
         self._blocks = EqualBlocks(tuple(sets.n_sets.tolist()), together, key_words)
         self._first_set = np.concatenate([[0], np.cumsum(sets.n_sets)])
-        (key,) = random_keys(1, *key_words, 1)
-        self._key = int(key)
 
-    def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rows at positions start..stop as ranges, shape (n, 2)."""
-        size = self._sets.size
-        first, last = start // size, -(-stop // size)
+    def _rows(self, first: int, last: int) -> NDArray[np.int64]:
         number = expand_ranges(self._blocks.ranges(first, last))
         group = np.searchsorted(self._first_set, number, side="right") - 1
-        rows = self._sets.rows(group, number - self._first_set[group], self._key)
-        return as_ranges(rows[start - first * size : stop - first * size])
-
-    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64]:
-        """Return the sets of a fetch in random order, each kept whole."""
-        return self._sets.arrange(start, stop, key)
+        return self._sets.rows(group, number - self._first_set[group], self._key)
 
 
-class _DrawnSetOrder:
-    """The order of sets whose classes are drawn: each is the next of its class."""
+class _DrawnSets(_SetOrder):
+    """Sets whose classes are drawn: each is the next of its class."""
 
-    def __init__(self, drawn: DrawnSets, key_words: tuple[int, ...]) -> None:
-        self._sets = drawn.sets
+    def __init__(self, sets: Sets, shares: Shares, key_words: tuple[int, ...]) -> None:
         place_key, queue_key = random_keys(2, *key_words)
-        self._draws = Draws(drawn.sets.queues.n_strata, drawn.shares, int(place_key))
-        self._key = int(queue_key)
+        super().__init__(sets, int(queue_key))
+        self._draws = Draws(sets.queues.n_strata, shares, int(place_key))
 
-    def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rows at positions start..stop as ranges, shape (n, 2)."""
-        size = self._sets.size
-        first, last = start // size, -(-stop // size)
+    def _rows(self, first: int, last: int) -> NDArray[np.int64]:
         order, group, number = self._draws.by_stratum(first, last)
-        rows = np.empty((last - first, size), dtype=np.int64)
-        rows[order] = self._sets.rows(group, number, self._key).reshape(-1, size)
-        return as_ranges(rows.ravel()[start - first * size : stop - first * size])
-
-    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64]:
-        """Return the sets of a fetch in random order, each kept whole."""
-        return self._sets.arrange(start, stop, key)
+        rows = np.empty((last - first, self._sets.size), dtype=np.int64)
+        rows[order] = self._sets.rows(group, number, self._key)
+        return rows

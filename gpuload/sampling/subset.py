@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import PlanError
+from gpuload.order import MappedOrder
 from gpuload.sampling.base import as_sampler, check_mask, digest
 from gpuload.sampling.blocks import BlockShuffle, plain
 from gpuload.sampling.custom import as_blocks
@@ -150,19 +151,3 @@ def block_size_of(sampler: Any) -> int | None:
     while isinstance(sampler, Subset):
         sampler = sampler.inner
     return sampler.block_size if isinstance(sampler, BlockShuffle) else None
-
-
-class MappedOrder:
-    """An order of consecutively numbered rows, mapped to the rows they stand for."""
-
-    def __init__(self, inner: RowOrder, rows: RowList) -> None:
-        self._inner = inner
-        self._rows = rows
-
-    def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rows at positions start..stop as ranges, shape (n, 2)."""
-        return self._rows.map_ranges(self._inner.ranges(start, stop))
-
-    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
-        """Return the inner order's arrangement."""
-        return self._inner.arrange(start, stop, key)

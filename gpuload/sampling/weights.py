@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import PlanError
-from gpuload.order import shuffled_blocks
+from gpuload.order import MappedOrder, shuffled_blocks
 from gpuload.permute import hash64, log_hash, random_keys, unit_hash
 from gpuload.sampling.queues import Queues, Unlike, spacing
 from gpuload.sampling.rows import SLICE, group_of, group_rows, list_of_mask
-from gpuload.sampling.subset import MappedOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -102,7 +101,7 @@ def _sort(
     for start, part in _slices(weights):
         codes[start : start + part.size] = np.where(part >= _LEAST, stratum_of(part), -1)
     moved = None if sorted_weights is None else (weights, sorted_weights)
-    return group_rows(lambda start, stop: codes[start:stop], weights.size, n_strata, moved)
+    return group_rows(codes, n_strata, moved)
 
 
 def _first_hits(

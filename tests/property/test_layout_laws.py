@@ -48,7 +48,7 @@ def test_what_is_read_is_what_is_stored(data: st.DataObject) -> None:
     if not len(ranges):
         return
     dest = (np.cumsum(lengths) - lengths) * int(np.prod(placed.array.shape[1:], dtype=int))
-    read = plan_read(placed.layout, ranges, dest, "X", max_gap=max_gap, max_extent=max_extent)
+    read = plan_read(placed.layout, ranges, dest, "X", (max_gap, max_extent))
     out = np.zeros((int(lengths.sum()), *placed.array.shape[1:]), placed.layout.dtype)
     carry_out(read, out)
     np.testing.assert_array_equal(out, placed.array[expand_ranges(ranges)])
@@ -62,7 +62,7 @@ def test_limits_are_kept(data: st.DataObject) -> None:
     max_gap, max_extent = data.draw(LIMITS)
     if not len(ranges):
         return
-    read = plan_read(placed.layout, ranges, ranges[:, 0], "X", max_gap=max_gap, max_extent=max_extent)
+    read = plan_read(placed.layout, ranges, ranges[:, 0], "X", (max_gap, max_extent))
     layout: ArrayLayout = placed.layout
     if not layout.is_raw:
         assert len(np.unique(read.chunk_id)) == read.chunk_id.size, "a chunk is read twice"
@@ -86,7 +86,7 @@ def test_raw_storage_is_read_to_the_byte(data: st.DataObject) -> None:
     ranges = data.draw(row_ranges(placed.array.shape[0]))
     if not len(ranges):
         return
-    read = plan_read(placed.layout, ranges, ranges[:, 0], "X", max_gap=0, max_extent=1 << 20)
+    read = plan_read(placed.layout, ranges, ranges[:, 0], "X", (0, 1 << 20))
     wanted = expand_ranges(ranges) // placed.layout.chunk_shape[0]
     is_there = placed.layout.chunk_nbytes[wanted] > 0
     assert int(read.chunk_nbytes.sum()) == int(is_there.sum()) * placed.layout.dtype.itemsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -383,6 +384,15 @@ def test_a_state_of_other_files_is_refused(make_loader: MakeLoader, change: dict
         loader.load_state_dict(state)
     state["fingerprint"]["files"] *= 2
     with pytest.raises(PlanError, match="2 files in the state, 1 here"):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("file", [None, 1, "other.h5ad", [1, 2]])
+def test_a_state_whose_files_are_damaged_is_refused(make_loader: MakeLoader, file: Any) -> None:
+    loader = make_loader()
+    state = loader.state_dict()
+    state["fingerprint"]["files"] = [file]
+    with pytest.raises(PlanError, match=f"file 0 is {re.escape(repr(file))} in the state, .* here"):
         loader.load_state_dict(state)
 
 

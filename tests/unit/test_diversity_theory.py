@@ -389,14 +389,28 @@ def test_what_breaks_the_model_is_named():
     assert abs(good.bits - good.model_bits) <= TOLERANCE_BITS
 
 
+SMALL = {"batch_size": 2, "block_size": 2, "fetch_factor": 2}
+
+
 def test_runs_of_nothing_or_of_other_files_are_refused():
-    sizes = {"batch_size": 2, "block_size": 2, "fetch_factor": 2}
     with pytest.raises(PlanError, match=r"^codes has 0 cells, file_rows adds up to 0; expected equal, above 0\.$"):
-        entropy_of_runs([], **sizes)
+        entropy_of_runs([], **SMALL)
     with pytest.raises(PlanError, match=r"^codes has 3 cells, file_rows adds up to 4; expected equal, above 0\.$"):
-        entropy_of_runs([0, 1, 1], **sizes, file_rows=(2, 2))
+        entropy_of_runs([0, 1, 1], **SMALL, file_rows=(2, 2))
     with pytest.raises(PlanError, match=r"^cells=0: expected at least 1\.$"):
         fetch_entropy([], 4)
+
+
+@pytest.mark.parametrize(
+    "entropy",
+    [lambda codes: fetch_entropy(codes, 2), label_shares, lambda codes: entropy_of_runs(codes, **SMALL)],
+    ids=["fetch", "shares", "runs"],
+)
+def test_what_are_no_codes_is_refused(entropy):
+    with pytest.raises(PlanError, match=r"^labels of dtype float64 and shape \(3,\); expected a whole number for each"):
+        entropy([0.5, 1.7, 2.0])
+    with pytest.raises(PlanError, match=r"^labels: one is -3; expected codes of at least -1 \(missing\)\.$"):
+        entropy([0, -3, 1])
 
 
 # --- a running loader ---
