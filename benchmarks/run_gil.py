@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import runpy
 import sys
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from benchmarks import frame, machine
+from benchmarks.run_readers import tfrecords
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -149,8 +149,7 @@ def by_tensorflow(folder: Path, values: np.ndarray) -> Read:
 def _record(folder: Path, values: np.ndarray) -> Path:
     """Write one record, with the program of the documentation."""
     path = folder / "values.tfrecord"
-    script = Path(__file__).parents[1] / "docs" / "growing" / "with_tfrecords.py"
-    runpy.run_path(str(script))["write_shard"](path, [values])
+    tfrecords()["write_shard"](path, [values])
     return path
 
 

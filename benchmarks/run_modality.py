@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks import frame, machine
 from gpuload.backends.cuda.device import n_gpus
 
-PROGRAM = Path(__file__).parents[1] / "pipelines" / "modality.py"
+PROGRAM = frame.ROOT / "pipelines" / "modality.py"
 PACKAGES = ("numpy", "scipy", "torch", "scikit-learn", "cupy-cuda13x", "cuml-cu13")
 
 

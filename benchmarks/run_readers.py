@@ -47,7 +47,7 @@ def make(folder: Path, n_samples: int, n_values: int) -> np.ndarray:
 
 def tfrecords() -> dict[str, Any]:
     """Return what the program of the documentation defines."""
-    return runpy.run_path(str(Path(__file__).parents[1] / "docs" / "growing" / "with_tfrecords.py"))
+    return runpy.run_path(str(frame.ROOT / "docs" / "growing" / "with_tfrecords.py"))
 
 
 @contextmanager
