@@ -298,10 +298,8 @@ class Loader:
         try:
             with _memory_let_go():
                 return self._engine.take(rows)
-        except GpuloadError:
-            raise
-        except Exception:
-            if self._is_closed:  # meanwhile, by another thread
+        except Exception as error:
+            if self._is_closed and not isinstance(error, GpuloadError):  # meanwhile, by another thread
                 raise _closed() from None
             raise
 
@@ -469,10 +467,8 @@ class _Iteration(OneAtATime[Batch]):
     def __next__(self) -> Batch:
         try:
             return super().__next__()
-        except GpuloadError:
-            raise
-        except Exception:
-            if self._is_cut_off:
+        except Exception as error:
+            if self._is_cut_off and not isinstance(error, GpuloadError):
                 raise PlanError(
                     "this iteration was ended by a later iter(), close() or load_state_dict() of its loader; only one "
                     "can run at a time: open a second loader."

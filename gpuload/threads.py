@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from gpuload.errors import PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
 T = TypeVar("T")
 
@@ -217,13 +217,8 @@ class QuickThreads:
     def close(self, *, wait: bool = True) -> None:
         """Cancel what has not started, and wait for what has; without `wait` if one of the threads may be calling."""
         self._is_closed = True
-        while True:
-            try:
-                call = self._calls.get_nowait()
-            except Empty:
-                break
-            if call is not None:
-                call.cancel()
+        for call in _waiting(self._calls):
+            call.cancel()
         self._calls.put(None)
         for thread in self._threads if wait else ():
             thread.join()
@@ -371,11 +366,17 @@ def _end(tasks: SimpleQueue[_Task | None], ended: threading.Event) -> None:
 
 def _cancel(tasks: SimpleQueue[_Task | None]) -> None:
     """Remove and cancel the tasks in a queue."""
+    for future, _, _ in _waiting(tasks):
+        future.cancel()
+        future.set_running_or_notify_cancel()  # notifies waiters
+
+
+def _waiting(queue: SimpleQueue[T | None]) -> Iterator[T]:
+    """Remove and yield what is in a queue, except the marks of its end."""
     while True:
         try:
-            task = tasks.get_nowait()
+            found = queue.get_nowait()
         except Empty:
             return
-        if task is not None:
-            task[0].cancel()
-            task[0].set_running_or_notify_cancel()  # notifies waiters
+        if found is not None:
+            yield found

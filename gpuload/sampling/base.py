@@ -84,8 +84,13 @@ def check_shares(sampler: str, given: Any) -> None:
     if not isinstance(given, Mapping) or not given:
         raise PlanError(f"{sampler}(shares={shown(given)}): expected 'equal' or {{label: share}}.")
     for label, share in given.items():
-        if not is_number(share) or not 0 < share < float("inf"):
-            raise PlanError(f"{sampler}: the share of {label!r} is {share!r}; expected a finite number above 0.")
+        check_share(sampler, repr(label), share)
+
+
+def check_share(sampler: str, of: str, share: object) -> None:
+    """Raise PlanError unless a share of draws, `of` which is named in the error, is valid."""
+    if not is_number(share) or not 0 < share < float("inf"):
+        raise PlanError(f"{sampler}: the share of {of} is {share!r}; expected a finite number above 0.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

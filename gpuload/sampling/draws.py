@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from gpuload.checks import check_bool, is_number
+from gpuload.checks import check_bool
 from gpuload.errors import PlanError, shown
-from gpuload.sampling.base import about_column, check_mask, check_number, check_rows, check_shares, digest, names_in
+from gpuload.sampling.base import (
+    about_column,
+    check_mask,
+    check_number,
+    check_rows,
+    check_share,
+    check_shares,
+    digest,
+    names_in,
+)
 from gpuload.sampling.queues import DrawnOrder, Queues, Shares
 from gpuload.sampling.rows import group_rows, join, list_of_mask, list_of_runs
 from gpuload.sampling.weights import Chosen, check_weights, count_above_0, weight_queues
@@ -196,9 +205,7 @@ class Mixture:
     def __post_init__(self) -> None:
         check_num_samples("Mixture", self.num_samples)
         for part, share in self._pairs():
-            if not is_number(share) or not 0 < share < float("inf"):
-                name = os.fspath(part) if isinstance(part, (str, os.PathLike)) else "a mask"
-                raise PlanError(f"Mixture: the share of {name} is {share!r}; expected a finite number above 0.")
+            check_share("Mixture", os.fspath(part) if isinstance(part, (str, os.PathLike)) else "a mask", share)
 
     def over(self, cells: Cells) -> Strategy:
         """Find the cells of each part; whole files take no memory, masks up to 4 bytes per cell."""
