@@ -74,7 +74,7 @@ def decode(stored: NDArray[np.uint8], spec: Sequence[int], nbytes: int, itemsize
         code = native.decode_column(
             stored,
             stored.size,
-            native.new_spec(spec),
+            np.array(spec, dtype=np.int64),
             out,
             itemsize,
             _work.memory("entries", int(found[1]) * itemsize + SLACK),
@@ -120,7 +120,7 @@ def row_starts(
             descriptor,
             offset,
             nbytes,
-            native.new_spec(spec),
+            np.array(spec, dtype=np.int64),
             starts,
             found,
             _work.memory("front", native.FRONT + SLACK),
@@ -151,7 +151,7 @@ class RowFinder:
     """
 
     def __init__(self, nbytes: int, spec: Sequence[int], n_rows: int) -> None:
-        self._nbytes, self._spec = nbytes, native.new_spec(spec)
+        self._nbytes, self._spec = nbytes, np.array(spec, dtype=np.int64)
         self._starts, self._found = np.empty(n_rows, dtype=np.int64), np.zeros(4, dtype=np.int64)
         self.wanted = self._from(0, WINDOW)
 

@@ -14,13 +14,11 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from gpuload.backends.native.words import load8, native
+from gpuload.backends.native.words import I64, load8, native
 
 _ADLER_BASE = 65_521
 _ADLER_VECTORS = 23
 """Number of vectors whose prefix sums fit in 16 bits: 255 * 23 * 22 / 2 < 65,536."""
-
-_I64 = ir.IntType(64)
 
 
 @intrinsic
@@ -32,7 +30,7 @@ def _adler_sums(_typing: Any, address: Any, n_vectors: Any) -> Any:
         total = cgutils.alloca_once_value(builder, ir.Constant(lanes, None))
         prefix = cgutils.alloca_once_value(builder, ir.Constant(lanes, None))
         with cgutils.for_range(builder, args[1]) as loop:
-            at = builder.add(args[0], builder.shl(loop.index, ir.Constant(_I64, 5)))
+            at = builder.add(args[0], builder.shl(loop.index, ir.Constant(I64, 5)))
             value = builder.load(builder.inttoptr(at, narrow.as_pointer()), align=1)
             so_far = builder.load(total)
             builder.store(builder.add(builder.load(prefix), so_far), prefix)
@@ -44,8 +42,8 @@ def _adler_sums(_typing: Any, address: Any, n_vectors: Any) -> Any:
         )
         signature = ir.FunctionType(ir.IntType(32), [wide])
         add_up = cgutils.get_or_insert_function(builder.module, signature, "llvm.vector.reduce.add.v32i32")
-        low, high = (builder.zext(builder.call(add_up, [vector]), _I64) for vector in (plain, weighted))
-        return builder.or_(low, builder.shl(high, ir.Constant(_I64, 32)))
+        low, high = (builder.zext(builder.call(add_up, [vector]), I64) for vector in (plain, weighted))
+        return builder.or_(low, builder.shl(high, ir.Constant(I64, 32)))
 
     return types.int64(types.int64, types.int64), codegen
 

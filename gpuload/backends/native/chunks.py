@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 
@@ -23,7 +22,7 @@ from gpuload.backends.native.decoders import call_one, call_two
 from gpuload.backends.native.frames import is_crc32c, unshuffle_items
 from gpuload.backends.native.inflate import are_by_turns
 from gpuload.backends.native.pieces import BAD_COLUMN, MAX_EXACT, call_copy, call_fill
-from gpuload.backends.native.words import copy_bytes, double_bits
+from gpuload.backends.native.words import copy_bytes, double_bits, native
 
 BAD_SIZE = -101
 BAD_FLETCHER = -102
@@ -45,7 +44,19 @@ def describe(code: int) -> str:
     }[code]
 
 
-@numba.njit(nogil=True, cache=True)
+@native
+def read_fully(fd: int, to: int, n: int, offset: int) -> bool:  # pragma: no cover - compiled
+    """Read n bytes of a file to an address; return whether they could all be read."""
+    done = 0
+    while done < n:
+        got = _pread(fd, np.uintp(to + done), np.uintp(n - done), offset + done)
+        if got <= 0:
+            return False
+        done += got
+    return True
+
+
+@native
 def read_extents(fd: Any, offset: Any, nbytes: Any, place: Any, buffer: Any) -> int:  # pragma: no cover - compiled
     """Read byte ranges of files into a buffer.
 
@@ -63,18 +74,14 @@ def read_extents(fd: Any, offset: Any, nbytes: Any, place: Any, buffer: Any) -> 
     int
         n, or the index of the first range that could not be read completely.
     """
-    base = buffer.ctypes.data
+    base = np.int64(buffer.ctypes.data)
     for e in range(offset.size):
-        done = 0
-        while done < nbytes[e]:
-            got = _pread(fd[e], np.uintp(base + place[e] + done), np.uintp(nbytes[e] - done), offset[e] + done)
-            if got <= 0:
-                return e
-            done += got
+        if not read_fully(fd[e], base + place[e], nbytes[e], offset[e]):
+            return e
     return offset.size
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def fletcher32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
     """Return HDF5's fletcher32 of n bytes: sums of big-endian 16-bit words, the first in the low half."""
     a = np.uint64(0)
@@ -98,7 +105,7 @@ def fletcher32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compile
     return np.int64((b << np.uint64(16)) | a)
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def is_fletcher32(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - compiled
     """Return whether the 4 bytes after n bytes are their fletcher32, in either byte order that HDF5 accepts."""
     found = np.int64(0)
@@ -109,7 +116,7 @@ def is_fletcher32(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - com
     return bool(found in (wanted, swapped))
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def items_needed(
     lo: int, hi: int, piece_src: Any, piece_width: Any, piece_rows: Any, stride: int
 ) -> Any:  # pragma: no cover - compiled
@@ -121,16 +128,27 @@ def items_needed(
     return first, last
 
 
-@numba.njit(nogil=True, cache=True)
+@native
+def _is_applied(step: int, mask: int) -> bool:  # pragma: no cover - compiled
+    """Return whether a filter (its position; -1: none) was applied to a chunk: its bit of the mask is not set."""
+    return step >= 0 and not (mask >> np.uint32(step)) & np.uint32(1)
+
+
+@native
+def _is_due(verify: int, is_verified: int) -> bool:  # pragma: no cover - compiled
+    """Return whether a chunk's checksums are to be verified."""
+    return verify == ALWAYS or (verify == ONCE and not is_verified)
+
+
+@native
 def encoded_nbytes(c: int, chunk_nbytes: Any, chunk_mask: Any, steps: Any) -> int:  # pragma: no cover - compiled
     """Return the length of chunk c's encoded stream; 0 if there is no such chunk or it is not encoded."""
-    if c >= chunk_nbytes.size or (chunk_mask[c] >> np.uint32(steps[1])) & np.uint32(1):
+    if c >= chunk_nbytes.size or not _is_applied(steps[1], chunk_mask[c]):
         return 0
-    has_fletcher = steps[2] >= 0 and not (chunk_mask[c] >> np.uint32(steps[2])) & np.uint32(1)
-    return max(0, chunk_nbytes[c] - 4 * has_fletcher - 4 * (steps[3] >= 0))
+    return max(0, chunk_nbytes[c] - 4 * _is_applied(steps[2], chunk_mask[c]) - 4 * (steps[3] >= 0))
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def decode_chunks(  # noqa: PLR0911 - one return per error
     buffer: Any,
     chunk_place: Any,
@@ -218,8 +236,8 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
                 status[0] = code
                 return -1 - c
             continue
-        is_due = verify == ALWAYS or (verify == ONCE and verified[chunk_id[c]] == 0)
-        if fletcher >= 0 and not (mask >> np.uint32(fletcher)) & np.uint32(1):
+        is_due = _is_due(verify, verified[chunk_id[c]])
+        if _is_applied(fletcher, mask):
             n -= 4
             if n < 0 or (is_due and not is_fletcher32(buffer, place, n)):
                 status[0] = BAD_FLETCHER
@@ -229,12 +247,12 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
             if n < 0 or (is_due and not is_crc32c(buffer, place, n)):
                 status[0] = BAD_CRC32C
                 return -1 - c
-        is_shuffled = shuffle >= 0 and not (mask >> np.uint32(shuffle)) & np.uint32(1)
+        is_shuffled = _is_applied(shuffle, mask)
         size = n if is_raw else full_nbytes[c]
         from_item, to_item = items_needed(lo, hi, piece_src, piece_width, piece_rows, strides[0])
         need = size if is_shuffled else to_item * itemsize
         at = 0
-        if codec >= 0 and not (mask >> np.uint32(codec)) & np.uint32(1):
+        if _is_applied(codec, mask):
             n_next = encoded_nbytes(c + 1, chunk_nbytes, chunk_mask, steps) if half > 0 and c != ahead else 0
             if c == ahead:
                 got, at = got_ahead, half
@@ -243,7 +261,6 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
                 _, to_next = items_needed(
                     chunk_pieces[ahead], chunk_pieces[ahead + 1], piece_src, piece_width, piece_rows, strides[0]
                 )
-                is_next_due = verify == ALWAYS or (verify == ONCE and verified[chunk_id[ahead]] == 0)
                 both = call_two(
                     decoders[1],
                     (
@@ -256,7 +273,7 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
                         n_next,
                         plain + half,
                         size if shuffle >= 0 else to_next * itemsize,
-                        np.int64(is_next_due),
+                        np.int64(_is_due(verify, verified[chunk_id[ahead]])),
                         size,
                         at_tables,
                     ),

@@ -21,15 +21,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 from numba import carray
 
-from gpuload.backends.native.calls import I32, I64, caller
+from gpuload.backends.native.calls import caller
 from gpuload.backends.native.deflate import decode_blocks
 from gpuload.backends.native.huffman import TRUNCATED
 from gpuload.backends.native.inflate import TOO_SHORT, inflate_zlib
-from gpuload.backends.native.words import copy_bytes, load8, load16, load32, load64, pointer
+from gpuload.backends.native.words import I32, I64, copy_bytes, load8, load16, load32, load64, native, pointer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,7 +38,6 @@ BAD_BLOSC_SIZE = -202
 BAD_STREAM = -203
 BAD_ZSTD = -204
 BAD_LZ4 = -205
-BAD_CRC32C = -206
 BAD_GZIP = -207
 BAD_CRC32 = -208
 
@@ -55,8 +53,6 @@ _MAX_SPLITS, _MIN_SPLIT_NBYTES = 16, 128
 _MAX_CODECS = 4
 _MAX_NBYTES = (1 << 31) - 1
 
-_native = numba.njit(nogil=True, cache=True, error_model="numpy")
-
 
 def describe(code: int) -> str:
     """Return the meaning of a code of this module, as part of a sentence."""
@@ -66,7 +62,6 @@ def describe(code: int) -> str:
         BAD_STREAM: "a stream of its blosc container cannot be decoded",
         BAD_ZSTD: "zstd cannot decode it",
         BAD_LZ4: "lz4 cannot decode it",
-        BAD_CRC32C: "its crc32c checksum does not match",
         BAD_GZIP: "its gzip header is wrong",
         BAD_CRC32: "its crc32 checksum, or the size next to it, does not match",
     }[code]
@@ -94,7 +89,7 @@ def _crc_tables(polynomial: int) -> NDArray[np.uint32]:
 _CRC32, _CRC32C = _crc_tables(0xEDB88320), _crc_tables(0x82F63B78)
 
 
-@_native
+@native
 def _crc(tables: Any, address: int, n: int) -> int:  # pragma: no cover - compiled
     crc = 0xFFFFFFFF
     i = 0
@@ -118,25 +113,25 @@ def _crc(tables: Any, address: int, n: int) -> int:  # pragma: no cover - compil
     return crc ^ 0xFFFFFFFF
 
 
-@_native
+@native
 def crc32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
     """Return the CRC-32 of buf[pos : pos + n] (uint8), as gzip uses it."""
     return _crc(_CRC32, np.int64(buf.ctypes.data) + pos, n)
 
 
-@_native
+@native
 def crc32c(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
     """Return the CRC-32C of buf[pos : pos + n] (uint8)."""
     return _crc(_CRC32C, np.int64(buf.ctypes.data) + pos, n)
 
 
-@_native
+@native
 def is_crc32c(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - compiled
     """Return whether the 4 bytes after n bytes are their CRC-32C, little-endian."""
     return bool(load32(np.int64(buf.ctypes.data) + pos + n) == crc32c(buf, pos, n))
 
 
-@_native
+@native
 def unshuffle_items(
     src: Any, src_pos: int, dst: Any, dst_pos: int, n: int, itemsize: int, lo: int, hi: int
 ) -> None:  # pragma: no cover - compiled
@@ -178,7 +173,7 @@ def unshuffle_items(
         dst[dst_pos + i] = src[src_pos + i]
 
 
-@_native
+@native
 def _after_gzip_header(at: int, end: int) -> int:  # pragma: no cover - compiled
     """Return the address of the deflate stream of a gzip member that begins at an address, or a negative code."""
     if end - at < 18:
@@ -199,7 +194,7 @@ def _after_gzip_header(at: int, end: int) -> int:  # pragma: no cover - compiled
     return at if end - at >= 8 else TRUNCATED
 
 
-@_native
+@native
 def gunzip(  # noqa: PLR0911 - one return per outcome
     src: Any, src_pos: int, src_len: int, dst: Any, dst_len: int, need: int, tables: Any, verify: bool
 ) -> int:  # pragma: no cover - compiled
@@ -231,7 +226,7 @@ def gunzip(  # noqa: PLR0911 - one return per outcome
             return TOO_SHORT
 
 
-@_native
+@native
 def decode_lz4(
     src: Any, src_pos: int, n: int, dst: Any, size: int, need: int, addresses: Any
 ) -> int:  # pragma: no cover - compiled
@@ -243,7 +238,7 @@ def decode_lz4(
     return got if got >= need else BAD_LZ4
 
 
-@_native
+@native
 def decode_zstd(
     src: Any, src_pos: int, n: int, dst: Any, size: int, addresses: Any
 ) -> int:  # pragma: no cover - compiled
@@ -252,7 +247,7 @@ def decode_zstd(
     return got if got == size else BAD_ZSTD
 
 
-@_native
+@native
 def _lz4(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> int:  # pragma: no cover - compiled
     """Decode a block of exactly `size` bytes, or at least the first `need` of them; return the number decoded."""
     if max(n, size) > _MAX_NBYTES:
@@ -263,13 +258,13 @@ def _lz4(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> in
     return got if got == size else -1
 
 
-@_native
+@native
 def _zstd(src: int, n: int, dst: int, size: int, addresses: Any) -> int:  # pragma: no cover - compiled
     """Decode a frame into `size` bytes; return the number decoded, or some other number on failure."""
     return _call_zstd(addresses[ZSTD], (addresses[ZSTD_CONTEXT], dst, size, src, n))
 
 
-@_native
+@native
 def decode_blosc(  # noqa: PLR0911 - one return per outcome
     src: Any, src_pos: int, n: int, dst: Any, size: int, lo: int, hi: int, work: Any, tables: Any, addresses: Any
 ) -> int:  # pragma: no cover - compiled
@@ -359,7 +354,7 @@ def decode_blosc(  # noqa: PLR0911 - one return per outcome
     return done
 
 
-@_native
+@native
 def _block(
     at: int,
     end: int,
