@@ -103,7 +103,7 @@ def decode(part: Part, scratch: Scratch, verify: str) -> tuple[int, int, bool]:
 def _natively(part: Part, steps: NDArray[np.int64], codec: str, scratch: Scratch, verify: int) -> tuple[int, int, bool]:
     read, first, last = part.read, part.first, part.last
     layout, chosen = read.layout, slice(first, last)
-    stored_dtype = np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype
+    stored_dtype = _of_numbers(layout.dtype)
     full = layout.decoded_nbytes(read.chunk_id[chosen])
     room = round_up(max(int(full.max()), int(read.chunk_nbytes[chosen].max()) if layout.is_raw else 0), 8)
     decoder = decoders.addresses_of(codec, may_pair=room <= TWO_AHEAD_NBYTES)
@@ -200,18 +200,19 @@ def _native_steps(layout: ArrayLayout) -> tuple[NDArray[np.int64], str] | None:
     return np.array(places, dtype=np.int64), codec
 
 
+def _of_numbers(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype that the kernels take for a stored one: for booleans, that of their bytes."""
+    return np.dtype(np.uint8) if dtype.kind == "b" else dtype
+
+
 def _is_half(dtype: np.dtype[Any]) -> bool:
     return dtype.kind == "f" and dtype.itemsize == 2
 
 
 def _typed(plain: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return decoded bytes as a dtype that the kernels support: native order, float16 widened, booleans as bytes."""
-    elements = plain.view(np.uint8 if dtype.kind == "b" else dtype)
-    if _is_half(dtype):
-        return elements.astype(np.float32)
-    return np.require(
-        elements.astype(dtype.newbyteorder("="), copy=False) if dtype.kind != "b" else elements, requirements=["A", "W"]
-    )
+    stored = _of_numbers(dtype)
+    return np.require(plain.view(stored), np.float32 if _is_half(dtype) else stored.newbyteorder("="), ["A", "W"])
 
 
 def round_up(n: int, multiple: int) -> int:
