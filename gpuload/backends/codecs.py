@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.backends.native import frames
-from gpuload.backends.native.chunks import is_fletcher32
+from gpuload.backends.native import checksums, frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -262,8 +261,8 @@ DECODERS: dict[str, Decoder] = {
     "deflate": _plain("zlib_decode"),
     "gzip": _gzip,
     "shuffle": _shuffle,
-    "fletcher32": _checksum("fletcher32", is_fletcher32),
-    "crc32c": _checksum("crc32c", frames.is_crc32c),
+    "fletcher32": _checksum("fletcher32", checksums.is_fletcher32),
+    "crc32c": _checksum("crc32c", checksums.is_crc32c),
     "lzf": _plain("lzf_decode"),
     "zstd": _plain("zstd_decode"),
     "blosc": _blosc,

@@ -7,8 +7,6 @@ References
 ----------
 .. [1] The HDF Group, "HDF5 File Format Specification Version 3.0", IV.A.2.l (filter pipeline: shuffle, deflate,
 fletcher32).
-.. [2] Fletcher, "An arithmetic checksum for serial transmissions", IEEE Trans. Commun. 1982,
-doi:10.1109/TCOM.1982.1095369.
 """
 
 from __future__ import annotations
@@ -18,8 +16,9 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from gpuload.backends.native.checksums import is_crc32c, is_fletcher32
 from gpuload.backends.native.decoders import call_one, call_two
-from gpuload.backends.native.frames import is_crc32c, unshuffle_items
+from gpuload.backends.native.frames import unshuffle_items
 from gpuload.backends.native.inflate import are_by_turns
 from gpuload.backends.native.pieces import BAD_COLUMN, MAX_EXACT, call_copy, call_fill
 from gpuload.backends.native.words import copy_bytes, double_bits, native
@@ -79,41 +78,6 @@ def read_extents(fd: Any, offset: Any, nbytes: Any, place: Any, buffer: Any) -> 
         if not read_fully(fd[e], base + place[e], nbytes[e], offset[e]):
             return e
     return offset.size
-
-
-@native
-def fletcher32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
-    """Return HDF5's fletcher32 of n bytes: sums of big-endian 16-bit words, the first in the low half."""
-    a = np.uint64(0)
-    b = np.uint64(0)
-    i = 0
-    n_words = n // 2
-    while i < n_words:
-        stop = min(n_words, i + 360)
-        while i < stop:
-            a += (np.uint64(buf[pos + 2 * i]) << np.uint64(8)) | np.uint64(buf[pos + 2 * i + 1])
-            b += a
-            i += 1
-        a = (a & np.uint64(0xFFFF)) + (a >> np.uint64(16))
-        b = (b & np.uint64(0xFFFF)) + (b >> np.uint64(16))
-    if n & 1:
-        a += np.uint64(buf[pos + n - 1]) << np.uint64(8)
-        b += a
-    for _ in range(3):
-        a = (a & np.uint64(0xFFFF)) + (a >> np.uint64(16))
-        b = (b & np.uint64(0xFFFF)) + (b >> np.uint64(16))
-    return np.int64((b << np.uint64(16)) | a)
-
-
-@native
-def is_fletcher32(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - compiled
-    """Return whether the 4 bytes after n bytes are their fletcher32, in either byte order that HDF5 accepts."""
-    found = np.int64(0)
-    for k in range(4):
-        found |= np.int64(buf[pos + n + k]) << np.int64(8 * k)
-    wanted = fletcher32(buf, pos, n)
-    swapped = ((wanted & 0x00FF00FF) << 8) | ((wanted >> 8) & 0x00FF00FF)
-    return bool(found in (wanted, swapped))
 
 
 @native

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from gpuload.backends.native.checksums import crc32
 from gpuload.backends.native.chunks import read_fully
-from gpuload.backends.native.frames import crc32
 from gpuload.backends.native.parquet_encodings import make_plain, store
 from gpuload.backends.native.parquet_pages import (
     BAD_COUNT,
