@@ -443,16 +443,14 @@ class CudaBackend:
         bad, host_bad = self._bad(stream) if may_be_bad else (self._never_bad, None)
         if resident.X is not None:
             name = f"gather_dense_{kind}"
-            sizes: tuple[Any, ...] = (n_rows, np.int64(resident.n_vars), np.int64(form.n_cols))
-            args: tuple[Any, ...] = (places, resident.indptr, resident.X, resident.map_start)
-            args = (*args, *arithmetic, *sizes, out, bad)
+            rows: tuple[Any, ...] = (places, resident.indptr, resident.X, resident.map_start)
+            sizes: tuple[np.int64, ...] = (n_rows, np.int64(resident.n_vars), np.int64(form.n_cols))
             if form.columns is not None:  # a row may lack some of them
                 self._device.fill(out, 0, stream)
         else:
-            name = f"densify_csr_{kind}"
+            name, rows = f"densify_csr_{kind}", self._csr_args(places, resident)
             sizes = (n_rows, np.int64(form.n_cols))
-            args = (*self._csr_args(places, resident), *arithmetic, *sizes, out, bad)
-        self._device.launch(name, int(n_rows), N_THREADS, args, stream)
+        self._device.launch(name, int(n_rows), N_THREADS, (*rows, *arithmetic, *sizes, out, bad), stream)
         if host_bad is not None:
             self._device.download(bad, host_bad, stream)
             self._device.wait(self._device.record(stream))
