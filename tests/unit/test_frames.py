@@ -18,7 +18,7 @@ numcodecs = pytest.importorskip("numcodecs")
 from gpuload.backends import codecs  # noqa: E402
 from gpuload.backends.damage import reason  # noqa: E402
 from gpuload.backends.native import checksums, frames  # noqa: E402
-from gpuload.backends.native.inflate import new_tables  # noqa: E402
+from gpuload.backends.native.huffman import new_tables  # noqa: E402
 from gpuload.layout import Filter  # noqa: E402
 
 ROOT = Path(__file__).parents[2]

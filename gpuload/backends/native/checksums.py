@@ -163,9 +163,7 @@ def fletcher32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compile
 @native
 def is_fletcher32(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - compiled
     """Return whether the 4 bytes after n bytes are their fletcher32, in either byte order that HDF5 accepts."""
-    found = np.int64(0)
-    for k in range(4):
-        found |= np.int64(buf[pos + n + k]) << np.int64(8 * k)
+    found = load32(np.int64(buf.ctypes.data) + pos + n)
     wanted = fletcher32(buf, pos, n)
     swapped = ((wanted & 0x00FF00FF) << 8) | ((wanted >> 8) & 0x00FF00FF)
     return bool(found in (wanted, swapped))

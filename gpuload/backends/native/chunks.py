@@ -113,6 +113,13 @@ def encoded_nbytes(c: int, chunk_nbytes: Any, chunk_mask: Any, steps: Any) -> in
 
 
 @native
+def _bad(c: int, code: int, status: Any) -> int:  # pragma: no cover - compiled
+    """Note why chunk c is bad; return what `decode_chunks` returns then."""
+    status[0] = code
+    return -1 - c
+
+
+@native
 def decode_chunks(  # noqa: PLR0911 - one return per error
     buffer: Any,
     chunk_place: Any,
@@ -197,20 +204,17 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
                 copiers[1], (lo, hi, at_dest, at_width, at_rows, strides[1], double_bits(fill_value), limit, out)
             )
             if code < 0:
-                status[0] = code
-                return -1 - c
+                return _bad(c, code, status)
             continue
         is_due = _is_due(verify, verified[chunk_id[c]])
         if _is_applied(fletcher, mask):
             n -= 4
             if n < 0 or (is_due and not is_fletcher32(buffer, place, n)):
-                status[0] = BAD_FLETCHER
-                return -1 - c
+                return _bad(c, BAD_FLETCHER, status)
         if crc >= 0:
             n -= 4
             if n < 0 or (is_due and not is_crc32c(buffer, place, n)):
-                status[0] = BAD_CRC32C
-                return -1 - c
+                return _bad(c, BAD_CRC32C, status)
         is_shuffled = _is_applied(shuffle, mask)
         size = n if is_raw else full_nbytes[c]
         from_item, to_item = items_needed(lo, hi, piece_src, piece_width, piece_rows, strides[0])
@@ -250,14 +254,12 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
                     (stored + place, n, plain, size, from_byte, need, np.int64(is_due), work, at_tables, at_addresses),
                 )
             if got < 0:
-                status[0] = got
-                return -1 - c
+                return _bad(c, got, status)
             status[0] += got
             status[1] += got < size
         else:
             if n != size:
-                status[0] = BAD_SIZE
-                return -1 - c
+                return _bad(c, BAD_SIZE, status)
             copy_bytes(plain, stored + place, n)
             status[0] += n
         if is_due:
@@ -270,8 +272,7 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
             (decoded, lo, hi, at_src, at_dest, at_width, at_rows, strides[0], strides[1], limit, out),
         )
         if code < 0:
-            status[0] = code
-            return -1 - c
+            return _bad(c, code, status)
         if code == MAX_EXACT:
             status[2] = 1
     return chunk_id.size
