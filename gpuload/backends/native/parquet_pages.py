@@ -20,7 +20,7 @@ import numpy as np
 
 from gpuload.backends.native.calls import caller
 from gpuload.backends.native.frames import _lz4, _zstd, gunzip
-from gpuload.backends.native.words import I32, I64, copy_bytes, load8, load32, native, shift_right, store8
+from gpuload.backends.native.words import I32, I64, copy_bytes, inline, load8, load32, native, shift_right, store8
 
 BAD_HEADER = -301
 BAD_PAGE_SIZE = -302
@@ -115,7 +115,7 @@ def signed(value: int) -> int:  # pragma: no cover - compiled
     return shift_right(value, 1) ^ -(value & 1)
 
 
-@native
+@inline
 def read_number(at: int, nbytes: int) -> int:  # pragma: no cover - compiled
     """Return a little-endian number of that many bytes, at most 8."""
     number = 0
