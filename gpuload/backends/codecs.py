@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.backends.native import frames
-from gpuload.backends.native.chunks import is_fletcher32
+from gpuload.backends.native import checksums, frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +31,9 @@ if TYPE_CHECKING:
 
     from gpuload.layout import Filter
 
-    Decoder = Callable[["Bytes", tuple[int, ...], int, int], "Bytes"]
+    Decoder = Callable[..., "Bytes"]
+    """Undo a filter, given the stored bytes, its values, the decoded size (-1: unknown), and bytes per element; the
+    decoders in `IN_PART` take `wanted` too."""
 
 Bytes = Any
 """bytes or a (n,) uint8 array: decoders accept and return either."""
@@ -83,14 +84,12 @@ def decode(
     for place in range(len(filters) - 1, -1, -1):
         if not mask >> place & 1:
             step = filters[place]
-            if wanted is not None and step.name in IN_PART:
-                data = IN_PART[step.name](data, step.values, nbytes, itemsize, wanted)
-                continue
             inner = [filters[k].name for k in range(place) if not mask >> k & 1]
             is_known = nbytes >= 0 and all(name in _ADDED for name in inner)
+            size = nbytes + sum(_ADDED[name] for name in inner) if is_known else -1
+            chosen = (wanted,) if step.name in IN_PART else ()
             try:
-                size = nbytes + sum(_ADDED[name] for name in inner) if is_known else -1
-                data = DECODERS[step.name](data, step.values, size, itemsize)
+                data = DECODERS[step.name](data, step.values, size, itemsize, *chosen)
             except DecodeError:
                 raise
             except Exception as error:
@@ -234,7 +233,7 @@ def _parquet(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -
 
 
 def _tiledb(
-    data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int, wanted: NDArray[np.int64] | None = None
+    data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int, wanted: NDArray[np.int64] | None
 ) -> Bytes:
     """Decode a data tile; `values` describe its filters, in the order of `native.tiledb_filters`."""
     from gpuload.backends import tiledb
@@ -245,7 +244,7 @@ def _tiledb(
 
 
 def _tiledb_band(
-    data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int, wanted: NDArray[np.int64] | None = None
+    data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int, wanted: NDArray[np.int64] | None
 ) -> Bytes:
     """Decode a band of rows; `values` are as for `tiledb.decode_band`."""
     from gpuload.backends import tiledb
@@ -262,8 +261,8 @@ DECODERS: dict[str, Decoder] = {
     "deflate": _plain("zlib_decode"),
     "gzip": _gzip,
     "shuffle": _shuffle,
-    "fletcher32": _checksum("fletcher32", is_fletcher32),
-    "crc32c": _checksum("crc32c", frames.is_crc32c),
+    "fletcher32": _checksum("fletcher32", checksums.is_fletcher32),
+    "crc32c": _checksum("crc32c", checksums.is_crc32c),
     "lzf": _plain("lzf_decode"),
     "zstd": _plain("zstd_decode"),
     "blosc": _blosc,
@@ -275,10 +274,7 @@ DECODERS: dict[str, Decoder] = {
     "tiledb-band": _tiledb_band,
 }
 
-IN_PART: dict[str, Callable[[Bytes, tuple[int, ...], int, int, NDArray[np.int64] | None], Bytes]] = {
-    "tiledb": _tiledb,
-    "tiledb-band": _tiledb_band,
-}
+IN_PART = ("tiledb", "tiledb-band")
 """Decoders that can leave out bytes that are not wanted; a pipeline has no other filter then."""
 
 

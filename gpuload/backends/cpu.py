@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends.buffers import BufferPool
-from gpuload.backends.damage import read_again_if_far, rounding_warning, too_large_for_half
+from gpuload.backends.damage import check_fits_csr, read_again_if_far, rounding_warning, too_large_for_half
 from gpuload.backends.decoding import TWO_AHEAD_NBYTES, VERIFY, Part, Scratch, decode, round_up
 from gpuload.backends.native import rows
 from gpuload.backends.reading import read_extents
@@ -55,9 +55,6 @@ FAR_PARTS = 16
 
 THREAD_NBYTES = 16 << 20
 """Scratch memory of a thread that chunks of usual sizes do not exceed."""
-
-MAX_CSR = (1 << 31) - 1
-"""Largest number of stored values that the int32 row offsets of a CSR minibatch can count."""
 
 _OUTPUTS = {
     "float32": (np.float32, np.float32),
@@ -288,12 +285,9 @@ class CpuBackend:
             _log.warning("%s", rounding_warning(read))
 
     def _take(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Any:
+        take = self._take_csr if form.output == "csr" else self._take_dense
         with self.stats.timed("take_s"):
-            return (
-                self._take_csr(resident, positions, form)
-                if form.output == "csr"
-                else self._take_dense(resident, positions, form)
-            )
+            return take(resident, positions, form)
 
     def _take_dense(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> NDArray[Any]:
         kind, visible = _OUTPUTS[form.dtype]
@@ -319,8 +313,7 @@ class CpuBackend:
         columns, target_sum, log1p = _arithmetic(form)
         indptr = np.empty(positions.size + 1, dtype=np.int32)
         nnz = rows.count_csr(positions, resident.indptr, resident.indices, resident.map_start, columns, indptr)
-        if nnz > MAX_CSR:
-            raise PlanError("output='csr': a minibatch has more than 2**31 - 1 values; use a smaller batch_size.")
+        check_fits_csr(nnz)
         whole = self._outputs.array((round_up(nnz, 16) + nnz,), np.int32)  # one lease; both cache-line aligned
         indices, data = whole[:nnz], whole[-nnz or whole.size :].view(np.float32)
         is_canonical = rows.gather_csr(

@@ -1,4 +1,4 @@
-"""Bad chunks: what every backend says about them, in the same words, and when it reads them once more."""
+"""What every backend says, in the same words, of bad chunks and of values that do not fit; when it reads once more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, TypeVar
 
 from gpuload.backends.native import chunks, frames, inflate, pieces
-from gpuload.errors import CorruptDataError, GpuloadError, StoreError
+from gpuload.errors import CorruptDataError, GpuloadError, PlanError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from gpuload.types import ArrayRead
 
 T = TypeVar("T")
+
+MAX_CSR = (1 << 31) - 1
+"""Largest number of stored values that the int32 row offsets of a CSR minibatch can count."""
 
 _log = logging.getLogger("gpuload")
 
@@ -70,6 +73,12 @@ def too_large_for_half(row: int) -> str:
         f"dtype='float16': row {row} of a minibatch holds a value beyond 65504, which float16 cannot hold; use "
         "dtype='float32', or a transform that makes the values smaller."
     )
+
+
+def check_fits_csr(nnz: int) -> None:
+    """Raise PlanError if a CSR minibatch cannot hold so many values."""
+    if nnz > MAX_CSR:
+        raise PlanError("output='csr': a minibatch has more than 2**31 - 1 values; use a smaller batch_size.")
 
 
 def rounding_warning(read: ArrayRead) -> str:

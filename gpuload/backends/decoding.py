@@ -17,6 +17,8 @@ from gpuload.backends.native import chunks, decoders, pieces
 from gpuload.backends.workspace import Workspace
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from numpy.typing import NDArray
 
     from gpuload.layout import ArrayLayout
@@ -103,7 +105,7 @@ def decode(part: Part, scratch: Scratch, verify: str) -> tuple[int, int, bool]:
 def _natively(part: Part, steps: NDArray[np.int64], codec: str, scratch: Scratch, verify: int) -> tuple[int, int, bool]:
     read, first, last = part.read, part.first, part.last
     layout, chosen = read.layout, slice(first, last)
-    stored_dtype = np.dtype(np.uint8) if layout.dtype.kind == "b" else layout.dtype
+    stored_dtype = _of_numbers(layout.dtype)
     full = layout.decoded_nbytes(read.chunk_id[chosen])
     room = round_up(max(int(full.max()), int(read.chunk_nbytes[chosen].max()) if layout.is_raw else 0), 8)
     decoder = decoders.addresses_of(codec, may_pair=room <= TWO_AHEAD_NBYTES)
@@ -179,25 +181,39 @@ def _by_library(part: Part) -> tuple[int, int, bool]:
     return int(full.sum()), 0, is_rounded
 
 
+def codec_of(layout: ArrayLayout, known: Collection[str]) -> str | None:
+    """Return the codec of a simple pipeline: byte shuffle, one of the known codecs, fletcher32, crc32c, in this order.
+
+    Return "" if it has no codec, None if it is not simple.
+    """
+    names = [f.name for f in layout.filters]
+    kinds = [name for name in names if name in known]
+    order = ("shuffle", *kinds, "fletcher32", "crc32c")
+    if len(kinds) > 1 or names != [name for name in order if name in names]:
+        return None
+    if any(f.name == "shuffle" and f.values not in ((), (layout.dtype.itemsize,)) for f in layout.filters):
+        return None
+    return kinds[0] if kinds else ""
+
+
 def _native_steps(layout: ArrayLayout) -> tuple[NDArray[np.int64], str] | None:
     """Return the pipeline positions of shuffle, codec, fletcher32 and crc32c, and the codec's name ("" for none).
 
     Return None if libraries must decode.
     """
-    names = [f.name for f in layout.filters]
-    if any(f.name == "shuffle" and f.values not in ((), (layout.dtype.itemsize,)) for f in layout.filters):
+    codec = codec_of(layout, decoders.CODECS)
+    if codec is None or not layout.dtype.isnative or _is_half(layout.dtype):
         return None
-    kinds = [name for name in names if name in decoders.CODECS]
-    order = ["shuffle", *kinds, "fletcher32", "crc32c"]
-    if not layout.dtype.isnative or _is_half(layout.dtype):
-        return None
-    if len(kinds) > 1 or names != [n for n in order if n in names]:
-        return None
-    codec = kinds[0] if kinds else ""
     if codec in codecs.BY_ADDRESS and not codecs.has_addresses():
         return None
+    names = [f.name for f in layout.filters]
     places = [names.index(n) if n in names else -1 for n in ("shuffle", codec, "fletcher32", "crc32c")]
     return np.array(places, dtype=np.int64), codec
+
+
+def _of_numbers(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype that the kernels take for a stored one: for booleans, that of their bytes."""
+    return np.dtype(np.uint8) if dtype.kind == "b" else dtype
 
 
 def _is_half(dtype: np.dtype[Any]) -> bool:
@@ -206,12 +222,8 @@ def _is_half(dtype: np.dtype[Any]) -> bool:
 
 def _typed(plain: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return decoded bytes as a dtype that the kernels support: native order, float16 widened, booleans as bytes."""
-    elements = plain.view(np.uint8 if dtype.kind == "b" else dtype)
-    if _is_half(dtype):
-        return elements.astype(np.float32)
-    return np.require(
-        elements.astype(dtype.newbyteorder("="), copy=False) if dtype.kind != "b" else elements, requirements=["A", "W"]
-    )
+    stored = _of_numbers(dtype)
+    return np.require(plain.view(stored), np.float32 if _is_half(dtype) else stored.newbyteorder("="), ["A", "W"])
 
 
 def round_up(n: int, multiple: int) -> int:

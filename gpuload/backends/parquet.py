@@ -70,11 +70,10 @@ def decode(stored: NDArray[np.uint8], spec: Sequence[int], nbytes: int, itemsize
         out = np.empty(nbytes, dtype=np.uint8)
         n_rows = spec[parquet_pages.MAX_ROWS]
         n_plain = min(int(found[2]), nbytes // itemsize + n_rows)
-        tables, addresses, snappy = _work.libraries
         code = native.decode_column(
             stored,
             stored.size,
-            native.new_spec(spec),
+            np.array(spec, dtype=np.int64),
             out,
             itemsize,
             _work.memory("entries", int(found[1]) * itemsize + SLACK),
@@ -82,9 +81,7 @@ def decode(stored: NDArray[np.uint8], spec: Sequence[int], nbytes: int, itemsize
             _work.memory("plain", n_plain * spec[parquet_pages.WIDTH] + SLACK),
             _work.memory("starts", n_rows, np.int64),
             _work.memory("dropped", n_rows, np.int64),
-            tables,
-            addresses,
-            snappy,
+            *_work.libraries,
         )
     if code < 0:
         _raise(code)
@@ -113,22 +110,19 @@ def row_starts(
         The chunk is damaged, or its number of rows is different.
     """
     starts, found = np.empty(n_rows, dtype=np.int64), np.zeros(4, dtype=np.int64)
-    tables, addresses, snappy = _work.libraries
     code = 1
     while code == 1:
         code = native.row_starts(
             descriptor,
             offset,
             nbytes,
-            native.new_spec(spec),
+            np.array(spec, dtype=np.int64),
             starts,
             found,
             _work.memory("front", native.FRONT + SLACK),
             _work.memory("stored", int(found[2]) + SLACK),
             _work.memory("whole", max(native.FRONT + SLACK, int(found[3]))),
-            tables,
-            addresses,
-            snappy,
+            *_work.libraries,
         )
     _check_rows(code, int(found[0]), n_rows)
     return starts, int(found[1])
@@ -151,7 +145,7 @@ class RowFinder:
     """
 
     def __init__(self, nbytes: int, spec: Sequence[int], n_rows: int) -> None:
-        self._nbytes, self._spec = nbytes, native.new_spec(spec)
+        self._nbytes, self._spec = nbytes, np.array(spec, dtype=np.int64)
         self._starts, self._found = np.empty(n_rows, dtype=np.int64), np.zeros(4, dtype=np.int64)
         self.wanted = self._from(0, WINDOW)
 
@@ -165,7 +159,6 @@ class RowFinder:
         """
         assert self.wanted is not None  # noqa: S101 - narrows the type
         first, n = self.wanted
-        tables, addresses, snappy = _work.libraries
         at, needed = 0, 0
         while at < n and not needed:
             left = self._nbytes - first - at
@@ -179,9 +172,7 @@ class RowFinder:
                 self._starts,
                 self._found,
                 _work.memory("whole", max(native.FRONT + SLACK, int(self._found[3]))),
-                tables,
-                addresses,
-                snappy,
+                *_work.libraries,
             )
             if code == 0:
                 at += int(self._found[2])

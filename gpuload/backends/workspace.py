@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends import codecs
-from gpuload.backends.native import inflate
+from gpuload.backends.native import huffman
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,7 +24,7 @@ class Workspace(threading.local):
     @cached_property
     def tables(self) -> NDArray[np.uint8]:
         """The inflater's workspace."""
-        return inflate.new_tables()
+        return huffman.new_tables()
 
     @cached_property
     def addresses(self) -> codecs.Addresses:

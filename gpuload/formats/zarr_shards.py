@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpuload.backends.native.frames import crc32c
+from gpuload.backends.native.checksums import crc32c
 from gpuload.backends.reading import read_each
 from gpuload.errors import CorruptDataError, ReadError
 from gpuload.formats.arrays import RESTORE

@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 
 from gpuload.backends.codecs import encode_blosc, encode_zstd
-from gpuload.backends.native.frames import crc32c
+from gpuload.backends.native.checksums import crc32c
 from gpuload.errors import StoreError
 from gpuload.packing.files import write_whole
 

@@ -20,13 +20,15 @@ from scipy.sparse import csr_matrix
 import gpuload
 from gpuload.backends.cuda.backend import CudaBackend, CudaResident, _Arena
 from gpuload.types import Form
-from tests import several
+from tests import remotes, several
 from tests.cuda import shim
 from tests.cuda.fake_device import FakeDevice, FakeNvcomp
 from tests.golden.test_joined import files_of_other_widths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
 
     from tests.conftest import StoreVariant
     from tests.variants import Stored
@@ -91,6 +93,33 @@ def open_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]
 
 
 SMALL = {"batch_size": 7, "fetch_factor": 4}
+
+
+def assert_asks_as_the_cpu(
+    open_fake: Callable[..., Opened],
+    folder: Path,
+    address: str,
+    dense: NDArray[np.float32],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Read a folder's cells from a server, and compare the rows, and the ranges asked for with those of the CPU."""
+    pytest.importorskip("obstore")
+    from benchmarks.s3server import start
+
+    with start(folder) as server:
+        reached = {"endpoint": server.url, "region": "us-east-1", "anonymous": True}
+        asked = remotes.ranges_asked_for(monkeypatch)
+        settings = {"block_size": 3, "storage_options": reached, **SMALL}
+        with gpuload.open_loader(address, device="cpu", **settings) as loader:
+            asked.clear()
+            list(loader)
+            expected = sorted(asked)
+        opened = open_fake(address, **settings)
+        asked.clear()
+        for batch in opened.epoch():
+            np.testing.assert_array_equal(batch.X, dense[batch.rows])
+        opened.loader.close()
+    assert sorted(asked) == expected
 
 
 @pytest.mark.parametrize("block_size", [5, "chunk"])

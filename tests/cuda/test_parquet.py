@@ -9,9 +9,7 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-import gpuload
-from tests import remotes
-from tests.cuda.test_backend import SMALL, open_fake
+from tests.cuda.test_backend import SMALL, assert_asks_as_the_cpu, open_fake
 from tests.other_forms import FORMS
 
 if TYPE_CHECKING:
@@ -42,25 +40,9 @@ def test_rows_from_afar(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("obstore")
-    from benchmarks.s3server import start
-
     (tmp_path / "bucket").mkdir()
     form = FORMS["parquet-tahoe"](tmp_path / "bucket")
-    with start(tmp_path) as server:
-        reached = {"endpoint": server.url, "region": "us-east-1", "anonymous": True}
-        asked = remotes.ranges_asked_for(monkeypatch)
-        settings = {"block_size": 3, "storage_options": reached, **SMALL}
-        with gpuload.open_loader("s3://bucket/data/*.parquet", device="cpu", **settings) as loader:
-            asked.clear()
-            list(loader)
-            expected = sorted(asked)
-        opened = open_fake("s3://bucket/data/*.parquet", **settings)
-        asked.clear()
-        for batch in opened.epoch():
-            np.testing.assert_array_equal(batch.X, form.dense[batch.rows])
-        opened.loader.close()
-    assert sorted(asked) == expected
+    assert_asks_as_the_cpu(open_fake, tmp_path, "s3://bucket/data/*.parquet", form.dense, monkeypatch)
     assert_said(caplog)
 
 

@@ -128,7 +128,7 @@ def test_threads_are_a_whole_number(plain: Stored, value: Any) -> None:
 
 
 def test_more_values_than_a_minibatch_of_csr_can_have(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuload.backends.cpu.MAX_CSR", 100)
+    monkeypatch.setattr("gpuload.backends.damage.MAX_CSR", 100)
     parts = ("output='csr': a minibatch has more than 2**31 - 1 values", "use a smaller batch_size")
     assert_refused("PlanError", plain.path, *parts, output="csr", batch_size=64)
 

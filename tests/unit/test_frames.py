@@ -17,8 +17,8 @@ numcodecs = pytest.importorskip("numcodecs")
 
 from gpuload.backends import codecs  # noqa: E402
 from gpuload.backends.damage import reason  # noqa: E402
-from gpuload.backends.native import frames  # noqa: E402
-from gpuload.backends.native.inflate import new_tables  # noqa: E402
+from gpuload.backends.native import checksums, frames  # noqa: E402
+from gpuload.backends.native.huffman import new_tables  # noqa: E402
 from gpuload.layout import Filter  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -58,17 +58,17 @@ def test_the_libraries_are_found() -> None:
 
 
 def test_crc() -> None:
-    assert frames.crc32c(as_array(b"123456789"), 0, 9) == 0xE3069283  # RFC 3720, B.4
-    assert frames.crc32c(np.zeros(32, np.uint8), 0, 32) == 0x8A9136AA
-    assert frames.crc32c(np.full(32, 255, np.uint8), 0, 32) == 0x62A8AB43
-    assert frames.crc32c(np.arange(32, dtype=np.uint8), 0, 32) == 0x46DD794E
+    assert checksums.crc32c(as_array(b"123456789"), 0, 9) == 0xE3069283  # RFC 3720, B.4
+    assert checksums.crc32c(np.zeros(32, np.uint8), 0, 32) == 0x8A9136AA
+    assert checksums.crc32c(np.full(32, 255, np.uint8), 0, 32) == 0x62A8AB43
+    assert checksums.crc32c(np.arange(32, dtype=np.uint8), 0, 32) == 0x46DD794E
     data = values("u1", 1000)
     for start, n in ((0, 0), (0, 1), (3, 7), (1, 8), (5, 900)):
-        assert frames.crc32(data, start, n) == zlib.crc32(data[start : start + n].tobytes())
-    checked = np.append(data, np.frombuffer(np.uint32(frames.crc32c(data, 0, 1000)).tobytes(), np.uint8))
-    assert frames.is_crc32c(checked, 0, 1000)
+        assert checksums.crc32(data, start, n) == zlib.crc32(data[start : start + n].tobytes())
+    checked = np.append(data, np.frombuffer(np.uint32(checksums.crc32c(data, 0, 1000)).tobytes(), np.uint8))
+    assert checksums.is_crc32c(checked, 0, 1000)
     checked[-1] ^= 1
-    assert not frames.is_crc32c(checked, 0, 1000)
+    assert not checksums.is_crc32c(checked, 0, 1000)
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 3, 4, 8, 16])

@@ -15,7 +15,8 @@ import pytest
 
 from gpuload.backends.native import inflate
 from gpuload.backends.native.checksums import adler32
-from gpuload.backends.native.inflate import are_by_turns, describe, inflate_two, inflate_zlib, new_tables
+from gpuload.backends.native.huffman import new_tables
+from gpuload.backends.native.inflate import are_by_turns, describe, inflate_two, inflate_zlib
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -24,6 +24,7 @@ import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from gpuload.backends.cuda.decode import Decoder, Outcome
 from gpuload.backends.cuda.memory import DevicePool, Lease
 from gpuload.backends.cuda.readers import PAGE, place_extents
 from gpuload.backends.cuda.work import N_THREADS
-from gpuload.backends.damage import read_again_if_far, rounding_warning, too_large_for_half
+from gpuload.backends.damage import check_fits_csr, read_again_if_far, rounding_warning, too_large_for_half
 from gpuload.backends.reading import read_extents
 from gpuload.backends.workspace import Workspace
 from gpuload.checks import check_choice
@@ -135,8 +136,7 @@ class _Lane(threading.local):
         self.stream = device.stream()
         self.scratch = DevicePool(device, 32, pools)
         scratch.append(self.scratch)
-        self.arenas = [_Arena(device.stream()) for _ in range(N_ARENAS)]
-        self.n_parts = 0
+        self.arenas = cycle([_Arena(device.stream()) for _ in range(N_ARENAS)])
 
 
 class CudaBackend:
@@ -331,8 +331,7 @@ class CudaBackend:
     def _run(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident, outcomes: list[Outcome]) -> None:
         """Read extents lo..hi into an arena, launch the decoding of their chunks, and append the outcome."""
         lane = self._lane
-        arena = lane.arenas[lane.n_parts % N_ARENAS]
-        lane.n_parts += 1
+        arena = next(lane.arenas)
         begun = time.perf_counter()
         self._device.wait(self._device.record(arena.stream))  # or the reader would wait, with its buffers full
         start = time.perf_counter()
@@ -444,16 +443,14 @@ class CudaBackend:
         bad, host_bad = self._bad(stream) if may_be_bad else (self._never_bad, None)
         if resident.X is not None:
             name = f"gather_dense_{kind}"
-            sizes: tuple[Any, ...] = (n_rows, np.int64(resident.n_vars), np.int64(form.n_cols))
-            args: tuple[Any, ...] = (places, resident.indptr, resident.X, resident.map_start)
-            args = (*args, *arithmetic, *sizes, out, bad)
+            rows: tuple[Any, ...] = (places, resident.indptr, resident.X, resident.map_start)
+            sizes: tuple[np.int64, ...] = (n_rows, np.int64(resident.n_vars), np.int64(form.n_cols))
             if form.columns is not None:  # a row may lack some of them
                 self._device.fill(out, 0, stream)
         else:
-            name = f"densify_csr_{kind}"
+            name, rows = f"densify_csr_{kind}", self._csr_args(places, resident)
             sizes = (n_rows, np.int64(form.n_cols))
-            args = (*self._csr_args(places, resident), *arithmetic, *sizes, out, bad)
-        self._device.launch(name, int(n_rows), N_THREADS, args, stream)
+        self._device.launch(name, int(n_rows), N_THREADS, (*rows, *arithmetic, *sizes, out, bad), stream)
         if host_bad is not None:
             self._device.download(bad, host_bad, stream)
             self._device.wait(self._device.record(stream))
@@ -481,8 +478,7 @@ class CudaBackend:
         counts = np.where(counts < 0, -1 - counts, counts)
         indptr = np.concatenate([[0], np.cumsum(counts)])
         nnz = int(indptr[-1])
-        if nnz > np.iinfo(np.int32).max:
-            raise PlanError("output='csr': a minibatch has more than 2**31 - 1 values; use a smaller batch_size.")
+        check_fits_csr(nnz)
         offsets, short = self.asarray(indptr), self.asarray(indptr.astype(np.int32))
         (indices, _), (data, _) = (self._outputs.array((nnz,), t, stream) for t in (np.int32, np.float32))
         if X is not None:

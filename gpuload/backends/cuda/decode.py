@@ -103,18 +103,14 @@ class Steps:
 
 def steps_of(layout: ArrayLayout) -> Steps | None:
     """Return how the device decodes a layout's chunks, or None if the host must."""
+    found = decoding.codec_of(layout, _ALGORITHMS)
+    if found is None:
+        return None
+    cut = _read_cut(layout, found) if found in _CONTAINERS else None
+    if found in _CONTAINERS and cut is None:
+        return None
+    codec, head, tail = _ALGORITHMS[found] if found else (None, 0, 0)
     names = [f.name for f in layout.filters]
-    shuffles = [f for f in layout.filters if f.name == "shuffle"]
-    if any(f.values not in ((), (layout.dtype.itemsize,)) for f in shuffles):
-        return None
-    found = [name for name in names if name in _ALGORITHMS]
-    if len(found) > 1 or names != [n for n in ("shuffle", *found, "fletcher32", "crc32c") if n in names]:
-        return None
-    codec, head, tail = _ALGORITHMS[found[0]] if found else (None, 0, 0)
-    is_container = bool(found) and found[0] in _CONTAINERS
-    cut = _read_cut(layout, found[0]) if is_container else None
-    if is_container and cut is None:
-        return None
     return Steps(codec, head, tail, "shuffle" in names, "fletcher32" in names, "crc32c" in names, cut)
 
 

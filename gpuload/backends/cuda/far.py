@@ -16,7 +16,6 @@ is not released.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any, cast
@@ -91,7 +90,6 @@ class FarReader:
         far = cast("RemoteSource", source)
         self._device.use()
         self._device.wait(before)
-        start = time.perf_counter()
         memory, (offset, nbytes, place) = self._device.address(out), ranges
         number, at, size = far.locate(offset)
         handles = {k: self._open(far, k) for k in np.unique(number[nbytes > 0]).tolist()}
@@ -121,7 +119,6 @@ class FarReader:
                     future.get()
                 except Exception:  # noqa: BLE001, S112 - an earlier error is already being raised
                     continue
-            pending.count(n_read, time.perf_counter() - start)
         far.check_same(list(handles))
         return n_read
 

@@ -29,7 +29,6 @@ import ctypes
 import os
 import re
 import threading
-import time
 from collections import OrderedDict, deque
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
@@ -218,7 +217,6 @@ class KvikioReader:
         """Keep KvikIO's threads busy until all ranges are read, or one has failed and no other is in flight."""
         self._device.use()
         self._device.wait(before)
-        start = time.perf_counter()
         memory = self._device.address(out)
         in_flight: deque[tuple[int, int, _File, Any]] = deque()
         failure: tuple[int, str] | None = None
@@ -244,7 +242,6 @@ class KvikioReader:
         finally:
             while in_flight:
                 n_read, failure = self._collect(in_flight.popleft(), n_read, failure)
-        pending.count(n_read, time.perf_counter() - start)
         with self._lock:
             self.read_nbytes += n_read
         if failure:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +97,7 @@ class PinnedReader:
 
     def _read(
         self,
-        pending: Pending,
+        _pending: Pending,
         source: Source,
         name: str,
         whole: tuple[NDArray[np.int64], NDArray[np.int64]],
@@ -112,13 +111,10 @@ class PinnedReader:
         self._device.use()
         host, event = self._ring.take(), None
         try:
-            start = time.perf_counter()
             base = int(place[0])
             _fill(source, name, whole, at, nbytes, place - base, host)
-            n_read = int(nbytes.sum())
-            pending.count(n_read, time.perf_counter() - start)
             with self._lock:
-                self.read_nbytes += n_read
+                self.read_nbytes += int(nbytes.sum())
             try:
                 for first, last in _runs(place, nbytes):
                     self._device.upload(host[first - base : last - base], out[first:last], stream)

@@ -80,22 +80,11 @@ class Reader(Protocol):
 
 
 class Pending:
-    """A read in progress.
-
-    Attributes
-    ----------
-    read_nbytes
-        Bytes read from the source so far; more than requested where whole pages were read.
-    seconds
-        Time spent reading them, summed over threads.
-    """
+    """A read in progress."""
 
     def __init__(self) -> None:
-        self.read_nbytes = 0
-        self.seconds = 0.0
         self.is_stopped = False
         self._tasks: list[Future[None]] = []
-        self._lock = threading.Lock()
 
     def add(self, task: Future[None]) -> None:
         """Add a part of the work."""
@@ -105,12 +94,6 @@ class Pending:
         """Raise CancelledError in a part of a read that was cancelled, or has failed elsewhere."""
         if self.is_stopped:
             raise CancelledError
-
-    def count(self, nbytes: int, seconds: float) -> None:
-        """Add to the totals; thread-safe."""
-        with self._lock:
-            self.read_nbytes += nbytes
-            self.seconds += seconds
 
     def result(self) -> None:
         """Wait until the host writes nothing more, then raise the first error, if any.
@@ -266,7 +249,7 @@ def check_places(first: NDArray[np.int64], nbytes: NDArray[np.int64], room_nbyte
     start, end = first[order], (first + nbytes)[order]
     if start.size and (start[0] < 0 or end[-1] > room_nbytes or bool((start[1:] < end[:-1]).any())):
         raise ValueError(
-            "place: ranges overlap, or there is no room for the pages they touch; take places from Reader.place()."
+            "place: ranges overlap, or there is no room for the pages they touch; take places from place_extents()."
         )
 
 

@@ -1,9 +1,9 @@
 """Native kernels of the CPU backend, compiled by numba; the only package that imports numba.
 
 Every function here runs without the GIL and without allocating, on arrays that its caller owns. `inflate` (with
-`deflate` and `huffman`) decodes zlib streams, `frames` the other chunk encodings; `chunks` reads stored chunks and
-decodes them with one of `decoders`; `parquet` decodes lists of Parquet, `tiledb` tiles of TileDB, `rows` gathers
-resident rows into minibatches, and `runs` moves and checks data that is rewritten.
+`deflate` and `huffman`) decodes zlib streams, `frames` the other chunk encodings; `chunks` reads stored chunks,
+verifies their `checksums` and decodes them with one of `decoders`; `parquet` decodes lists of Parquet, `tiledb` tiles
+of TileDB, `rows` gathers resident rows into minibatches, and `runs` moves and checks data that is rewritten.
 
 Compiled code is cached in the user's cache folder, under a digest of all sources of this package. numba keys its cache
 on the one file that defines a function, but a kernel inlines the functions it calls: it would outlive a change to them.

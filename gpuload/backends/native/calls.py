@@ -14,10 +14,10 @@ from numba.core import types
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
+from gpuload.backends.native.words import I64
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-I32, I64 = ir.IntType(32), ir.IntType(64)
 
 
 def caller(result: ir.Type, *parameters: ir.Type) -> Any:

@@ -7,23 +7,21 @@ References
 ----------
 .. [1] The HDF Group, "HDF5 File Format Specification Version 3.0", IV.A.2.l (filter pipeline: shuffle, deflate,
 fletcher32).
-.. [2] Fletcher, "An arithmetic checksum for serial transmissions", IEEE Trans. Commun. 1982,
-doi:10.1109/TCOM.1982.1095369.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 
+from gpuload.backends.native.checksums import is_crc32c, is_fletcher32
 from gpuload.backends.native.decoders import call_one, call_two
-from gpuload.backends.native.frames import is_crc32c, unshuffle_items
+from gpuload.backends.native.frames import unshuffle_items
 from gpuload.backends.native.inflate import are_by_turns
 from gpuload.backends.native.pieces import BAD_COLUMN, MAX_EXACT, call_copy, call_fill
-from gpuload.backends.native.words import copy_bytes, double_bits
+from gpuload.backends.native.words import copy_bytes, double_bits, native
 
 BAD_SIZE = -101
 BAD_FLETCHER = -102
@@ -45,7 +43,19 @@ def describe(code: int) -> str:
     }[code]
 
 
-@numba.njit(nogil=True, cache=True)
+@native
+def read_fully(fd: int, to: int, n: int, offset: int) -> bool:  # pragma: no cover - compiled
+    """Read n bytes of a file to an address; return whether they could all be read."""
+    done = 0
+    while done < n:
+        got = _pread(fd, np.uintp(to + done), np.uintp(n - done), offset + done)
+        if got <= 0:
+            return False
+        done += got
+    return True
+
+
+@native
 def read_extents(fd: Any, offset: Any, nbytes: Any, place: Any, buffer: Any) -> int:  # pragma: no cover - compiled
     """Read byte ranges of files into a buffer.
 
@@ -63,53 +73,14 @@ def read_extents(fd: Any, offset: Any, nbytes: Any, place: Any, buffer: Any) -> 
     int
         n, or the index of the first range that could not be read completely.
     """
-    base = buffer.ctypes.data
+    base = np.int64(buffer.ctypes.data)
     for e in range(offset.size):
-        done = 0
-        while done < nbytes[e]:
-            got = _pread(fd[e], np.uintp(base + place[e] + done), np.uintp(nbytes[e] - done), offset[e] + done)
-            if got <= 0:
-                return e
-            done += got
+        if not read_fully(fd[e], base + place[e], nbytes[e], offset[e]):
+            return e
     return offset.size
 
 
-@numba.njit(nogil=True, cache=True)
-def fletcher32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
-    """Return HDF5's fletcher32 of n bytes: sums of big-endian 16-bit words, the first in the low half."""
-    a = np.uint64(0)
-    b = np.uint64(0)
-    i = 0
-    n_words = n // 2
-    while i < n_words:
-        stop = min(n_words, i + 360)
-        while i < stop:
-            a += (np.uint64(buf[pos + 2 * i]) << np.uint64(8)) | np.uint64(buf[pos + 2 * i + 1])
-            b += a
-            i += 1
-        a = (a & np.uint64(0xFFFF)) + (a >> np.uint64(16))
-        b = (b & np.uint64(0xFFFF)) + (b >> np.uint64(16))
-    if n & 1:
-        a += np.uint64(buf[pos + n - 1]) << np.uint64(8)
-        b += a
-    for _ in range(3):
-        a = (a & np.uint64(0xFFFF)) + (a >> np.uint64(16))
-        b = (b & np.uint64(0xFFFF)) + (b >> np.uint64(16))
-    return np.int64((b << np.uint64(16)) | a)
-
-
-@numba.njit(nogil=True, cache=True)
-def is_fletcher32(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - compiled
-    """Return whether the 4 bytes after n bytes are their fletcher32, in either byte order that HDF5 accepts."""
-    found = np.int64(0)
-    for k in range(4):
-        found |= np.int64(buf[pos + n + k]) << np.int64(8 * k)
-    wanted = fletcher32(buf, pos, n)
-    swapped = ((wanted & 0x00FF00FF) << 8) | ((wanted >> 8) & 0x00FF00FF)
-    return bool(found in (wanted, swapped))
-
-
-@numba.njit(nogil=True, cache=True)
+@native
 def items_needed(
     lo: int, hi: int, piece_src: Any, piece_width: Any, piece_rows: Any, stride: int
 ) -> Any:  # pragma: no cover - compiled
@@ -121,16 +92,34 @@ def items_needed(
     return first, last
 
 
-@numba.njit(nogil=True, cache=True)
+@native
+def _is_applied(step: int, mask: int) -> bool:  # pragma: no cover - compiled
+    """Return whether a filter (its position; -1: none) was applied to a chunk: its bit of the mask is not set."""
+    return step >= 0 and not (mask >> np.uint32(step)) & np.uint32(1)
+
+
+@native
+def _is_due(verify: int, is_verified: int) -> bool:  # pragma: no cover - compiled
+    """Return whether a chunk's checksums are to be verified."""
+    return verify == ALWAYS or (verify == ONCE and not is_verified)
+
+
+@native
 def encoded_nbytes(c: int, chunk_nbytes: Any, chunk_mask: Any, steps: Any) -> int:  # pragma: no cover - compiled
     """Return the length of chunk c's encoded stream; 0 if there is no such chunk or it is not encoded."""
-    if c >= chunk_nbytes.size or (chunk_mask[c] >> np.uint32(steps[1])) & np.uint32(1):
+    if c >= chunk_nbytes.size or not _is_applied(steps[1], chunk_mask[c]):
         return 0
-    has_fletcher = steps[2] >= 0 and not (chunk_mask[c] >> np.uint32(steps[2])) & np.uint32(1)
-    return max(0, chunk_nbytes[c] - 4 * has_fletcher - 4 * (steps[3] >= 0))
+    return max(0, chunk_nbytes[c] - 4 * _is_applied(steps[2], chunk_mask[c]) - 4 * (steps[3] >= 0))
 
 
-@numba.njit(nogil=True, cache=True)
+@native
+def _bad(c: int, code: int, status: Any) -> int:  # pragma: no cover - compiled
+    """Note why chunk c is bad; return what `decode_chunks` returns then."""
+    status[0] = code
+    return -1 - c
+
+
+@native
 def decode_chunks(  # noqa: PLR0911 - one return per error
     buffer: Any,
     chunk_place: Any,
@@ -215,26 +204,23 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
                 copiers[1], (lo, hi, at_dest, at_width, at_rows, strides[1], double_bits(fill_value), limit, out)
             )
             if code < 0:
-                status[0] = code
-                return -1 - c
+                return _bad(c, code, status)
             continue
-        is_due = verify == ALWAYS or (verify == ONCE and verified[chunk_id[c]] == 0)
-        if fletcher >= 0 and not (mask >> np.uint32(fletcher)) & np.uint32(1):
+        is_due = _is_due(verify, verified[chunk_id[c]])
+        if _is_applied(fletcher, mask):
             n -= 4
             if n < 0 or (is_due and not is_fletcher32(buffer, place, n)):
-                status[0] = BAD_FLETCHER
-                return -1 - c
+                return _bad(c, BAD_FLETCHER, status)
         if crc >= 0:
             n -= 4
             if n < 0 or (is_due and not is_crc32c(buffer, place, n)):
-                status[0] = BAD_CRC32C
-                return -1 - c
-        is_shuffled = shuffle >= 0 and not (mask >> np.uint32(shuffle)) & np.uint32(1)
+                return _bad(c, BAD_CRC32C, status)
+        is_shuffled = _is_applied(shuffle, mask)
         size = n if is_raw else full_nbytes[c]
         from_item, to_item = items_needed(lo, hi, piece_src, piece_width, piece_rows, strides[0])
         need = size if is_shuffled else to_item * itemsize
         at = 0
-        if codec >= 0 and not (mask >> np.uint32(codec)) & np.uint32(1):
+        if _is_applied(codec, mask):
             n_next = encoded_nbytes(c + 1, chunk_nbytes, chunk_mask, steps) if half > 0 and c != ahead else 0
             if c == ahead:
                 got, at = got_ahead, half
@@ -243,7 +229,6 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
                 _, to_next = items_needed(
                     chunk_pieces[ahead], chunk_pieces[ahead + 1], piece_src, piece_width, piece_rows, strides[0]
                 )
-                is_next_due = verify == ALWAYS or (verify == ONCE and verified[chunk_id[ahead]] == 0)
                 both = call_two(
                     decoders[1],
                     (
@@ -256,7 +241,7 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
                         n_next,
                         plain + half,
                         size if shuffle >= 0 else to_next * itemsize,
-                        np.int64(is_next_due),
+                        np.int64(_is_due(verify, verified[chunk_id[ahead]])),
                         size,
                         at_tables,
                     ),
@@ -269,14 +254,12 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
                     (stored + place, n, plain, size, from_byte, need, np.int64(is_due), work, at_tables, at_addresses),
                 )
             if got < 0:
-                status[0] = got
-                return -1 - c
+                return _bad(c, got, status)
             status[0] += got
             status[1] += got < size
         else:
             if n != size:
-                status[0] = BAD_SIZE
-                return -1 - c
+                return _bad(c, BAD_SIZE, status)
             copy_bytes(plain, stored + place, n)
             status[0] += n
         if is_due:
@@ -289,8 +272,7 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
             (decoded, lo, hi, at_src, at_dest, at_width, at_rows, strides[0], strides[1], limit, out),
         )
         if code < 0:
-            status[0] = code
-            return -1 - c
+            return _bad(c, code, status)
         if code == MAX_EXACT:
             status[2] = 1
     return chunk_id.size

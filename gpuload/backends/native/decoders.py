@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import carray
 
-from gpuload.backends.native.calls import I64, Callback, caller
+from gpuload.backends.native.calls import Callback, caller
 from gpuload.backends.native.frames import N_ADDRESSES, decode_blosc, decode_lz4, decode_zstd, gunzip
 from gpuload.backends.native.inflate import inflate_two, inflate_zlib
-from gpuload.backends.native.words import inline, pointer
+from gpuload.backends.native.words import I64, inline, pointer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

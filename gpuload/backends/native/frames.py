@@ -1,4 +1,4 @@
-"""Decoders and checksums of chunks written by zarr and HDF5 plugins: blosc, gzip, zstd, lz4, crc32, crc32c.
+"""Decoders of chunks written by zarr and HDF5 plugins: blosc, gzip, zstd, lz4.
 
 The LZ4, zstd and c-blosc libraries do their own decoding; they are called by address, so that one native call decodes
 thousands of chunks without Python. Only blosc's container is parsed here: if only some rows of a chunk are wanted, only
@@ -12,34 +12,27 @@ References
 .. [2] Collet, "LZ4 Block Format Description"; lz4.h (`LZ4_decompress_safe`, `LZ4_decompress_safe_partial`).
 .. [3] Collet, Kucherawy, "Zstandard Compression and the application/zstd Media Type", RFC 8878; zstd.h.
 .. [4] Deutsch, "GZIP file format specification version 4.3", RFC 1952.
-.. [5] Castagnoli, Braeuer, Herrmann, "Optimization of cyclic redundancy-check codes with 24 and 32 parity bits", IEEE
-   Trans. Commun. 1993, doi:10.1109/26.231911 (CRC-32C). Kounavis, Berry, "A systematic approach to building high
-   performance software-based CRC generators", ISCC 2005, doi:10.1109/ISCC.2005.18 (eight tables).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numba
 import numpy as np
 from numba import carray
 
-from gpuload.backends.native.calls import I32, I64, caller
+from gpuload.backends.native.calls import caller
+from gpuload.backends.native.checksums import crc32
 from gpuload.backends.native.deflate import decode_blocks
 from gpuload.backends.native.huffman import TRUNCATED
 from gpuload.backends.native.inflate import TOO_SHORT, inflate_zlib
-from gpuload.backends.native.words import copy_bytes, load8, load16, load32, load64, pointer
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from gpuload.backends.native.words import I32, I64, copy_bytes, load8, load16, load32, native, pointer
 
 BAD_BLOSC = -201
 BAD_BLOSC_SIZE = -202
 BAD_STREAM = -203
 BAD_ZSTD = -204
 BAD_LZ4 = -205
-BAD_CRC32C = -206
 BAD_GZIP = -207
 BAD_CRC32 = -208
 
@@ -55,8 +48,6 @@ _MAX_SPLITS, _MIN_SPLIT_NBYTES = 16, 128
 _MAX_CODECS = 4
 _MAX_NBYTES = (1 << 31) - 1
 
-_native = numba.njit(nogil=True, cache=True, error_model="numpy")
-
 
 def describe(code: int) -> str:
     """Return the meaning of a code of this module, as part of a sentence."""
@@ -66,7 +57,6 @@ def describe(code: int) -> str:
         BAD_STREAM: "a stream of its blosc container cannot be decoded",
         BAD_ZSTD: "zstd cannot decode it",
         BAD_LZ4: "lz4 cannot decode it",
-        BAD_CRC32C: "its crc32c checksum does not match",
         BAD_GZIP: "its gzip header is wrong",
         BAD_CRC32: "its crc32 checksum, or the size next to it, does not match",
     }[code]
@@ -78,65 +68,7 @@ _call_zstd = caller(I64, I64, I64, I64, I64, I64)
 _call_blosc = caller(I32, I64, I64, I64, I32)
 
 
-def _crc_tables(polynomial: int) -> NDArray[np.uint32]:
-    """Return tables of a byte's effect on a reflected CRC, at once and 1 to 7 bytes later: (8, 256)."""
-    tables = np.zeros((8, 256), dtype=np.uint32)
-    for byte in range(256):
-        crc = byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (polynomial if crc & 1 else 0)
-        tables[0, byte] = crc
-    for k in range(1, 8):
-        tables[k] = tables[k - 1] >> 8 ^ tables[0, tables[k - 1] & 255]
-    return tables
-
-
-_CRC32, _CRC32C = _crc_tables(0xEDB88320), _crc_tables(0x82F63B78)
-
-
-@_native
-def _crc(tables: Any, address: int, n: int) -> int:  # pragma: no cover - compiled
-    crc = 0xFFFFFFFF
-    i = 0
-    while n - i >= 8:
-        word = load64(address + i)
-        low, high = (word & 0xFFFFFFFF) ^ crc, (word >> 32) & 0xFFFFFFFF
-        crc = (
-            np.int64(tables[7, low & 255])
-            ^ np.int64(tables[6, (low >> 8) & 255])
-            ^ np.int64(tables[5, (low >> 16) & 255])
-            ^ np.int64(tables[4, low >> 24])
-            ^ np.int64(tables[3, high & 255])
-            ^ np.int64(tables[2, (high >> 8) & 255])
-            ^ np.int64(tables[1, (high >> 16) & 255])
-            ^ np.int64(tables[0, high >> 24])
-        )
-        i += 8
-    while i < n:
-        crc = (crc >> 8) ^ np.int64(tables[0, (crc ^ load8(address + i)) & 255])
-        i += 1
-    return crc ^ 0xFFFFFFFF
-
-
-@_native
-def crc32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
-    """Return the CRC-32 of buf[pos : pos + n] (uint8), as gzip uses it."""
-    return _crc(_CRC32, np.int64(buf.ctypes.data) + pos, n)
-
-
-@_native
-def crc32c(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
-    """Return the CRC-32C of buf[pos : pos + n] (uint8)."""
-    return _crc(_CRC32C, np.int64(buf.ctypes.data) + pos, n)
-
-
-@_native
-def is_crc32c(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - compiled
-    """Return whether the 4 bytes after n bytes are their CRC-32C, little-endian."""
-    return bool(load32(np.int64(buf.ctypes.data) + pos + n) == crc32c(buf, pos, n))
-
-
-@_native
+@native
 def unshuffle_items(
     src: Any, src_pos: int, dst: Any, dst_pos: int, n: int, itemsize: int, lo: int, hi: int
 ) -> None:  # pragma: no cover - compiled
@@ -178,7 +110,7 @@ def unshuffle_items(
         dst[dst_pos + i] = src[src_pos + i]
 
 
-@_native
+@native
 def _after_gzip_header(at: int, end: int) -> int:  # pragma: no cover - compiled
     """Return the address of the deflate stream of a gzip member that begins at an address, or a negative code."""
     if end - at < 18:
@@ -199,7 +131,7 @@ def _after_gzip_header(at: int, end: int) -> int:  # pragma: no cover - compiled
     return at if end - at >= 8 else TRUNCATED
 
 
-@_native
+@native
 def gunzip(  # noqa: PLR0911 - one return per outcome
     src: Any, src_pos: int, src_len: int, dst: Any, dst_len: int, need: int, tables: Any, verify: bool
 ) -> int:  # pragma: no cover - compiled
@@ -231,7 +163,7 @@ def gunzip(  # noqa: PLR0911 - one return per outcome
             return TOO_SHORT
 
 
-@_native
+@native
 def decode_lz4(
     src: Any, src_pos: int, n: int, dst: Any, size: int, need: int, addresses: Any
 ) -> int:  # pragma: no cover - compiled
@@ -243,7 +175,7 @@ def decode_lz4(
     return got if got >= need else BAD_LZ4
 
 
-@_native
+@native
 def decode_zstd(
     src: Any, src_pos: int, n: int, dst: Any, size: int, addresses: Any
 ) -> int:  # pragma: no cover - compiled
@@ -252,7 +184,7 @@ def decode_zstd(
     return got if got == size else BAD_ZSTD
 
 
-@_native
+@native
 def _lz4(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> int:  # pragma: no cover - compiled
     """Decode a block of exactly `size` bytes, or at least the first `need` of them; return the number decoded."""
     if max(n, size) > _MAX_NBYTES:
@@ -263,13 +195,13 @@ def _lz4(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> in
     return got if got == size else -1
 
 
-@_native
+@native
 def _zstd(src: int, n: int, dst: int, size: int, addresses: Any) -> int:  # pragma: no cover - compiled
     """Decode a frame into `size` bytes; return the number decoded, or some other number on failure."""
     return _call_zstd(addresses[ZSTD], (addresses[ZSTD_CONTEXT], dst, size, src, n))
 
 
-@_native
+@native
 def decode_blosc(  # noqa: PLR0911 - one return per outcome
     src: Any, src_pos: int, n: int, dst: Any, size: int, lo: int, hi: int, work: Any, tables: Any, addresses: Any
 ) -> int:  # pragma: no cover - compiled
@@ -359,7 +291,7 @@ def decode_blosc(  # noqa: PLR0911 - one return per outcome
     return done
 
 
-@_native
+@native
 def _block(
     at: int,
     end: int,

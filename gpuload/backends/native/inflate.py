@@ -17,10 +17,8 @@ import numpy as np
 
 from gpuload.backends.native.checksums import adler32
 from gpuload.backends.native.deflate import BAD_BLOCK, BAD_DISTANCE, TOO_LONG, decode_blocks, decode_both
-from gpuload.backends.native.huffman import BAD_CODE, TRUNCATED, new_tables
+from gpuload.backends.native.huffman import BAD_CODE, TRUNCATED
 from gpuload.backends.native.words import load8, native
-
-__all__ = ["are_by_turns", "describe", "inflate_two", "inflate_zlib", "new_tables"]
 
 BAD_HEADER = -1
 TOO_SHORT = -7
@@ -89,7 +87,7 @@ def inflate_zlib(
     need
         Bytes wanted, at most `dst_len`. Without `verify`, decoding stops once it has them.
     tables
-        Workspace from `new_tables`, used by one thread at a time.
+        Workspace from `huffman.new_tables`, used by one thread at a time.
     verify
         Decode the whole stream, and require exactly `dst_len` bytes with the correct adler32.
 

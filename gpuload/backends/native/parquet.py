@@ -15,13 +15,12 @@ References
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numba
 import numpy as np
-from numba.core import types
 
-from gpuload.backends.native.frames import crc32
+from gpuload.backends.native.checksums import crc32
+from gpuload.backends.native.chunks import read_fully
 from gpuload.backends.native.parquet_encodings import make_plain, store
 from gpuload.backends.native.parquet_pages import (
     BAD_COUNT,
@@ -67,16 +66,12 @@ from gpuload.backends.native.parquet_pages import (
     find_rows,
     is_one_run,
     page_header,
+    read_number,
     read_varint,
     snappy_front,
     start_levels,
 )
-from gpuload.backends.native.words import copy_bytes, load8, load16, load32, load64, shift_right, store32
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
+from gpuload.backends.native.words import copy_bytes, load8, load16, load32, load64, native, shift_right, store32
 
 LEADER = 1
 """Token number of the whole cell, if the first value of each row is dropped; its expression value is below 0."""
@@ -87,16 +82,8 @@ SLACK = 16
 FRONT = 16 << 10
 """Bytes at the front of a page that are read to find its levels."""
 
-_native = numba.njit(nogil=True, cache=True, error_model="numpy")
-_pread = types.ExternalFunction("pread", types.intp(types.intc, types.uintp, types.uintp, types.int64))
 
-
-def new_spec(given: Sequence[int]) -> NDArray[np.int64]:
-    """Return the description of a column, as the functions here take it."""
-    return np.array(given, dtype=np.int64)
-
-
-@_native
+@native
 def row_starts(
     fd: int,
     offset: int,
@@ -137,14 +124,14 @@ def row_starts(
     done = 0
     while done < nbytes:
         n = min(FRONT, nbytes - done)
-        if _read(fd, np.int64(front.ctypes.data), n, offset + done) < n:
+        if not read_fully(fd, np.int64(front.ctypes.data), n, offset + done):
             return SHORT_READ
         code = page_rows(front, n, nbytes - done, spec, starts, found, whole, tables, addresses, snappy)
         if code == 1:
             n = found[2]
             if n + SLACK > page.size or found[3] > whole.size:
                 return 1
-            if _read(fd, np.int64(page.ctypes.data), n, offset + done) < n:
+            if not read_fully(fd, np.int64(page.ctypes.data), n, offset + done):
                 return SHORT_READ
             code = page_rows(page, n, nbytes - done, spec, starts, found, whole, tables, addresses, snappy)
         if code != 0:
@@ -153,7 +140,7 @@ def row_starts(
     return 0
 
 
-@_native
+@native
 def page_rows(  # noqa: PLR0911 - one return per error
     src: Any,
     n: int,
@@ -228,18 +215,7 @@ def page_rows(  # noqa: PLR0911 - one return per error
     return find_rows(place[0], place[1], place[2], place[3], page[N], spec, cursors, starts, found)
 
 
-@_native
-def _read(fd: int, to: int, n: int, offset: int) -> int:  # pragma: no cover - compiled
-    done = 0
-    while done < n:
-        got = _pread(fd, np.uintp(to + done), np.uintp(n - done), offset + done)
-        if got <= 0:
-            break
-        done += got
-    return done
-
-
-@_native
+@native
 def scan_pages(src: Any, n: int, found: Any) -> int:  # pragma: no cover - compiled
     """Scan the page headers of a chunk, src[:n], for the sizes of scratch memory.
 
@@ -273,29 +249,24 @@ def scan_pages(src: Any, n: int, found: Any) -> int:  # pragma: no cover - compi
     return 0
 
 
-@_native
-def _item(at: int, spec: Any) -> int:  # pragma: no cover - compiled
-    """Return a stored value in output form, in the low bytes."""
-    if spec[WIDTH] == 4:
-        item = load32(at)
-        if spec[IS_GENES]:
-            item = (item ^ 0x80000000) - 0x80000000
-    elif spec[WIDTH] == 8:
-        item = load64(at)
-    else:
-        return load16(at)
-    if spec[IS_GENES]:
-        item -= spec[FIRST]
-        return item if 0 <= item < 0x7FFFFFFF else -1
-    return item
-
-
-@_native
+@native
 def _load(at: int, width: int) -> int:  # pragma: no cover - compiled
     return load32(at) if width == 4 else load64(at) if width == 8 else load16(at)
 
 
-@_native
+@native
+def _item(at: int, spec: Any) -> int:  # pragma: no cover - compiled
+    """Return a stored value in output form, in the low bytes."""
+    item = _load(at, spec[WIDTH])
+    if not spec[IS_GENES]:
+        return item
+    if spec[WIDTH] == 4:
+        item = (item ^ 0x80000000) - 0x80000000
+    item -= spec[FIRST]
+    return item if 0 <= item < 0x7FFFFFFF else -1
+
+
+@native
 def _plain(at: int, n: int, spec: Any, to: int, width: int) -> None:  # pragma: no cover - compiled
     """Write n plain-encoded values to the output."""
     if not spec[IS_GENES]:
@@ -312,7 +283,7 @@ def _plain(at: int, n: int, spec: Any, to: int, width: int) -> None:  # pragma: 
             store32(to + 4 * k, item if 0 <= item < 0x7FFFFFFF else -1)
 
 
-@_native
+@native
 def _look_up(
     at: int, first: int, bits: int, n: int, entries: int, n_entries: int, to: int, width: int
 ) -> int:  # pragma: no cover - compiled
@@ -349,7 +320,7 @@ def _look_up(
     return greatest
 
 
-@_native
+@native
 def _values(  # noqa: PLR0911 - one return per error
     at: int,
     end: int,
@@ -399,9 +370,7 @@ def _values(  # noqa: PLR0911 - one return per error
                 left = min(header >> 1, n - done)
                 if (bits + 7) >> 3 > end - at:
                     return BAD_COUNT
-                index = 0
-                for b in range((bits + 7) >> 3):
-                    index |= load8(at + b) << (8 * b)
+                index = read_number(at, (bits + 7) >> 3)
                 at += (bits + 7) >> 3
                 if index >= n_entries:
                     return BAD_INDEX
@@ -436,7 +405,7 @@ def _values(  # noqa: PLR0911 - one return per error
     return out
 
 
-@_native
+@native
 def decode_column(  # noqa: PLR0911 - one return per error
     src: Any,
     n: int,

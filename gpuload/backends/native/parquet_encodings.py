@@ -11,19 +11,23 @@ References
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-from gpuload.backends.native.parquet_pages import BAD_COUNT, BAD_ENCODING, BYTE_STREAM_SPLIT, MAX_PAGE, read_varint
-from gpuload.backends.native.words import load8, load64, shift_right, store16, store32, store64
-
-_native = numba.njit(nogil=True, cache=True, error_model="numpy")
+from gpuload.backends.native.parquet_pages import (
+    BAD_COUNT,
+    BAD_ENCODING,
+    BYTE_STREAM_SPLIT,
+    MAX_PAGE,
+    read_varint,
+    signed,
+)
+from gpuload.backends.native.words import load8, load64, native, shift_right, store16, store32, store64
 
 _PER_WORD = 32
 """The number of deltas in a miniblock is a multiple of this."""
 
 
-@_native
+@native
 def make_plain(at: int, end: int, n: int, encoding: int, to: int, width: int) -> int:  # pragma: no cover - compiled
     """Write n values of `width` bytes contiguously; return 0 or a code. Up to 16 bytes after `end` may be read."""
     if encoding == BYTE_STREAM_SPLIT:
@@ -31,7 +35,7 @@ def make_plain(at: int, end: int, n: int, encoding: int, to: int, width: int) ->
     return _add_differences(at, end, n, to, width)
 
 
-@_native
+@native
 def store(to: int, item: int, width: int) -> None:  # pragma: no cover - compiled
     """Write the low `width` bytes of a value."""
     if width == 4:
@@ -42,7 +46,7 @@ def store(to: int, item: int, width: int) -> None:  # pragma: no cover - compile
         store16(to, item)
 
 
-@_native
+@native
 def _join_streams(at: int, end: int, n: int, to: int, width: int) -> int:  # pragma: no cover - compiled
     """Reassemble values stored as a stream of all first bytes, then all second bytes, and so on."""
     if end - at != n * width:
@@ -55,7 +59,7 @@ def _join_streams(at: int, end: int, n: int, to: int, width: int) -> int:  # pra
     return 0
 
 
-@_native
+@native
 def _read_integer(at: int, end: int, width: int):  # pragma: no cover - compiled
     """Return a zigzag-encoded integer and the address after it, below 0 if there is none of that width."""
     if at < 0:
@@ -63,10 +67,10 @@ def _read_integer(at: int, end: int, width: int):  # pragma: no cover - compiled
     value, at = read_varint(at, end)
     if width == 4 and value >> 32:
         return 0, BAD_COUNT
-    return shift_right(value, 1) ^ -(value & 1), at
+    return signed(value), at
 
 
-@_native
+@native
 def _add_differences(  # noqa: PLR0911 - one return per error
     at: int, end: int, n: int, to: int, width: int
 ) -> int:  # pragma: no cover - compiled

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
-from gpuload.backends.native.calls import I32, I64, caller
+from gpuload.backends.native.calls import caller
 from gpuload.backends.native.frames import _lz4, _zstd, gunzip
-from gpuload.backends.native.words import copy_bytes, load8, load32, shift_right, store8
+from gpuload.backends.native.words import I32, I64, copy_bytes, inline, load8, load32, native, shift_right, store8
 
 BAD_HEADER = -301
 BAD_PAGE_SIZE = -302
@@ -75,7 +74,6 @@ _FIELDS[8, 1], _FIELDS[8, 4:8] = N, (ENCODING, DEF_NBYTES, REP_NBYTES, IS_PACKED
 MAX_PAGE = 1 << 30
 """Maximum bytes of a page, and levels in one."""
 
-_native = numba.njit(nogil=True, cache=True, error_model="numpy")
 _call_snappy = caller(I32, I64, I64, I64, I64)
 
 
@@ -97,7 +95,7 @@ def describe(code: int) -> str:
     }[code]
 
 
-@_native
+@native
 def read_varint(at: int, end: int) -> Any:  # pragma: no cover - compiled
     """Return a varint and the address after it, or an address below 0 if there is none."""
     value, shift = 0, 0
@@ -111,7 +109,22 @@ def read_varint(at: int, end: int) -> Any:  # pragma: no cover - compiled
     return 0, TRUNCATED if at >= end else BAD_HEADER
 
 
-@_native
+@native
+def signed(value: int) -> int:  # pragma: no cover - compiled
+    """Return the integer that a zigzag-encoded varint stands for."""
+    return shift_right(value, 1) ^ -(value & 1)
+
+
+@inline
+def read_number(at: int, nbytes: int) -> int:  # pragma: no cover - compiled
+    """Return a little-endian number of that many bytes, at most 8."""
+    number = 0
+    for k in range(nbytes):
+        number |= load8(at + k) << (8 * k)
+    return number
+
+
+@native
 def _skip(at: int, end: int, kind: int) -> int:  # noqa: PLR0911 - one return per outcome # pragma: no cover - compiled
     """Return the address after a thrift value; for a struct, after all its fields."""
     depth = 0
@@ -153,7 +166,7 @@ def _skip(at: int, end: int, kind: int) -> int:  # noqa: PLR0911 - one return pe
             return at if at <= end else TRUNCATED
 
 
-@_native
+@native
 def page_header(at: int, end: int, page: Any) -> int:  # pragma: no cover - compiled
     """Read the header of a page into `page` (`N_PAGE`,) int64; return the address after it, or a code below 0."""
     page[:] = 0
@@ -177,7 +190,7 @@ def page_header(at: int, end: int, page: Any) -> int:  # pragma: no cover - comp
             value, at = read_varint(at, end)
             if at < 0:
                 return at
-            field = shift_right(value, 1) ^ -(value & 1)
+            field = signed(value)
         if struct == 0 and kind == 12 and (field == 5 or field == 7 or field == 8):  # noqa: PLR1714 - compiled
             struct, field, outer = field, 0, field
             continue
@@ -186,7 +199,7 @@ def page_header(at: int, end: int, page: Any) -> int:  # pragma: no cover - comp
             value, at = read_varint(at, end)
             if at < 0:
                 return at
-            page[place] = shift_right(value, 1) ^ -(value & 1)
+            page[place] = signed(value)
         elif place != _OTHER and (kind == 1 or kind == 2):  # noqa: PLR1714 - compiled
             page[place] = kind == 1
         else:
@@ -199,7 +212,7 @@ def page_header(at: int, end: int, page: Any) -> int:  # pragma: no cover - comp
     return at if is_sane and page[TYPE] >= 0 else BAD_HEADER
 
 
-@_native
+@native
 def decompress(
     at: int, n: int, to: int, size: int, codec: int, src: Any, dst: Any, tables: Any, addresses: Any, snappy: int
 ) -> int:  # pragma: no cover - compiled
@@ -232,7 +245,7 @@ def decompress(
     return 0 if got == size else BAD_CODEC
 
 
-@_native
+@native
 def snappy_front(at: int, end: int, to: int, room: int, need: int) -> int:  # pragma: no cover - compiled
     """Decompress at least the first `need` bytes of a snappy block, of which only the front may be given.
 
@@ -256,9 +269,7 @@ def snappy_front(at: int, end: int, to: int, room: int, need: int) -> int:  # pr
                 extra = n - 59
                 if end - at < extra:
                     return out
-                n = 0
-                for k in range(extra):
-                    n |= load8(at + k) << (8 * k)
+                n = read_number(at, extra)
                 at += extra
             n += 1
             given = min(n, end - at, room - out)
@@ -271,9 +282,7 @@ def snappy_front(at: int, end: int, to: int, room: int, need: int) -> int:  # pr
         width = 1 if kind == 1 else 2 if kind == 2 else 4
         if end - at < width:
             return out
-        offset = 0
-        for k in range(width):
-            offset |= load8(at + k) << (8 * k)
+        offset = read_number(at, width)
         at += width
         if kind == 1:
             n = 4 + ((tag >> 2) & 7)
@@ -296,7 +305,7 @@ def snappy_front(at: int, end: int, to: int, room: int, need: int) -> int:  # pr
 _AT, _END, _BITS, _LEFT, _PACKED, _STATE = range(6)
 
 
-@_native
+@native
 def start_levels(cursor: Any, at: int, end: int, greatest: int) -> None:  # pragma: no cover - compiled
     """Place a cursor at the start of levels of at most `greatest`."""
     bits = 0
@@ -305,7 +314,7 @@ def start_levels(cursor: Any, at: int, end: int, greatest: int) -> None:  # prag
     cursor[_AT], cursor[_END], cursor[_BITS], cursor[_LEFT] = at, end, bits, 0
 
 
-@_native
+@native
 def _next_run(cursor: Any) -> bool:  # pragma: no cover - compiled
     """Enter the next run of levels; return False if there is none."""
     at, end, bits = cursor[_AT], cursor[_END], cursor[_BITS]
@@ -324,7 +333,7 @@ def _next_run(cursor: Any) -> bool:  # pragma: no cover - compiled
     return True
 
 
-@_native
+@native
 def _next_level(cursor: Any) -> int:  # pragma: no cover - compiled
     """Return the next level, or -1 if there is none."""
     if cursor[_LEFT] == 0 and not _next_run(cursor):
@@ -340,13 +349,13 @@ def _next_level(cursor: Any) -> int:  # pragma: no cover - compiled
     return level
 
 
-@_native
+@native
 def is_one_run(cursor: Any, n: int, level: int) -> bool:  # pragma: no cover - compiled
     """Enter the first run of levels; return whether it repeats `level` at least n times."""
     return _next_run(cursor) and cursor[_PACKED] == 0 and cursor[_STATE] == level and cursor[_LEFT] >= n
 
 
-@_native
+@native
 def find_rows(  # noqa: PLR0911 - one return per error
     rep: int, rep_end: int, defs: int, def_end: int, n: int, spec: Any, cursors: Any, starts: Any, found: Any
 ) -> int:  # pragma: no cover - compiled
@@ -427,7 +436,7 @@ def find_rows(  # noqa: PLR0911 - one return per error
     return 0
 
 
-@_native
+@native
 def find_levels(at: int, end: int, page: Any, spec: Any, place: Any) -> int:  # pragma: no cover - compiled
     """Find the levels of a data page at an address, decompressed if necessary.
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 from numba import carray, types
 from numba.extending import overload
 
-from gpuload.backends.native.calls import I64, Callback, caller
-from gpuload.backends.native.words import borrowed, double_of, pointer
+from gpuload.backends.native.calls import Callback, caller
+from gpuload.backends.native.words import I64, borrowed, double_of, native, pointer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +85,7 @@ def _copy_run(
     return plain
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def copy_pieces(
     typed: Any,
     lo: int,
@@ -114,7 +113,7 @@ def copy_pieces(
     return worst
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def fill_pieces(
     lo: int,
     hi: int,

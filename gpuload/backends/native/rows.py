@@ -25,6 +25,7 @@ from gpuload.backends.native.words import (
     drain_stores,
     float_bits,
     half_bits,
+    native,
     pointer,
     shift_left,
     shift_right,
@@ -49,7 +50,7 @@ _ONE, _SQRT_HALF, _BIAS = 0x3FF << 52, 0x3FE6A09E667F3BCD, 1023
 _LN2 = 0.6931471805599453
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def store_row(to: int, at: int, nbytes: int, is_streamed: bool) -> None:  # pragma: no cover - compiled
     """Copy a row, or part of one, from one address to another; if streamed, all but its ends bypass the caches."""
     if not is_streamed:
@@ -62,7 +63,7 @@ def store_row(to: int, at: int, nbytes: int, is_streamed: bool) -> None:  # prag
     copy_bytes(to + head + lines, at + head + lines, nbytes - head - lines)
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def _in_line(to: int, scratch: Any) -> int:  # pragma: no cover - compiled
     """Return the element of a scratch row at the same offset in its cache line as address `to`."""
     return ((to - np.int64(scratch.ctypes.data)) & (LINE - 1)) // scratch.itemsize
@@ -103,7 +104,7 @@ def _rounded(value: float, like: Any) -> Callable[..., tuple[Any, bool]]:  # pra
     return single
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def row_scale(data: Any, start: int, stop: int, target_sum: float) -> float:  # pragma: no cover - compiled
     """Return the factor that scales a cell's values to sum to `target_sum`; 1 if that is 0 or the cell is empty."""
     if target_sum == 0.0:
@@ -163,7 +164,7 @@ def log1p_row(values: Any, n: int, scale: float) -> None:  # pragma: no cover - 
         values[np.uint64(k)] = np.float32(p * f + np.float64(np.int32(exponent)) * _LN2)
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def make_row(
     start: int,
     stop: int,
@@ -217,13 +218,13 @@ def make_row(
     return n
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def map_of(row: int, map_start: Any, columns: Any) -> Any:  # pragma: no cover - compiled
     """Return the column map of a resident row; empty if there are no maps."""
     return columns[map_start[row] :] if map_start.size else columns
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def add_row(indices: Any, values: Any, to: int, n_cols: int) -> None:  # pragma: no cover - compiled
     """Write one cell as a dense float32 row to an address, through the caches."""
     row = numba.carray(pointer(to), n_cols, np.float32)
@@ -232,7 +233,7 @@ def add_row(indices: Any, values: Any, to: int, n_cols: int) -> None:  # pragma:
         row[np.uint64(indices[np.uint64(k)])] += values[np.uint64(k)]
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def put_row(
     indices: Any, values: Any, to: int, n_cols: int, tile: int, is_streamed: bool, wide: Any, narrow: Any
 ) -> tuple[int, bool]:  # pragma: no cover - compiled
@@ -281,7 +282,7 @@ def put_row(
     return tile, is_bad
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def densify_csr(
     positions: Any,
     indptr: Any,
@@ -357,7 +358,7 @@ def densify_csr(
     return bad
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def _parts(scratch: Any) -> tuple[Any, Any]:  # pragma: no cover - compiled
     """Return the two halves of scratch memory: values and places of a row."""
     half = scratch.size // 2
@@ -365,7 +366,7 @@ def _parts(scratch: Any) -> tuple[Any, Any]:  # pragma: no cover - compiled
     return scratch[:half], numba.carray(pointer(places), scratch.size - half, np.int32)
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def gather_dense(
     positions: Any,
     indptr: Any,
@@ -416,7 +417,7 @@ def gather_dense(
     return bad
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def count_csr(
     positions: Any, indptr: Any, indices: Any, map_start: Any, columns: Any, out: Any
 ) -> int:  # pragma: no cover - compiled
@@ -438,7 +439,7 @@ def count_csr(
     return total
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def _is_rising(indices: Any) -> bool:  # pragma: no cover - compiled
     is_rising = True
     for k in range(1, indices.size):  # no early exit, so that the loop vectorizes
@@ -446,7 +447,7 @@ def _is_rising(indices: Any) -> bool:  # pragma: no cover - compiled
     return is_rising
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def gather_csr(
     positions: Any,
     indptr: Any,

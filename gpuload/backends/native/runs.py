@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
+
+from gpuload.backends.native.words import native
 
 _ONE = np.uint64(0x9E3779B97F4A7C15)
 _TWO = np.uint64(0xBF58476D1CE4E5B9)
@@ -22,7 +23,7 @@ _THREE = np.uint64(0x94D049BB133111EB)
 _HALF = np.uint64(32)
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def copy_runs(start: Any, length: Any, dest: Any, src: Any, out: Any) -> None:  # pragma: no cover - compiled
     """Copy each run k, length[k] elements from start[k] on, to dest[k] on, converted to the dtype of `out`."""
     for k in range(start.size):
@@ -31,7 +32,7 @@ def copy_runs(start: Any, length: Any, dest: Any, src: Any, out: Any) -> None:  
             out[np.uint64(b + j)] = src[np.uint64(a + j)]
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def judge_values(values: Any) -> Any:  # pragma: no cover - compiled
     """Return the largest magnitude (0 if there are none), whether all are counts, and whether all are exact as float32.
 
@@ -47,7 +48,7 @@ def judge_values(values: Any) -> Any:  # pragma: no cover - compiled
     return np.float64(largest), are_counts, are_single
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def have_common(utf8: Any, starts: Any, file_start: Any, table: Any) -> bool:  # pragma: no cover - compiled
     """Return whether a name occurs in several files.
 
@@ -89,7 +90,7 @@ def have_common(utf8: Any, starts: Any, file_start: Any, table: Any) -> bool:  #
     return False
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def digest_rows(ids: Any, indptr: Any, indices: Any, bits: Any) -> int:  # pragma: no cover - compiled
     """Return the sum, modulo 2**64, of the digests of rows.
 
@@ -119,7 +120,7 @@ def digest_rows(ids: Any, indptr: Any, indices: Any, bits: Any) -> int:  # pragm
     return total
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def digest_elements(
     first: int, indptr: Any, indices: Any, bits: Any, is_by_columns: bool
 ) -> int:  # pragma: no cover - compiled
@@ -146,14 +147,14 @@ def digest_elements(
     return total
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def count_rows(rows: Any, counts: Any) -> None:  # pragma: no cover - compiled
     """Add the number of occurrences of each row to `counts`."""
     for k in range(rows.size):
         counts[np.uint64(rows[np.uint64(k)])] += 1
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def count_buckets(rows: Any, offsets: Any, size: int, counts: Any) -> None:  # pragma: no cover - compiled
     """Add to `counts` the elements of each bucket of `size` elements; a row counts in every bucket it overlaps."""
     for k in range(rows.size):
@@ -162,7 +163,7 @@ def count_buckets(rows: Any, offsets: Any, size: int, counts: Any) -> None:  # p
             counts[bucket] += 1
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def sort_by_bucket(
     first: int,
     indptr: Any,
@@ -187,7 +188,7 @@ def sort_by_bucket(
                 out_values[at] = values[np.uint64(k)]
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def place_elements(
     rows: Any, columns: Any, values: Any, first: int, cursor: Any, out_columns: Any, out_values: Any
 ) -> None:  # pragma: no cover - compiled
@@ -201,7 +202,7 @@ def place_elements(
             out_values[np.uint64(at)] = values[k]
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def count_mapped(
     indptr: Any, indices: Any, maps: Any, map_start: Any, counts: Any
 ) -> None:  # pragma: no cover - compiled
@@ -213,7 +214,7 @@ def count_mapped(
         counts[r] = n
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def map_rows(
     indptr: Any,
     indices: Any,
@@ -244,7 +245,7 @@ def map_rows(
             out_values[start:at] = out_values[start:at][order]
 
 
-@numba.njit(nogil=True, cache=True)
+@native
 def map_dense(indptr: Any, values: Any, maps: Any, map_start: Any, out: Any) -> None:  # pragma: no cover - compiled
     """Copy the columns of dense rows, concatenated in `values`, to their places in zeroed rows."""
     for r in range(indptr.size - 1):

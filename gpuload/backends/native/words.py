@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LINE = 64
 """Bytes of a cache line."""
 
-_I64 = ir.IntType(64)
+I32, I64 = ir.IntType(32), ir.IntType(64)
 _BYTES16 = ir.VectorType(ir.IntType(8), 16)
 _BYTES64 = ir.VectorType(ir.IntType(8), LINE)
 
@@ -34,7 +34,7 @@ def _loader(n_bits: int) -> Any:
     def load(_typing: Any, address: Any) -> Any:
         def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             pointer = builder.inttoptr(args[0], ir.IntType(n_bits).as_pointer())
-            return builder.zext(builder.load(pointer, align=1), _I64)
+            return builder.zext(builder.load(pointer, align=1), I64)
 
         return types.int64(types.int64), codegen
 
@@ -62,7 +62,7 @@ def _arithmetic(emit: Callable[[Any, Any, Any], Any]) -> Any:
     @intrinsic
     def apply(_typing: Any, value: Any, n: Any) -> Any:
         def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            return emit(builder, args[0], builder.and_(args[1], ir.Constant(_I64, 63)))
+            return emit(builder, args[0], builder.and_(args[1], ir.Constant(I64, 63)))
 
         return types.int64(types.int64, types.int64), codegen
 
@@ -74,7 +74,7 @@ store8, store16, store32, store64 = (_storer(n_bits) for n_bits in (8, 16, 32, 6
 shift_right = _arithmetic(lambda builder, value, n: builder.lshr(value, n))
 shift_left = _arithmetic(lambda builder, value, n: builder.shl(value, n))
 low_bits = _arithmetic(
-    lambda builder, value, n: builder.and_(value, builder.not_(builder.shl(ir.Constant(_I64, -1), n)))
+    lambda builder, value, n: builder.and_(value, builder.not_(builder.shl(ir.Constant(I64, -1), n)))
 )
 
 
@@ -93,7 +93,7 @@ def opaque(_typing: Any, value: Any) -> Any:
     """Return the value, hidden from the optimizer, so that a loop that counts with it is left as written."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.asm(ir.FunctionType(_I64, [_I64]), "", "=r,0", [args[0]], True)
+        return builder.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [args[0]], True)
 
     return types.int64(types.int64), codegen
 
@@ -128,7 +128,7 @@ def shuffle16(_typing: Any, to: Any, at: Any, order: Any) -> Any:
             signature = ir.FunctionType(_BYTES16, [_BYTES16, _BYTES16])
             value = builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [value, order])
         else:
-            lanes = [ir.Constant(ir.IntType(32), k) for k in range(16)]
+            lanes = [ir.Constant(I32, k) for k in range(16)]
             picked = [builder.extract_element(value, builder.extract_element(order, lane)) for lane in lanes]
             for lane, element in zip(lanes, picked, strict=True):
                 value = builder.insert_element(value, element, lane)
@@ -143,10 +143,10 @@ def store_pair(_typing: Any, to: Any, low: Any, high: Any) -> Any:
     """Write two 64-bit numbers as one store of 128 bits, so a later load of any part does not wait for the cache."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        pair = ir.VectorType(_I64, 2)
+        pair = ir.VectorType(I64, 2)
         value = ir.Constant(pair, None)
         for lane, number in enumerate(args[1:]):
-            value = builder.insert_element(value, number, ir.Constant(ir.IntType(32), lane))
+            value = builder.insert_element(value, number, ir.Constant(I32, lane))
         builder.store(value, builder.inttoptr(args[0], pair.as_pointer()), align=1)
         return context.get_dummy_value()
 
@@ -170,8 +170,8 @@ def store_lines(_typing: Any, to: Any, at: Any, n: Any) -> Any:
     """Copy n bytes, in whole cache lines, to a line-aligned address with non-temporal stores, bypassing the caches."""
 
     def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        hint = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-        with cgutils.for_range_slice(builder, ir.Constant(_I64, 0), args[2], ir.Constant(_I64, LINE)) as (k, _):
+        hint = builder.module.add_metadata([ir.Constant(I32, 1)])
+        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), args[2], ir.Constant(I64, LINE)) as (k, _):
             place, source = (builder.inttoptr(builder.add(a, k), _BYTES64.as_pointer()) for a in args[:2])
             builder.store(builder.load(source, align=1), place, align=LINE).set_metadata("nontemporal", hint)
         return context.get_dummy_value()
@@ -205,34 +205,22 @@ def pointer(_typing: Any, address: Any) -> Any:
     return types.voidptr(types.int64), codegen
 
 
-@intrinsic
-def float_bits(_typing: Any, value: Any) -> Any:
-    """Return the bits of a float32, as uint32."""
+def _bitcast(of: Any, to: Any, kind: ir.Type) -> Any:
+    """Return an intrinsic that returns the bits of a number as a number of another type."""
 
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
+    @intrinsic
+    def cast(_typing: Any, value: Any) -> Any:
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], kind)
 
-    return types.uint32(types.float32), codegen
+        return to(of), codegen
 
-
-@intrinsic
-def double_bits(_typing: Any, value: Any) -> Any:
-    """Return the bits of a float64, as int64."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _I64)
-
-    return types.int64(types.float64), codegen
+    return cast
 
 
-@intrinsic
-def double_of(_typing: Any, bits: Any) -> Any:
-    """Return the float64 with these bits."""
-
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.DoubleType())
-
-    return types.float64(types.int64), codegen
+float_bits = _bitcast(types.float32, types.uint32, I32)
+double_bits = _bitcast(types.float64, types.int64, I64)
+double_of = _bitcast(types.int64, types.float64, ir.DoubleType())
 
 
 @intrinsic

@@ -54,9 +54,7 @@ KERNEL(check_adler32, (const uint8_t* __restrict__ decoded, const int64_t* start
         EACH_THREAD(t) {
             if (t == 0) {
                 const uint64_t a = (1 + (sums & 0xFFFFFFFF)) % BASE, b = (uint64_t(size) + (sums >> 32)) % BASE;
-                const uint8_t* last = stored + trailer[i];
-                const uint32_t found =
-                    uint32_t(last[0]) << 24 | uint32_t(last[1]) << 16 | uint32_t(last[2]) << 8 | uint32_t(last[3]);
+                const uint32_t found = uint32_t(big4(stored + trailer[i]));
                 if (found != uint32_t(b << 16 | a)) atomic_set_if_zero(status + i, BAD_CHECKSUM);
             }
         }
@@ -196,8 +194,7 @@ KERNEL(check_fletcher32, (const uint8_t* __restrict__ stored, const int64_t* sta
         EACH_THREAD(t) {
             if (t == 0) {
                 const uint32_t wanted = uint32_t(folded(sums >> 32) << 16 | folded(sums & 0xFFFFFFFF));
-                uint32_t found = 0;
-                for (int k = 0; k < 4 && size >= 0; ++k) found |= uint32_t(from[size + k]) << 8 * k;
+                const uint32_t found = size < 0 ? 0 : load4(from + size);
                 if (size < 0 || (found != wanted && found != with_halves_swapped(wanted))) {
                     atomic_set_if_zero(status + i, BAD_FLETCHER);
                 }

@@ -2,8 +2,8 @@
 //
 // This file and its neighbours are compiled as one unit: by NVRTC when a loader is opened, and by the tests for the
 // host, with other definitions of the primitives below. So they include nothing and use no other CUDA feature. The
-// reference for each kernel is in gpuload/backends/native: chunks.py, frames.py and inflate.py (decoding), rows.py
-// (taking rows).
+// reference for each kernel is in gpuload/backends/native: chunks.py, checksums.py, frames.py and inflate.py (decoding),
+// rows.py (taking rows).
 //
 // common.cu       primitives, blocks and threads, unaligned bytes
 // chunks.cu       stored bytes -> decoded bytes: checksums, byte shuffle, LZF
