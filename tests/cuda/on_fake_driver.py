@@ -380,11 +380,12 @@ def a_cancelled_read_ends_soon_and_writes_no_more() -> None:
     device, file = Device(), File(8_000_000)
     reader = KvikioReader(device, num_threads=2, task_nbytes=PAGE * 4)
     driver.fake_set_delay_us(5_000)
+    n_copies = driver.fake_n_copies()
     whole = np.array([0]), np.array([8_000_000]), np.array([0])
     first, second, third = (
         reader.start(file.source, *whole, Arena(8_001_536), device.stream, name="/X/data") for _ in range(3)
     )
-    time.sleep(0.05)
+    assert eventually(lambda: driver.fake_n_copies() >= n_copies + 4)
     for read in (third, second, first):
         read.cancel()
     for read in (first, second, third):
