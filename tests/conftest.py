@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import variants
 from tests.variants import VARIANTS, Stored
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; programs under test inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The same examples in every run, however busy the machine is; a test may ask for more.
+settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -44,7 +44,7 @@ class Faults:
     p_stall
         The answer stops for `stall_s` seconds, after a part of the body where there is one, and then goes on.
     stall_s
-        Seconds.
+        Seconds; a change holds for the answers that have stopped, too.
     most_in_a_row
         No request meets more faults one after the other than this; 0 is no limit. With it, a client that tries often
         enough gets everything.

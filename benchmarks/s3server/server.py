@@ -61,12 +61,15 @@ class Server:
         self._service = Service(Objects(root))
         self._in_flight = 0
         self._counts: Counter[str] = Counter()
+        self._changed = asyncio.Event()
         self._set(faults)
 
     def _set(self, faults: Faults) -> None:
         self._faults = faults
         self._total = Pace(faults.total_bandwidth)
         self._attempts: Counter[str] = Counter()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def listen(self, host: str, port: int) -> asyncio.Server:
         """Start to listen."""
@@ -138,8 +141,11 @@ class Server:
     async def _meet(self, fate: Fate, request: Request) -> None:
         """Carry out what happens at one place of an answer."""
         if fate.kind == "stall":
+            began_s = asyncio.get_running_loop().time()
             await request.writer.drain()
-            await asyncio.sleep(self._faults.stall_s)
+            while (left_s := began_s + self._faults.stall_s - asyncio.get_running_loop().time()) > 0:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), left_s)
         elif fate.kind == "reset":
             request.writer.get_extra_info("socket").setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)

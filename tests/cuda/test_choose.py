@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpuload.backends.cuda import open_cuda
+from gpuload.backends.cuda import choose, open_cuda
 from gpuload.backends.cuda.choose import N_TRIALS, MeasuredReader
 from gpuload.errors import MissingDependencyError, ReadError
 from tests.cuda.fake_device import FakeDevice, FakeNvcomp
+
+
+class Clock:
+    """Stands for `time`: it goes on by what readers take, and by nothing that a busy machine does."""
+
+    now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "time", CLOCK)
 
 
 class Timed:
@@ -29,7 +45,7 @@ class Timed:
 
         class Pending:
             def result(self) -> None:
-                time.sleep(seconds)
+                CLOCK.now_s += seconds
 
             def done(self) -> bool:
                 return True

@@ -530,7 +530,7 @@ def test_closing_waits_then_leaves_nothing(file: FileSource) -> None:
     read.result()
     np.testing.assert_array_equal(out, bytes_of(100_003)[:9_000])
     assert {t.name for t in threading.enumerate()} <= before
-    assert len(os.listdir("/proc/self/fd")) == n_descriptors
+    assert len(os.listdir("/proc/self/fd")) <= n_descriptors
     assert not device.pinned_alive
     with pytest.raises(ReadError, match=r"the loader was closed; open it again with open_loader\(\)\."):
         start(reader, file, [0], [10])

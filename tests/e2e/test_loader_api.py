@@ -479,10 +479,10 @@ def test_with_statement_closes(plain: Stored, no_leaks: None) -> None:
         assert len(os.listdir("/proc/self/fd")) == n_descriptors + 2
         assert len(os.listdir("/proc/self/task")) > n_threads
     assert len(os.listdir("/proc/self/fd")) == n_descriptors
-    deadline = time.monotonic() + 2  # the system lists a thread for a moment after it was joined
+    deadline = time.monotonic() + 20  # the system lists a thread for a moment after it was joined
     while len(os.listdir("/proc/self/task")) > n_threads and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(os.listdir("/proc/self/task")) == n_threads
+    assert len(os.listdir("/proc/self/task")) <= n_threads  # one of a test before may have ended since
     with pytest.raises(gpuload.GpuloadError, match="closed"):
         next(iter(loader))
     assert loader.n_obs == 262

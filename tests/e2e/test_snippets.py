@@ -10,7 +10,6 @@ import contextlib
 import re
 import shlex
 import shutil
-import socket
 import sys
 import warnings
 from dataclasses import dataclass
@@ -210,10 +209,7 @@ def buckets(place: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set what torchrun sets for the one process of a run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "RANK": 0, "WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
 
 

@@ -338,7 +338,7 @@ def test_a_refused_opening_leaves_nothing(plain: Stored) -> None:
     for settings in ({"layer": "none"}, {"genes": ["none"]}, {"obs": ["none"]}, {"device": "cuda:0"}):
         with pytest.raises(gpuload.GpuloadError):
             gpuload.open_loader([plain.path, plain.path], **settings)  # type: ignore[arg-type]
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_an_epoch_after_an_error_in_the_file(store_variant: StoreVariant, tmp_path: Any) -> None:

@@ -446,4 +446,4 @@ def test_files_that_were_opened_are_closed_where_a_later_one_is_no_such_file(tmp
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(gpuload.StoreError, match=re.escape(paths[7].name)):
         gpuload.open_loader(paths, **SMALL)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before

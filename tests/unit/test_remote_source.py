@@ -106,10 +106,8 @@ def test_many_are_under_way_at_a_time(no_leaks: None) -> None:
 
     remote = FakeRemote({"a": DATA}, wait)
     source = source_of(remote)
-    start = time.perf_counter()
     offset = list(range(0, 1_000_000, 10_000))
     assert b"".join(read(source, offset, [10_000] * 100)) == DATA
-    assert time.perf_counter() - start < 100 * 0.05 / 4
     assert 8 < remote.most_at_once <= remote_source.IN_FLIGHT
     source.close()
 

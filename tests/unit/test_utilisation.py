@@ -16,6 +16,7 @@ from gpuload.cli.utilisation import Busy, Utilisation
 from gpuload.stats import Span
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.variants import Stored
@@ -29,7 +30,7 @@ class Nvml(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("pynvml")
-        self.n_init = 0
+        self.n_init = self.n_refused = 0
         self.loads = {0: itertools.cycle([0, 50]), 1: itertools.cycle([100])}
         self.has_driver, self.has_counter = True, True
 
@@ -54,6 +55,7 @@ class Nvml(ModuleType):
 
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
         if not self.has_counter:
+            self.n_refused += 1
             raise self.NVMLError("Not Supported")
         return SimpleNamespace(gpu=next(self.loads[handle]), memory=0)
 
@@ -66,17 +68,20 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
     return found
 
 
-def watched(seconds: float = 0.15) -> list[Busy]:
+def watched(is_enough: Callable[[list[Busy]], bool]) -> list[Busy]:
+    """Return what was seen until it is enough."""
     with Utilisation(period_s=0.005) as busy:
-        time.sleep(seconds)
+        deadline = time.monotonic() + 20
+        while not is_enough(busy.gpus) and time.monotonic() < deadline:
+            time.sleep(0.001)
     return busy.gpus
 
 
 def test_each_gpu_is_asked(nvml: Nvml, no_leaks: None) -> None:
     start_s = time.perf_counter()
-    first, second = watched()
+    first, second = watched(lambda gpus: len(gpus[0].percent) >= 20)
     assert (first.name, second.name) == ("GPU 0", "GPU 1")
-    assert len(first.percent) == len(first.at_s) > 4
+    assert len(first.percent) == len(first.at_s) >= 20
     assert first.percent[:4] == [0, 50, 0, 50]
     assert set(second.percent) == {100}
     assert first.at_s == sorted(first.at_s)
@@ -95,16 +100,17 @@ def test_only_those_that_cuda_may_see(
     nvml: Nvml, monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [gpu.name for gpu in watched(0.02)] == names
+    assert [gpu.name for gpu in watched(lambda gpus: all(gpu.percent for gpu in gpus))] == names
 
 
 def test_silence_where_there_is_none(nvml: Nvml, monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> None:
     nvml.has_counter = False
-    assert [gpu.percent for gpu in watched(0.02)] == [[], []]
+    assert [gpu.percent for gpu in watched(lambda _: nvml.n_refused >= 4)] == [[], []]
+    assert nvml.n_refused >= 4
     nvml.has_driver = False
-    assert watched(0) == []
+    assert watched(lambda _: True) == []
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert watched(0) == []
+    assert watched(lambda _: True) == []
 
 
 def height(png: bytes) -> int:
