@@ -171,7 +171,7 @@ def decode_lz4(
     at = np.int64(src.ctypes.data) + src_pos
     if n < 4 or load32(at) != size:
         return BAD_LZ4
-    got = _lz4(at + 4, n - 4, np.int64(dst.ctypes.data), size, need, addresses)
+    got = lz4_at(at + 4, n - 4, np.int64(dst.ctypes.data), size, need, addresses)
     return got if got >= need else BAD_LZ4
 
 
@@ -180,12 +180,12 @@ def decode_zstd(
     src: Any, src_pos: int, n: int, dst: Any, size: int, addresses: Any
 ) -> int:  # pragma: no cover - compiled
     """Decode a zstd frame; parameters as in `decode_blosc`."""
-    got = _zstd(np.int64(src.ctypes.data) + src_pos, n, np.int64(dst.ctypes.data), size, addresses)
+    got = zstd_at(np.int64(src.ctypes.data) + src_pos, n, np.int64(dst.ctypes.data), size, addresses)
     return got if got == size else BAD_ZSTD
 
 
 @native
-def _lz4(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> int:  # pragma: no cover - compiled
+def lz4_at(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> int:  # pragma: no cover - compiled
     """Decode a block of exactly `size` bytes, or at least the first `need` of them; return the number decoded."""
     if max(n, size) > _MAX_NBYTES:
         return -1
@@ -196,7 +196,7 @@ def _lz4(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> in
 
 
 @native
-def _zstd(src: int, n: int, dst: int, size: int, addresses: Any) -> int:  # pragma: no cover - compiled
+def zstd_at(src: int, n: int, dst: int, size: int, addresses: Any) -> int:  # pragma: no cover - compiled
     """Decode a frame into `size` bytes; return the number decoded, or some other number on failure."""
     return _call_zstd(addresses[ZSTD], (addresses[ZSTD_CONTEXT], dst, size, src, n))
 
@@ -318,10 +318,10 @@ def _block(
         if stored == size:
             copy_bytes(to, at, need)
         elif codec == _BLOSC_LZ4:
-            if _lz4(at, stored, to, size, need, addresses) < need:
+            if lz4_at(at, stored, to, size, need, addresses) < need:
                 return BAD_STREAM
         elif codec == _BLOSC_ZSTD:
-            if _zstd(at, stored, to, size, addresses) != size:
+            if zstd_at(at, stored, to, size, addresses) != size:
                 return BAD_STREAM
         else:
             code = inflate_zlib(src, src_pos, stored, dst, dst_pos, size, size, tables, True)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gpuload.backends.native.calls import caller
-from gpuload.backends.native.frames import _lz4, _zstd, gunzip
+from gpuload.backends.native.frames import gunzip, lz4_at, zstd_at
 from gpuload.backends.native.words import I32, I64, copy_bytes, inline, load8, load32, native, shift_right, store8
 
 BAD_HEADER = -301
@@ -239,9 +239,9 @@ def decompress(
         place = np.int64(dst.ctypes.data)
         got = gunzip(src, at - start, n, dst[to - place :], size, size, tables, True)
     elif codec == _ZSTD:
-        got = _zstd(at, n, to, size, addresses)
+        got = zstd_at(at, n, to, size, addresses)
     else:
-        got = _lz4(at, n, to, size, size, addresses)
+        got = lz4_at(at, n, to, size, size, addresses)
     return 0 if got == size else BAD_CODEC
 
 

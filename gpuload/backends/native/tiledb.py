@@ -13,16 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from gpuload.backends.native.tiledb_filters import BAD_SIZE, BAD_TILE, undo_filters
-from gpuload.backends.native.words import load32, load64
-
-_native = numba.njit(nogil=True, cache=True, error_model="numpy")
+from gpuload.backends.native.words import load32, load64, native
 
 
-@_native
+@native
 def decode_tile(  # noqa: PLR0911 - one return per fault
     at: int,
     end: int,
@@ -76,7 +73,7 @@ def decode_tile(  # noqa: PLR0911 - one return per fault
     return 0 if done == size else BAD_SIZE, at
 
 
-@_native
+@native
 def largest_chunk(at: int, end: int) -> int:  # pragma: no cover - compiled
     """Return the largest decoded or stored size of the chunks of a tile, or of tiles in a row; or a code."""
     most = 0
@@ -98,7 +95,7 @@ def largest_chunk(at: int, end: int) -> int:  # pragma: no cover - compiled
     return most
 
 
-@_native
+@native
 def decode_tiles(
     stored: Any,
     steps: Any,

@@ -14,21 +14,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba import carray
 
 from gpuload.backends.native.tiledb import decode_tile
 from gpuload.backends.native.tiledb_filters import BAD_COLUMN, BAD_COUNT, BAD_ROW, BAD_TILE
-from gpuload.backends.native.words import copy_bytes, load64, pointer
+from gpuload.backends.native.words import copy_bytes, load64, native, pointer
 
 HEADER = 4
 """Words before the tables of a band: its first row, number of rows, number of tiles, stored bytes of their rows."""
 
-_native = numba.njit(nogil=True, cache=True, error_model="numpy")
 
-
-@_native
+@native
 def count_rows(rows: Any, first: int, counts: Any) -> int:  # pragma: no cover - compiled
     """Count the values of each row.
 
@@ -57,7 +54,7 @@ def count_rows(rows: Any, first: int, counts: Any) -> int:  # pragma: no cover -
     return 1 if is_ascending else 0
 
 
-@_native
+@native
 def _narrow(at: int, n: int, n_columns: int, to: int) -> bool:  # pragma: no cover - compiled
     """Write n columns, int64, as int32; return whether each is one of `n_columns`."""
     found, narrow = carray(pointer(at), n, np.int64), carray(pointer(to), n, np.int32)
@@ -68,7 +65,7 @@ def _narrow(at: int, n: int, n_columns: int, to: int) -> bool:  # pragma: no cov
     return signs >= 0
 
 
-@_native
+@native
 def _mark_rows(wanted: Any, place: Any, n_rows: int, is_wanted: Any) -> bool:  # pragma: no cover - compiled
     """Mark the rows of a band that have any wanted value; return whether all have.
 
@@ -84,7 +81,7 @@ def _mark_rows(wanted: Any, place: Any, n_rows: int, is_wanted: Any) -> bool:  #
     return are_all
 
 
-@_native
+@native
 def _find_runs(at: int, n: int, starts: Any) -> int:  # pragma: no cover - compiled
     """Write where each run of equal numbers begins among n (int64), and n after the last; return their number.
 
@@ -108,7 +105,7 @@ def _find_runs(at: int, n: int, starts: Any) -> int:  # pragma: no cover - compi
     return n_runs
 
 
-@_native
+@native
 def _wanted_ranges(
     rows: Any, starts: Any, n_runs: int, first: int, n_rows: int, is_wanted: Any, item: int, ranges: Any
 ) -> int:  # pragma: no cover - compiled
@@ -130,7 +127,7 @@ def _wanted_ranges(
     return n_ranges
 
 
-@_native
+@native
 def _place_values(
     rows: Any,
     starts: Any,
@@ -171,7 +168,7 @@ def _place_values(
     return n_done
 
 
-@_native
+@native
 def gather_rows(  # noqa: PLR0911 - one return per fault
     stored: Any,
     row_steps: Any,

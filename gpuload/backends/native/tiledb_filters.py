@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba import carray
 
 from gpuload.backends.native.decoders import call_one
-from gpuload.backends.native.frames import _lz4, _zstd, unshuffle_items
+from gpuload.backends.native.frames import lz4_at, unshuffle_items, zstd_at
 from gpuload.backends.native.words import (
     copy_bytes,
     double_of,
@@ -29,6 +28,7 @@ from gpuload.backends.native.words import (
     load32,
     load64,
     low_bits,
+    native,
     pointer,
     shift_left,
     shift_right,
@@ -62,8 +62,6 @@ N_STEP = 5
 _BLOCK = 8192
 """Bytes that are bit-shuffled together."""
 
-_native = numba.njit(nogil=True, cache=True, error_model="numpy")
-
 
 def describe(code: int) -> str:
     """Return the meaning of a code of this module, as part of a sentence."""
@@ -78,7 +76,7 @@ def describe(code: int) -> str:
     }[code]
 
 
-@_native
+@native
 def get_item(at: int, size: int) -> int:  # pragma: no cover - compiled
     """Return the unsigned integer of 1, 2, 4 or 8 bytes at an address."""
     if size == 8:
@@ -88,7 +86,7 @@ def get_item(at: int, size: int) -> int:  # pragma: no cover - compiled
     return load16(at) if size == 2 else load8(at)
 
 
-@_native
+@native
 def put_item(at: int, size: int, value: int) -> None:  # pragma: no cover - compiled
     """Write the low 1, 2, 4 or 8 bytes of a number at an address."""
     if size == 8:
@@ -101,7 +99,7 @@ def put_item(at: int, size: int, value: int) -> None:  # pragma: no cover - comp
         store8(at, value)
 
 
-@_native
+@native
 def _undo_rle(src: int, n: int, to: int, room: int, item: int) -> int:  # pragma: no cover - compiled
     """Runs: an item, and its number as two bytes, the higher first."""
     if n % (item + 2):
@@ -117,7 +115,7 @@ def _undo_rle(src: int, n: int, to: int, room: int, item: int) -> int:  # pragma
     return done
 
 
-@_native
+@native
 def _undo_delta(src: int, n: int, to: int, room: int, item: int) -> int:  # pragma: no cover - compiled
     if n < 8:
         return BAD_CODEC
@@ -131,7 +129,7 @@ def _undo_delta(src: int, n: int, to: int, room: int, item: int) -> int:  # prag
     return count * item
 
 
-@_native
+@native
 def _undo_double_delta(src: int, n: int, to: int, room: int, item: int) -> int:  # pragma: no cover - compiled
     """Second differences as sign and magnitude, in bits from the highest of each 64-bit word on."""
     if n < 9:
@@ -167,7 +165,7 @@ def _undo_double_delta(src: int, n: int, to: int, room: int, item: int) -> int: 
     return count * item
 
 
-@_native
+@native
 def _decompress(  # noqa: PLR0911 - one return per codec
     kind: int, item: int, src: int, n: int, to: int, size: int, tables: int, addresses: Any, inflate: int
 ) -> int:  # pragma: no cover - compiled
@@ -175,12 +173,12 @@ def _decompress(  # noqa: PLR0911 - one return per codec
     if size == 0:
         return 0
     if kind == ZSTD:
-        return 0 if _zstd(src, n, to, size, addresses) == size else BAD_CODEC
+        return 0 if zstd_at(src, n, to, size, addresses) == size else BAD_CODEC
     if kind == GZIP:
         arguments = (src, n, to, size, 0, size, 1, to, tables, np.int64(addresses.ctypes.data))
         return 0 if call_one(inflate, arguments) == size else BAD_CODEC
     if kind == LZ4:
-        return 0 if _lz4(src, n, to, size, size, addresses) == size else BAD_CODEC
+        return 0 if lz4_at(src, n, to, size, size, addresses) == size else BAD_CODEC
     if kind == RLE:
         return 0 if _undo_rle(src, n, to, size, item) == size else BAD_CODEC
     if kind == DELTA:
@@ -188,7 +186,7 @@ def _decompress(  # noqa: PLR0911 - one return per codec
     return 0 if _undo_double_delta(src, n, to, size, item) == size else BAD_CODEC
 
 
-@_native
+@native
 def _undo_bit_shuffle(src: int, n: int, to: int, item: int) -> None:  # pragma: no cover - compiled
     """Undo the shuffle of a block: bit b of byte k of all items is a plane of bits, in the order of k and b."""
     n_items = n // item
@@ -206,7 +204,7 @@ def _undo_bit_shuffle(src: int, n: int, to: int, item: int) -> None:  # pragma: 
     copy_bytes(to + whole * item, src + whole * item, n - whole * item)
 
 
-@_native
+@native
 def _undo_shuffled_part(kind: int, src: int, n: int, to: int, item: int) -> None:  # pragma: no cover - compiled
     if kind == BYTE_SHUFFLE:
         whole = carray(pointer(to), (n + 7) & -8, np.uint8)  # of which n bytes are written
@@ -223,7 +221,7 @@ def _undo_shuffled_part(kind: int, src: int, n: int, to: int, item: int) -> None
             _undo_bit_shuffle(src + first, min(_BLOCK, n - first), to + first, item)
 
 
-@_native
+@native
 def _undo_scale(steps: Any, k: int, src: int, n: int, to: int) -> int:  # pragma: no cover - compiled
     """Integers times a scale plus an offset, in float64, as float32 or float64; return the bytes written."""
     item, width = steps[k, ITEM], steps[k, WIDTH]
@@ -242,7 +240,7 @@ def _undo_scale(steps: Any, k: int, src: int, n: int, to: int) -> int:  # pragma
     return count * item
 
 
-@_native
+@native
 def _undo_windows(
     kind: int, item: int, data: int, data_end: int, md: int, md_end: int, to: int, room: int
 ) -> Any:  # pragma: no cover - compiled
@@ -283,7 +281,7 @@ def _undo_windows(
     return done, md
 
 
-@_native
+@native
 def undo_filters(  # noqa: PLR0911 - one return per fault
     md: int,
     n_md: int,
