@@ -73,7 +73,7 @@ _ALL_FILTERS, _DONT_FILTER_PARTIAL_CHUNKS = np.uint32(0xFFFF_FFFF), 2
 
 _GZIP = b"\x1f\x8b"
 
-_Chunks = tuple["NDArray[np.int64]", "NDArray[np.int64]", "NDArray[np.uint32]"]
+_Chunks = tuple["NDArray[Any]", "NDArray[Any]", "NDArray[Any]"]
 
 _PARTS = ("offset", "nbytes", "mask")
 """Tables of the chunks by which the index keeps them."""

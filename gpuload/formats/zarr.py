@@ -85,67 +85,47 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "", 
             return _read_array(root, tree, held, path, layer, obs, modality)
         if is_mudata(root):
             return read_modality(
-                root, path, modality, obs, lambda group, own, name: _read(group, tree, held, layer, own, name)
+                root, path, modality, obs, lambda group, own, name: _read(group, name, tree, held, layer, own)
             )
-        groups = _datasets(root, path, modality)
-        known = [column_names(member(group, "obs", path)) if obs and fill else obs for group in groups]
+        groups = _groups(root, path, modality)
+        known = [column_names(member(group, "obs", path)) if obs and fill else obs for _, group in groups]
         each = zip(groups, stored_columns(obs, known), strict=True)
-        stores = [with_columns(_read(group, tree, held, layer, stored), obs) for group, stored in each]
+        stores = [with_columns(_read(group, name, tree, held, layer, own), obs) for (name, group), own in each]
         return concat(stores, cure="the data sets of a collection have the same genes in the same order: recreate it.")
 
 
 def open_by_columns(path: str, *, layer: str, modality: str = "") -> Store | None:
     """Open a CSC matrix as a store of genes x cells, without names; None if it is not CSC, or is one of several."""
     with _opened(path) as (root, tree, held):
-        name = path
-        if isinstance(root, Array):
-            _close(held)
-            return None
-        if is_mudata(root):
-            modality, group = find_modality(root, path, modality)
-            name = f"{path}/{modality}"
-        else:
-            group, *others = _datasets(root, path, modality)
-            if others:
-                _close(held)
-                return None
-        access = _Access(tree.name)
-        try:
+        groups = _groups(root, path, modality)
+        if len(groups) == 1:
+            name, group = groups[0]
+            access = _Access(tree.name, held)
             matrix = read_by_columns(group, name, layer, access)
-        finally:
-            held.extend(access.sources)
-        if matrix is None:
-            _close(held)
-            return None
-        return Store((matrix,), (name,), np.empty(matrix.n_vars, dtype=object), {}, tuple(dict.fromkeys(held)))
+            if matrix is not None:
+                return Store((matrix,), (name,), np.empty(matrix.n_vars, dtype=object), {}, access.sources())
+        _close(held)
+        return None
 
 
 def obs_columns(path: str, modality: str = "") -> list[str]:
     """Return the names of the columns of obs; for a collection, those of any of its data sets."""
     with _opened(path) as (root, _, held):
-        try:
-            if isinstance(root, Array):
-                return []
-            if is_mudata(root):
-                return columns_of(root, path, modality)
-            frames = [member(group, "obs", path) for group in _datasets(root, path, modality)]
-            return list(dict.fromkeys(name for frame in frames for name in column_names(frame)))
-        finally:
-            _close(held)
+        if isinstance(root, Group) and is_mudata(root):
+            names = columns_of(root, path, modality)
+        else:
+            frames = [member(group, "obs", path) for _, group in _groups(root, path, modality)]
+            names = list(dict.fromkeys(name for frame in frames for name in column_names(frame)))
+        _close(held)
+        return names
 
 
 @contextmanager
 def anndata_groups(path: str, modality: str = "") -> Iterator[list[Group]]:
     """Yield the AnnData groups of a store: the store itself, a modality, or a collection's data sets."""
     with _opened(path) as (root, _, held):
-        try:
-            if isinstance(root, Array):
-                yield []
-            else:
-                is_whole = not is_mudata(root)
-                yield _datasets(root, path, modality) if is_whole else [find_modality(root, path, modality)[1]]
-        finally:
-            _close(held)
+        yield [group for _, group in _groups(root, path, modality)]
+        _close(held)
 
 
 def is_zarr_zip(path: str) -> bool:
@@ -200,20 +180,24 @@ def _close(sources: list[Source]) -> None:
         source.close()
 
 
-def _datasets(root: Group, path: str, modality: str = "") -> list[Group]:
-    """Return the AnnData groups, excluding modalities."""
+def _groups(root: Group | Array, path: str, modality: str) -> list[tuple[str, Group]]:
+    """Return the AnnData groups of a store, each after its name in errors; none if it is an array."""
+    if isinstance(root, Array):
+        return []
+    if is_mudata(root):
+        name, group = find_modality(root, path, modality)
+        return [(f"{path}/{name}", group)]
     if modality:
         raise no_modalities(path, modality)
     if root.attrs.get("encoding-type") != _COLLECTION:
-        return [root]
+        return [(path, root)]
     found = sorted((int(m[1]), name) for name in root if (m := _DATASET.fullmatch(name)))
     if not found:
         raise StoreError(f"{path}: this collection holds no data sets; add some with annbatch's add_adatas.")
-    numbers = [number for number, _ in found]
-    if numbers != list(range(len(found))):
-        missing = next(i for i, number in enumerate(numbers) if i != number)
-        raise CorruptDataError(f"{path}: this collection lacks dataset_{missing}; copy all of it again.")
-    return [root[name] for _, name in found]
+    for i, (number, _) in enumerate(found):
+        if i != number:
+            raise CorruptDataError(f"{path}: this collection lacks dataset_{i}; copy all of it again.")
+    return [(os.path.join(path, name), root[name]) for _, name in found]
 
 
 def _read_array(
@@ -224,42 +208,40 @@ def _read_array(
         raise no_modalities(path, modality)
     check_plain_matrix(path, layer, obs, "store an AnnData")
     check_n_dims(f"{path}: it", array.ndim)
-    access = _Access(tree.name)
-    try:
-        matrix = dense_matrix(access.layout(array), f"{path}: it")
-    finally:
-        held += access.sources
-    return Store((matrix,), (path,), numbered(matrix.n_vars), {}, tuple(dict.fromkeys(held)))
+    access = _Access(tree.name, held)
+    matrix = dense_matrix(access.layout(array), f"{path}: it")
+    return Store((matrix,), (path,), numbered(matrix.n_vars), {}, access.sources())
 
 
-def _read(group: Group, tree: Tree, held: list[Source], layer: str, obs: Sequence[str], name: str = "") -> Store:
+def _read(group: Group, name: str, tree: Tree, held: list[Source], layer: str, obs: Sequence[str]) -> Store:
     """Return the store of one AnnData; `name` is its name in errors."""
-    if not name:
-        name = os.path.join(tree.name, group.name.strip("/")) if group.name != "/" else tree.name
-    access = _Access(tree.name)
-    try:
-        matrix, var_names, columns = read_members(group, name, layer, obs, access)
-    finally:
-        held += access.sources
-    return Store((matrix,), (name,), var_names, columns, tuple(dict.fromkeys(access.sources)))
+    access = _Access(tree.name, held)
+    matrix, var_names, columns = read_members(group, name, layer, obs, access)
+    return Store((matrix,), (name,), var_names, columns, access.sources())
 
 
 class _Access:
-    """Zarr's side of `members`; notes the sources of the layouts."""
+    """Zarr's side of `members`; adds the sources of the layouts to those that are held."""
 
     owner = "AnnData"
     writer = "write_zarr"
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, held: list[Source]) -> None:
         self._path = path
-        self.sources: list[Source] = []
+        self._held = held
+        self._sources: dict[Source, None] = {}
+
+    def sources(self) -> tuple[Source, ...]:
+        """Return the sources of its own layouts."""
+        return tuple(self._sources)
 
     def is_array(self, node: Any) -> bool:
         return isinstance(node, Array)
 
     def layout(self, node: Array) -> ArrayLayout:
         layout = node.layout()
-        self.sources.append(layout.source)
+        self._sources[layout.source] = None
+        self._held.append(layout.source)
         return layout
 
     def csr(self, node: Group, n_rows: int, n_vars: int) -> CsrMatrix:
