@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.formats.zarr_nodes import Tree
+    from gpuload.types import Source
 
 MAX_NBYTES = (1 << 31) - 1
 """Largest decoded chunk: the codecs' limit."""
@@ -148,38 +149,27 @@ def parse_v3(meta: dict[str, Any], where: str) -> Spec:
         for name in meta.keys() - _KEYS_V3:
             if not (isinstance(meta[name], dict) and meta[name].get("must_understand") is False):
                 _refuse(where, f"has an extension {name!r}", "rewrite it without that")
-        grid, keys = meta["chunk_grid"], _named(meta["chunk_key_encoding"])
+        grid, ((encoding, options),) = meta["chunk_grid"], _steps([meta["chunk_key_encoding"]])
         if grid["name"] != "regular":
             _refuse(where, f"has a chunk grid {grid['name']!r}", "rewrite it with chunks of one shape")
         dtype, text = _v3_dtype(meta["data_type"], where)
         chunks, shards, index = _sizes(grid["configuration"]["chunk_shape"]), None, {}
-        steps = [(s["name"], s.get("configuration") or {}) for s in map(_named, meta["codecs"])]
-        steps = _without_transpose(steps, where)
+        steps = _without_transpose(_steps(meta["codecs"]), where)
         if steps and steps[0][0] == "sharding_indexed":
             if len(steps) > 1:
                 _refuse(where, f"encodes whole shards with {steps[1][0]!r}", "rewrite it with that inside the shards")
             configuration = steps[0][1]
             shards, chunks = chunks, _sizes(configuration["chunk_shape"])
-            steps = [(s["name"], s.get("configuration") or {}) for s in map(_named, configuration["codecs"])]
-            steps, index = _without_transpose(steps, where), _shard_index(configuration, where)
+            steps = _without_transpose(_steps(configuration["codecs"]), where)
+            index = _shard_index(configuration, where)
         filters = _v3_filters(steps, dtype, text, where)
-        if keys["name"] not in ("default", "v2"):
-            _refuse(where, f"names its chunks by {keys['name']!r}", "rewrite it with the default names")
-        is_default = keys["name"] == "default"
-        separator = (keys.get("configuration") or {}).get("separator", "/" if is_default else ".")
+        if encoding not in ("default", "v2"):
+            _refuse(where, f"names its chunks by {encoding!r}", "rewrite it with the default names")
+        prefix, separator = ("c", "/") if encoding == "default" else ("", ".")
+        separator = options.get("separator", separator)
         fill_value = _fill_value(meta.get("fill_value"), dtype)
-        spec = Spec(
-            _sizes(meta["shape"]),
-            chunks,
-            shards,
-            dtype,
-            text,
-            filters,
-            fill_value,
-            "c" if is_default else "",
-            separator,
-            **index,
-        )
+        shape = _sizes(meta["shape"])
+        spec = Spec(shape, chunks, shards, dtype, text, filters, fill_value, prefix, separator, **index)
         return _checked(spec, where)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise _senseless(where, error) from error
@@ -209,9 +199,10 @@ def _sizes(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _named(entry: Any) -> dict[str, Any]:
-    """Return the entry of a codec or of an encoding of keys; format 3 allows its name alone."""
-    return {"name": entry} if isinstance(entry, str) else dict(entry)
+def _steps(entries: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and configuration of codecs, or of encodings of keys; format 3 allows the name alone."""
+    each: list[dict[str, Any]] = [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
+    return [(entry["name"], entry.get("configuration") or {}) for entry in each]
 
 
 def _without_transpose(steps: list[tuple[str, Any]], where: str) -> list[tuple[str, Any]]:
@@ -223,11 +214,11 @@ def _without_transpose(steps: list[tuple[str, Any]], where: str) -> list[tuple[s
 
 
 def _shard_index(configuration: dict[str, Any], where: str) -> dict[str, bool]:
-    names = [(s["name"], s.get("configuration") or {}) for s in map(_named, configuration["index_codecs"])]
-    kinds = [name for name, _ in names]
+    steps = _steps(configuration["index_codecs"])
+    kinds = [name for name, _ in steps]
     if kinds not in (["bytes"], ["bytes", "crc32c"]):
         _refuse(where, f"encodes the index of its shards by {' + '.join(kinds)}", "rewrite it with the default")
-    _check_order(where, is_little=names[0][1].get("endian", "little") == "little", is_c=True)
+    _check_order(where, is_little=steps[0][1].get("endian", "little") == "little", is_c=True)
     location = configuration.get("index_location", "end")
     if location not in ("start", "end"):
         raise ValueError(f"index_location is {location!r}")
@@ -297,7 +288,7 @@ def _checked(spec: Spec, where: str) -> Spec:
         raise ValueError(f"shards of shape {spec.shard_shape} are not made of chunks of shape {spec.chunk_shape}")
     if spec.separator not in ("/", "."):
         raise ValueError(f"separator {spec.separator!r}")
-    if int(np.prod(spec.chunk_shape, dtype=object)) * spec.dtype.itemsize > MAX_NBYTES:
+    if math.prod(spec.chunk_shape) * spec.dtype.itemsize > MAX_NBYTES:
         _refuse(where, f"has chunks of shape {spec.chunk_shape}", "rewrite it with chunks of at most 2 GB")
     return spec
 
@@ -387,8 +378,12 @@ class Array:
         try:
             yield layout
         finally:
-            if layout.source is not getattr(self._tree, "source", None):
-                layout.source.close()
+            self._let_go(layout.source)
+
+    def _let_go(self, source: Source) -> None:
+        """Close the source of a layout, if it is of this array only."""
+        if source is not self._tree.source:
+            source.close()
 
     def _decoded(
         self, layout: ArrayLayout, chunks: NDArray[np.int64]
@@ -410,7 +405,7 @@ class Array:
         if stored.size < stored_nbytes:
             raise short_read(layout.source, self.name, offset, stored_nbytes, stored.size)
         path, at = layout.source.where_is(offset)
-        n, known = layout.chunk_size, getattr(self._tree, "crc", {}).get((offset, stored_nbytes))
+        n, known = layout.chunk_size, self._tree.crc.get((offset, stored_nbytes))
         try:
             if known is not None and zlib.crc32(stored.data) != known:
                 raise codecs.DecodeError("its zip checksum does not match")
@@ -434,7 +429,7 @@ class Array:
         per_file = tuple(s // c for s, c in zip(spec.shard_shape or chunk_shape, chunk_shape, strict=True))
         source, files = self._tree.chunks(self._key, self._file_names(_grid(grid, per_file)))
         try:
-            n_chunks = int(np.prod(grid, dtype=object))
+            n_chunks = math.prod(grid)
             if n_chunks > sum(n for _, n in files.values()) + (1 << 20):
                 raise CorruptDataError(f"{where} has {n_chunks} chunks, which its files cannot hold. {RESTORE}")
             place, first, size = self._found(files, _grid(grid, per_file))
@@ -445,10 +440,9 @@ class Array:
                 check_sizes(source, self.name, spec, first, size)
             else:
                 shards = Shards(source, self.name, spec, place, first, size, per_file, grid)
-                offset, nbytes = shards.chunks(getattr(self._tree, "index", None))
+                offset, nbytes = shards.chunks(self._tree.index)
         except BaseException:
-            if source is not getattr(self._tree, "source", None):
-                source.close()
+            self._let_go(source)
             raise
         fill_value = 0.0 if spec.dtype.kind in "OSU" else float(spec.fill_value)
         mask = np.zeros(n_chunks, dtype=np.uint32)
