@@ -187,8 +187,8 @@ def _columns_of(cells: Any, wanted: Sequence[str] = ()) -> Sequence[str]:
             if found.keys() >= set(wanted):
                 break
         return list(found)
-    if isinstance(cells, (str, os.PathLike)):
-        return obs_columns(os.fspath(cells))
+    if isinstance(cells, str):
+        return obs_columns(cells)
     return [str(name) for name in getattr(cells, "obs", ())]
 
 
@@ -263,36 +263,34 @@ def _together(parts: Sequence[Any]) -> list[Any]:
     """Return the parts, with consecutive Parquet files merged into one tuple of paths."""
     out: list[Any] = []
     for part in parts:
-        if not isinstance(part, (str, os.PathLike)) or not is_parquet(os.fspath(part)):
+        if not isinstance(part, str) or not is_parquet(part):
             out.append(part)
         elif out and isinstance(out[-1], tuple):
-            out[-1] += (os.fspath(part),)
+            out[-1] += (part,)
         else:
-            out.append((os.fspath(part),))
+            out.append((part,))
     return out
 
 
 def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str], fill: bool) -> Store:
     if isinstance(cells, tuple):
         return open_parquet(cells, layer=layer, obs=obs, fill=fill)
-    if not isinstance(cells, (str, os.PathLike)):
-        return open_memory(cells, place, layer=layer, obs=obs)
-    return open_path(os.fspath(cells), layer=layer, obs=obs, fill=fill)
+    if isinstance(cells, str):
+        return open_path(cells, layer=layer, obs=obs, fill=fill)
+    return open_memory(cells, place, layer=layer, obs=obs)
 
 
 def _parts(paths: Any) -> list[Any]:
-    """Return the given files and cells in memory as a list; raise StoreError if there are none."""
+    """Return the given files, as str, and cells in memory as a list; raise StoreError if there are none."""
     check_given(paths)
     is_one = isinstance(paths, (str, os.PathLike)) or is_anndata(paths) or is_matrix(paths)
     is_list = hasattr(paths, "__iter__") and len(getattr(paths, "shape", ())) < 2
-    parts = [part for one in ([paths] if is_one or not is_list else list(paths)) for part in _expand(one)]
+    parts: list[Any] = []
+    for one in [paths] if is_one or not is_list else paths:
+        parts += expand(os.fspath(one)) if isinstance(one, (str, os.PathLike)) else [one]
     if not parts:
         raise StoreError("paths=[]: expected at least one file or folder.")
     return parts
-
-
-def _expand(cells: Any) -> list[Any]:
-    return list(expand(os.fspath(cells))) if isinstance(cells, (str, os.PathLike)) else [cells]
 
 
 def _of_modality(paths: Any, name: str) -> Any:
@@ -304,17 +302,13 @@ def _of_modality(paths: Any, name: str) -> Any:
         return paths[name]
     parts = _parts(paths)
     for number, part in enumerate(parts):
-        if not isinstance(part, (str, os.PathLike)):
+        if not isinstance(part, str):
             raise StoreError(
                 f"<{type(part).__name__} {number}>: it holds one modality, so modality={name!r} is not available; pass "
                 "paths={'rna': adata, 'prot': other}, for example, or the mdata.mod of a MuData."
             )
-    return [_member_of(os.fspath(part), name) for part in parts]
-
-
-def _member_of(path: str, name: str) -> str:
-    address = as_address(path)
-    return os.path.join(path, name) if address is None else address.child(name)
+    addresses = map(as_address, parts)
+    return [os.path.join(p, name) if a is None else a.child(name) for p, a in zip(parts, addresses, strict=True)]
 
 
 def _check_width(first: Store, other: Store, layer: str) -> None:
@@ -364,7 +358,7 @@ def _check_cell_names(first: tuple[str, Any, str], other: tuple[str, Any, str]) 
 
 def _shown(part: Any, modality: str) -> str:
     """Return the name in errors of a part of a modality."""
-    return f"<AnnData {modality!r}>" if is_anndata(part) else os.fspath(part)
+    return f"<AnnData {modality!r}>" if is_anndata(part) else str(part)
 
 
 def _own_names(part: Any, modality: str, layer: str) -> NDArray[np.object_]:
@@ -382,8 +376,8 @@ def _cell_names(part: Any, layer: str) -> NDArray[np.object_] | int:
     """Return the names of the cells of a part; their number if none are stored."""
     if is_anndata(part):
         return as_strings(part.obs_names)
-    if isinstance(part, (str, os.PathLike)):
+    if isinstance(part, str):
         from gpuload.formats.frames import stored_cell_names
 
-        return stored_cell_names(os.fspath(part), layer)
+        return stored_cell_names(part, layer)
     return open_memory(part, None, layer="X", obs=()).n_obs

@@ -47,8 +47,11 @@ from gpuload.store import CsrMatrix, Store
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from numpy.typing import NDArray
+
     from gpuload.formats.zarr_nodes import Tree
     from gpuload.layout import ArrayLayout
+    from gpuload.store import Matrix, ObsColumn
     from gpuload.types import Source
 
 _COLLECTION = "annbatch-preshuffled"
@@ -80,52 +83,52 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "", 
     CorruptDataError
         Metadata, a shard index or indptr is damaged.
     """
-    with _opened(path) as (root, tree, held):
+    with _opened(path) as (root, access):
+
+        def read(group: Any, own: Sequence[str], name: str) -> Store:
+            return _store(name, *read_members(group, name, layer, own, access))
+
         if isinstance(root, Array):
-            return _read_array(root, tree, held, path, layer, obs, modality)
+            return _read_array(root, access, path, layer, obs, modality)
         if is_mudata(root):
-            return read_modality(
-                root, path, modality, obs, lambda group, own, name: _read(group, name, tree, held, layer, own)
-            )
+            return read_modality(root, path, modality, obs, read)
         groups = _groups(root, path, modality)
         known = [column_names(member(group, "obs", path)) if obs and fill else obs for _, group in groups]
         each = zip(groups, stored_columns(obs, known), strict=True)
-        stores = [with_columns(_read(group, name, tree, held, layer, own), obs) for (name, group), own in each]
+        stores = [with_columns(read(group, own, name), obs) for (name, group), own in each]
         return concat(stores, cure="the data sets of a collection have the same genes in the same order: recreate it.")
 
 
 def open_by_columns(path: str, *, layer: str, modality: str = "") -> Store | None:
     """Open a CSC matrix as a store of genes x cells, without names; None if it is not CSC, or is one of several."""
-    with _opened(path) as (root, tree, held):
+    with _opened(path) as (root, access):
         groups = _groups(root, path, modality)
-        if len(groups) == 1:
-            name, group = groups[0]
-            access = _Access(tree.name, held)
+        for name, group in groups if len(groups) == 1 else ():
             matrix = read_by_columns(group, name, layer, access)
             if matrix is not None:
-                return Store((matrix,), (name,), np.empty(matrix.n_vars, dtype=object), {}, access.sources())
-        _close(held)
+                return _store(name, matrix, np.empty(matrix.n_vars, dtype=object), {})
+        access.close()
         return None
 
 
 def obs_columns(path: str, modality: str = "") -> list[str]:
     """Return the names of the columns of obs; for a collection, those of any of its data sets."""
-    with _opened(path) as (root, _, held):
+    with _opened(path) as (root, access):
         if isinstance(root, Group) and is_mudata(root):
             names = columns_of(root, path, modality)
         else:
             frames = [member(group, "obs", path) for _, group in _groups(root, path, modality)]
             names = list(dict.fromkeys(name for frame in frames for name in column_names(frame)))
-        _close(held)
+        access.close()
         return names
 
 
 @contextmanager
 def anndata_groups(path: str, modality: str = "") -> Iterator[list[Group]]:
     """Yield the AnnData groups of a store: the store itself, a modality, or a collection's data sets."""
-    with _opened(path) as (root, _, held):
+    with _opened(path) as (root, access):
         yield [group for _, group in _groups(root, path, modality)]
-        _close(held)
+        access.close()
 
 
 def is_zarr_zip(path: str) -> bool:
@@ -138,10 +141,10 @@ def is_zarr_zip(path: str) -> bool:
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[tuple[Group | Array, Tree, list[Source]]]:
-    """Open a store's root; if an error ends the block, close the sources noted in the list."""
-    held: list[Source] = []
+def _opened(path: str) -> Iterator[tuple[Group | Array, _Access]]:
+    """Open a store's root; if an error ends the block, close the sources of the layouts."""
     address = as_address(path)
+    access = _Access(path)
     try:
         tree: Tree
         with ExitStack() as asking, _translated(path):
@@ -152,13 +155,13 @@ def _opened(path: str) -> Iterator[tuple[Group | Array, Tree, list[Source]]]:
                 tree = FolderTree(path)
             else:
                 tree = ZipTree(path)
-                held.append(tree.source)
+                access.held.append(tree.source)
             root = open_node(tree, "")
-            if not isinstance(root, (Group, Array)):
+            if root is None:
                 raise StoreError(f"{path}: this is no zarr group; expected an AnnData written by its write_zarr.")
-            yield root, tree, held
+            yield root, access
     except BaseException:
-        _close(held)
+        access.close()
         raise
 
 
@@ -173,11 +176,6 @@ def _translated(path: str) -> Iterator[None]:
         raise CorruptDataError(
             f"{path}: its metadata cannot be read ({first_line(error)}); restore it from its source."
         ) from error
-
-
-def _close(sources: list[Source]) -> None:
-    for source in sources:
-        source.close()
 
 
 def _groups(root: Group | Array, path: str, modality: str) -> list[tuple[str, Group]]:
@@ -200,48 +198,43 @@ def _groups(root: Group | Array, path: str, modality: str) -> list[tuple[str, Gr
     return [(os.path.join(path, name), root[name]) for _, name in found]
 
 
-def _read_array(
-    array: Array, tree: Tree, held: list[Source], path: str, layer: str, obs: Sequence[str], modality: str
-) -> Store:
+def _read_array(array: Array, access: _Access, path: str, layer: str, obs: Sequence[str], modality: str) -> Store:
     """Return the store of an array by itself, of cells x values."""
     if modality:
         raise no_modalities(path, modality)
     check_plain_matrix(path, layer, obs, "store an AnnData")
     check_n_dims(f"{path}: it", array.ndim)
-    access = _Access(tree.name, held)
     matrix = dense_matrix(access.layout(array), f"{path}: it")
-    return Store((matrix,), (path,), numbered(matrix.n_vars), {}, access.sources())
+    return _store(path, matrix, numbered(matrix.n_vars), {})
 
 
-def _read(group: Group, name: str, tree: Tree, held: list[Source], layer: str, obs: Sequence[str]) -> Store:
-    """Return the store of one AnnData; `name` is its name in errors."""
-    access = _Access(tree.name, held)
-    matrix, var_names, columns = read_members(group, name, layer, obs, access)
-    return Store((matrix,), (name,), var_names, columns, access.sources())
+def _store(name: str, matrix: Matrix, var_names: NDArray[Any], obs: dict[str, ObsColumn]) -> Store:
+    """Return the store of one matrix and its cells; `name` is its name in errors."""
+    sources = tuple(dict.fromkeys(layout.source for layout in matrix.layouts))
+    return Store((matrix,), (name,), var_names, obs, sources)
 
 
 class _Access:
-    """Zarr's side of `members`; adds the sources of the layouts to those that are held."""
+    """Zarr's side of `members`; holds the sources of the layouts."""
 
     owner = "AnnData"
     writer = "write_zarr"
 
-    def __init__(self, path: str, held: list[Source]) -> None:
+    def __init__(self, path: str) -> None:
         self._path = path
-        self._held = held
-        self._sources: dict[Source, None] = {}
+        self.held: list[Source] = []
 
-    def sources(self) -> tuple[Source, ...]:
-        """Return the sources of its own layouts."""
-        return tuple(self._sources)
+    def close(self) -> None:
+        """Close the sources."""
+        for source in self.held:
+            source.close()
 
     def is_array(self, node: Any) -> bool:
         return isinstance(node, Array)
 
     def layout(self, node: Array) -> ArrayLayout:
         layout = node.layout()
-        self._sources[layout.source] = None
-        self._held.append(layout.source)
+        self.held.append(layout.source)
         return layout
 
     def csr(self, node: Group, n_rows: int, n_vars: int) -> CsrMatrix:
