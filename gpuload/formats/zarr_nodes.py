@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from gpuload.errors import CorruptDataError, ReadError, StoreError
+from gpuload.errors import CorruptDataError, ReadError, StoreError, first_line
 from gpuload.folder_source import FolderSource
+from gpuload.formats.zarr_spec import parse_v2, parse_v3
 from gpuload.source import FileSource
 
 if TYPE_CHECKING:
@@ -330,7 +331,7 @@ def open_node(tree: Tree, key: str) -> Group | Array | None:
     CorruptDataError
         Its metadata is damaged.
     """
-    from gpuload.formats.zarr_arrays import Array, parse_v2, parse_v3
+    from gpuload.formats.zarr_arrays import Array
 
     prefix = f"{key}/" if key else ""
     where = f"{tree.name}: /{key}"
@@ -357,8 +358,7 @@ def _read_json(tree: Tree, key: str) -> dict[str, Any] | None:
         meta = json.loads(raw)
     except ValueError as error:
         raise CorruptDataError(
-            f"{tree.name}: {key} is not valid JSON ({str(error).splitlines()[0].rstrip('.')}). Restore the store from "
-            "its source."
+            f"{tree.name}: {key} is not valid JSON ({first_line(error)}). Restore the store from its source."
         ) from error
     if not isinstance(meta, dict):
         raise CorruptDataError(f"{tree.name}: {key} does not hold a JSON object. Restore the store from its source.")
