@@ -87,10 +87,14 @@ class Where:
     tree: ast.expr
     names: Mapping[str, str]
 
+    def name_of(self, node: ast.Name) -> str:
+        """Return the column that a name stands for."""
+        return self.names.get(node.id, node.id)
+
     def explain(self, column: str) -> str:
         """Return what may be meant by a column that does not exist, as part of a sentence; "" if there is no guess."""
         for value, op, other in _of_two_names(self.tree):
-            if self.names.get(value.id, value.id) != column:
+            if self.name_of(value) != column:
                 continue
             against = _shown(other, self)
             if column.lower() in ("true", "false"):
@@ -198,11 +202,15 @@ def _meant(text: str) -> str:
     return next(cure for pattern, cure in _MISWRITTEN if re.search(pattern, rest))
 
 
+def _steps(node: ast.Compare) -> Iterator[tuple[ast.expr, ast.cmpop, ast.expr]]:
+    """Yield the comparisons of a chain, such as ``0 < depth < 9``, one by one."""
+    yield from zip([node.left, *node.comparators], node.ops, node.comparators, strict=False)
+
+
 def _of_two_names(tree: ast.expr) -> Iterator[tuple[ast.Name, ast.cmpop, ast.Name]]:
     """Yield the comparisons of one name with another, each in both directions."""
     for node in ast.walk(tree):
-        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
-        for left, op, right in zip(sides, getattr(node, "ops", ()), sides[1:], strict=False):
+        for left, op, right in _steps(node) if isinstance(node, ast.Compare) else ():
             if isinstance(left, ast.Name) and isinstance(right, ast.Name):
                 yield left, op, right
                 yield right, op, left
@@ -220,9 +228,9 @@ def _check(node: ast.expr, where: Where) -> Iterator[str]:
     elif isinstance(node, ast.Call) and _call_name(node) in ("isna", "notna"):
         if len(node.args) != 1 or node.keywords or not isinstance(node.args[0], ast.Name):
             raise _refusal(where, node, "takes the name of one column")
-        yield where.names.get(node.args[0].id, node.args[0].id)
+        yield where.name_of(node.args[0])
     elif isinstance(node, ast.Name):
-        yield where.names.get(node.id, node.id)
+        yield where.name_of(node)
     elif _is_of_bits(node):
         raise _refusal(where, node, "is not supported; use and, or, not")
     else:
@@ -230,49 +238,41 @@ def _check(node: ast.expr, where: Where) -> Iterator[str]:
 
 
 def _check_comparison(node: ast.Compare, where: Where) -> Iterator[str]:
-    sides = [node.left, *node.comparators]
-    lists = [right for op, right in zip(node.ops, node.comparators, strict=True) if isinstance(op, ast.In | ast.NotIn)]
-    for side in sides:
-        if not isinstance(side, ast.Name) and side not in lists and not isinstance(node.ops[0], ast.Is | ast.IsNot):
-            _literal(side, where)
-    for left, op, right in zip(sides, node.ops, sides[1:], strict=False):
+    for left, op, right in _steps(node):
+        names = [side for side in (left, right) if isinstance(side, ast.Name)]
         if isinstance(op, ast.In | ast.NotIn):
             if not isinstance(left, ast.Name) or not isinstance(right, ast.List | ast.Tuple | ast.Set):
                 raise _refusal(where, node, "is not supported; use column in ['one', 'two']")
-            for value in right.elts:
-                _literal(value, where)
+            values = right.elts
         elif type(op) not in _COMPARE:
             raise _refusal(where, node, "is not supported; use isna(column) or notna(column)")
-        elif not isinstance(left, ast.Name) and not isinstance(right, ast.Name):
+        else:
+            values = [side for side in (left, right) if not isinstance(side, ast.Name)]
+        for value in values:
+            _literal(value, where)
+        if not names:
             raise _refusal(where, node, "compares no column")
-    for side in sides:
-        if isinstance(side, ast.Name):
-            yield where.names.get(side.id, side.id)
+        yield from map(where.name_of, names)
 
 
 def _literal(node: ast.expr, where: Where) -> Any:
     """Return the value of a text, number or boolean literal."""
-    sign = 1
-    inner = node
+    sign, inner = 1, node
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         sign, inner = -1 if isinstance(node.op, ast.USub) else 1, node.operand
+    value = inner.value if isinstance(inner, ast.Constant) else None
     if isinstance(inner, ast.Call) and _SCALAR.fullmatch(ast.unparse(inner.func)) and len(inner.args) == 1:
         value = _literal(inner.args[0], where)
-        if inner is node:
-            return value
-        if not isinstance(value, bool | str):
-            return sign * value
-    if isinstance(inner, ast.Constant) and isinstance(inner.value, bool | int | float | str):
-        if sign == 1 and inner is node:
-            return inner.value
-        if isinstance(inner.value, int | float) and not isinstance(inner.value, bool):
-            return sign * inner.value
+    if isinstance(value, bool | str) and inner is node:
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return sign * value
     if _is_of_bits(inner):
         raise _refusal(where, node, "is not supported; use and, or, not")
     if isinstance(inner, ast.Constant) and inner.value is None:
         raise _refusal(where, node, "is not supported; use isna(column)")
-    if isinstance(inner, ast.Name) and inner is node:
-        raise _refusal(where, node, f"is not text; put it in quotes: {where.names.get(inner.id, inner.id)!r}")
+    if isinstance(node, ast.Name):
+        raise _refusal(where, node, f"is not text; put it in quotes: {where.name_of(node)!r}")
     raise _refusal(where, node, "is not supported; compare with text in quotes, a number, True or False")
 
 
@@ -320,14 +320,13 @@ class _Compiler:
             is_wanted = _call_name(node) == "isna"
             return lambda rows: _is_missing(column, rows) == is_wanted
         if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            steps = [self._step(a, op, b, node) for a, op, b in zip(sides, node.ops, sides[1:], strict=False)]
+            steps = [self._step(*step, node) for step in _steps(node)]
             return lambda rows: np.logical_and.reduce([step(rows) for step in steps])
         return self._truth(node)
 
     def _column(self, node: ast.expr) -> tuple[str, Column]:
         assert isinstance(node, ast.Name)  # noqa: S101 - narrows the type; checked when parsed
-        name = self._where.names.get(node.id, node.id)
+        name = self._where.name_of(node)
         return name, self._obs[name]
 
     def _truth(self, node: ast.expr) -> Callable[[slice], NDArray[np.bool_]]:

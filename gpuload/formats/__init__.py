@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from gpuload.formats.addresses import as_address, check_given
 from gpuload.formats.arrays import OBSM, as_strings, numbered
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
 from gpuload.formats.obs_table import check_obs_table, table_columns
-from gpuload.formats.recognise import anndata_groups, expand, is_parquet, is_soma, obs_columns, open_parquet, open_path
+from gpuload.formats.recognise import expand, is_parquet, obs_columns, open_parquet, open_path
 from gpuload.store import ObsColumn
 from gpuload.threads import DaemonThreads
 
@@ -104,7 +104,7 @@ def open_matrices(
         for name in modalities[1:]:
             cells = _of_modality(paths, name)
             add(f"modalities/{name}", cells, "X", (), None if isinstance(join, tuple) else join)
-            _check_cell_names((modalities[0], first), (name, cells))
+            _check_cell_names((modalities[0], first, layers[0]), (name, cells, "X"))
         for store in stores.values():
             _check_cells(stores["X"], store)
         on_error.pop_all()
@@ -167,21 +167,9 @@ def read_obs_names(paths: Any, modality: str | None, layer: str) -> NDArray[np.o
     layer
         A matrix of these cells, whose number of rows the names must have.
     """
-    from gpuload.formats.frames import stored_cell_names
-
-    def read(part: Any) -> NDArray[np.object_] | int:
-        if is_anndata(part):
-            return as_strings(part.obs_names)
-        if isinstance(part, (str, os.PathLike)):
-            return stored_cell_names(os.fspath(part), layer)
-        return open_memory(part, None, layer="X", obs=()).n_obs
-
     parts = _parts(paths if modality is None else _of_modality(paths, modality))
-    pool = DaemonThreads(min(AT_A_TIME, len(parts)), "gpuload-names")
-    try:
-        found = [read(parts[0])] if len(parts) == 1 else pool.map(read, parts)
-    finally:
-        pool.close()
+    with closing(DaemonThreads(min(AT_A_TIME, len(parts)), "gpuload-names")) as pool:
+        found = pool.map(lambda part: _cell_names(part, layer), parts)
     names: list[NDArray[np.object_]] = []
     first = 0
     for of_part in found:
@@ -199,8 +187,8 @@ def _columns_of(cells: Any, wanted: Sequence[str] = ()) -> Sequence[str]:
             if found.keys() >= set(wanted):
                 break
         return list(found)
-    if isinstance(cells, (str, os.PathLike)):
-        return obs_columns(os.fspath(cells))
+    if isinstance(cells, str):
+        return obs_columns(cells)
     return [str(name) for name in getattr(cells, "obs", ())]
 
 
@@ -275,36 +263,34 @@ def _together(parts: Sequence[Any]) -> list[Any]:
     """Return the parts, with consecutive Parquet files merged into one tuple of paths."""
     out: list[Any] = []
     for part in parts:
-        if not isinstance(part, (str, os.PathLike)) or not is_parquet(os.fspath(part)):
+        if not isinstance(part, str) or not is_parquet(part):
             out.append(part)
         elif out and isinstance(out[-1], tuple):
-            out[-1] += (os.fspath(part),)
+            out[-1] += (part,)
         else:
-            out.append((os.fspath(part),))
+            out.append((part,))
     return out
 
 
 def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str], fill: bool) -> Store:
     if isinstance(cells, tuple):
         return open_parquet(cells, layer=layer, obs=obs, fill=fill)
-    if not isinstance(cells, (str, os.PathLike)):
-        return open_memory(cells, place, layer=layer, obs=obs)
-    return open_path(os.fspath(cells), layer=layer, obs=obs, fill=fill)
+    if isinstance(cells, str):
+        return open_path(cells, layer=layer, obs=obs, fill=fill)
+    return open_memory(cells, place, layer=layer, obs=obs)
 
 
 def _parts(paths: Any) -> list[Any]:
-    """Return the given files and cells in memory as a list; raise StoreError if there are none."""
+    """Return the given files, as str, and cells in memory as a list; raise StoreError if there are none."""
     check_given(paths)
     is_one = isinstance(paths, (str, os.PathLike)) or is_anndata(paths) or is_matrix(paths)
     is_list = hasattr(paths, "__iter__") and len(getattr(paths, "shape", ())) < 2
-    parts = [part for one in ([paths] if is_one or not is_list else list(paths)) for part in _expand(one)]
+    parts: list[Any] = []
+    for one in [paths] if is_one or not is_list else paths:
+        parts += expand(os.fspath(one)) if isinstance(one, (str, os.PathLike)) else [one]
     if not parts:
         raise StoreError("paths=[]: expected at least one file or folder.")
     return parts
-
-
-def _expand(cells: Any) -> list[Any]:
-    return list(expand(os.fspath(cells))) if isinstance(cells, (str, os.PathLike)) else [cells]
 
 
 def _of_modality(paths: Any, name: str) -> Any:
@@ -316,17 +302,13 @@ def _of_modality(paths: Any, name: str) -> Any:
         return paths[name]
     parts = _parts(paths)
     for number, part in enumerate(parts):
-        if not isinstance(part, (str, os.PathLike)):
+        if not isinstance(part, str):
             raise StoreError(
                 f"<{type(part).__name__} {number}>: it holds one modality, so modality={name!r} is not available; pass "
                 "paths={'rna': adata, 'prot': other}, for example, or the mdata.mod of a MuData."
             )
-    return [_member_of(os.fspath(part), name) for part in parts]
-
-
-def _member_of(path: str, name: str) -> str:
-    address = as_address(path)
-    return os.path.join(path, name) if address is None else address.child(name)
+    addresses = map(as_address, parts)
+    return [os.path.join(p, name) if a is None else a.child(name) for p, a in zip(parts, addresses, strict=True)]
 
 
 def _check_width(first: Store, other: Store, layer: str) -> None:
@@ -350,8 +332,8 @@ def _check_cells(first: Store, other: Store) -> None:
             )
 
 
-def _check_cell_names(first: tuple[str, Any], other: tuple[str, Any]) -> None:
-    """Refuse modalities whose cells are not in the same order; each is a name, and cells as given."""
+def _check_cell_names(first: tuple[str, Any, str], other: tuple[str, Any, str]) -> None:
+    """Refuse modalities whose cells are not in the same order; each is a name, cells as given, and a layer of them."""
     parts, parts_too = _parts(first[1]), _parts(other[1])
     if len(parts) != len(parts_too):
         raise StoreError(
@@ -359,36 +341,43 @@ def _check_cell_names(first: tuple[str, Any], other: tuple[str, Any]) -> None:
             "files of each, with the same cells in each pair."
         )
     for one, two in zip(parts, parts_too, strict=True):
-        (where, names), (where_too, names_too) = _cell_names(one, first[0]), _cell_names(two, other[0])
+        names, names_too = _own_names(one, first[0], first[2]), _own_names(two, other[0], other[2])
         if names.size != names_too.size:
             found = f"modality {other[0]!r} has {names_too.size} cells but {first[0]!r} has {names.size}"
         elif (differing := np.flatnonzero(names != names_too)).size:
             i = int(differing[0])
+            where = _shown(one, first[0])
             found = f"cell {i} is {names_too[i]!r} in modality {other[0]!r} but {names[i]!r} in {first[0]!r} ({where})"
         else:
             continue
         raise StoreError(
-            f"{where_too}: {found}; modalities that are read together need the same cells in the same order: subset "
-            "each to the common cells, in the same order, and write them again."
+            f"{_shown(two, other[0])}: {found}; modalities that are read together need the same cells in the same "
+            "order: subset each to the common cells, in the same order, and write them again."
         )
 
 
-def _cell_names(cells: Any, modality: str) -> tuple[str, NDArray[np.object_]]:
-    """Return the name of a modality's part in errors, and the names of its cells."""
-    if is_anndata(cells):
-        return f"<AnnData {modality!r}>", as_strings(cells.obs_names)
-    if isinstance(cells, (str, os.PathLike)):
-        from gpuload.formats.frames import cell_names
-        from gpuload.formats.obs import read_index
+def _shown(part: Any, modality: str) -> str:
+    """Return the name in errors of a part of a modality."""
+    return f"<AnnData {modality!r}>" if is_anndata(part) else str(part)
 
-        path = os.fspath(cells)
-        if is_soma(path):
-            return path, cell_names(path, "X")
-        with anndata_groups(path) as groups:
-            found = [read_index(group["obs"], path, "obs") for group in groups if "obs" in group]
-        if found:
-            return path, np.concatenate(found)
-    raise StoreError(
-        f"modality {modality!r}: its cells have no names, so they cannot be compared with those of the other "
-        "modalities; pass .h5mu, .h5ad or zarr files, or AnnDatas."
-    )
+
+def _own_names(part: Any, modality: str, layer: str) -> NDArray[np.object_]:
+    """Return the names of the cells of a part of a modality; refuse one that has none."""
+    names = _cell_names(part, layer)
+    if isinstance(names, int):
+        raise StoreError(
+            f"modality {modality!r}: its cells have no names, so they cannot be compared with those of the other "
+            "modalities; pass .h5mu, .h5ad or zarr files, or AnnDatas."
+        )
+    return names
+
+
+def _cell_names(part: Any, layer: str) -> NDArray[np.object_] | int:
+    """Return the names of the cells of a part; their number if none are stored."""
+    if is_anndata(part):
+        return as_strings(part.obs_names)
+    if isinstance(part, str):
+        from gpuload.formats.frames import stored_cell_names
+
+        return stored_cell_names(part, layer)
+    return open_memory(part, None, layer="X", obs=()).n_obs

@@ -285,13 +285,29 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
     PlanError
         A cache or options are given, but no address.
     """
-    changed, n_found = _mapped(paths, cache, options)
+    addresses: list[Address] = []
+
+    def changed(given: Any) -> Any:
+        check_given(given)
+        if isinstance(given, (list, tuple)):
+            return [changed(one) for one in given]
+        if isinstance(given, Mapping):
+            return {name: changed(one) for name, one in given.items()}
+        path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else ""
+        if path.startswith("file://"):
+            return path.removeprefix("file://")
+        if "://" not in path:
+            return given
+        addresses.append(Address.of(path, cache, options))
+        return addresses[-1]
+
+    found = changed(paths)
     for name, value in (("cache", cache), ("storage_options", options)):
-        if value is not None and not n_found:
+        if value is not None and not addresses:
             raise PlanError(
                 f"{name}: it is for addresses such as 's3://bucket/atlas.h5ad', but paths has none; leave it out."
             )
-    return changed
+    return found
 
 
 def check_given(paths: Any) -> None:
@@ -306,20 +322,3 @@ def check_given(paths: Any) -> None:
     is_file = callable(getattr(paths, "read", None))
     if (is_reader or is_file) and not isinstance(paths, (str, os.PathLike)):
         raise PlanError(f"paths={shown(paths)}: it is already open; pass its path, which gpuload opens itself.")
-
-
-def _mapped(paths: Any, cache: SampleStore | None, options: Mapping[str, Any] | None) -> tuple[Any, int]:
-    """Return paths with addresses converted, and the number of addresses."""
-    check_given(paths)
-    if isinstance(paths, (str, os.PathLike)):
-        path = os.fspath(paths)
-        if path.startswith("file://"):
-            return path.removeprefix("file://"), 0
-        return (Address.of(path, cache, options), 1) if "://" in path else (paths, 0)
-    if isinstance(paths, (list, tuple)):
-        parts = [_mapped(one, cache, options) for one in paths]
-        return [part for part, _ in parts], sum(n for _, n in parts)
-    if isinstance(paths, Mapping):
-        named = {name: _mapped(one, cache, options) for name, one in paths.items()}
-        return {name: part for name, (part, _) in named.items()}, sum(n for _, n in named.values())
-    return paths, 0

@@ -56,7 +56,7 @@ def plain_layout(
         The source ends before the array.
     """
     check_dtype(f"{source.name}: {name}", dtype)
-    row_nbytes = int(np.prod(shape[1:], dtype=object)) * dtype.itemsize
+    row_nbytes = math.prod(shape[1:]) * dtype.itemsize
     if offset is not None and offset + shape[0] * row_nbytes > source.nbytes:
         raise ends_early(source, name, offset + shape[0] * row_nbytes)
     chunk_rows = max(1, CHUNK_NBYTES // max(1, row_nbytes))

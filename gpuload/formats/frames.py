@@ -33,17 +33,11 @@ _PIECE = 1 << 16
 """Names made at once, for cells that have none."""
 
 
-def cell_names(path: str, layer: str) -> NDArray[np.object_]:
-    """Return the names of the cells of a matrix as strings, shape (n_obs,) object; row numbers if none are stored.
-
-    Raise CorruptDataError if they are not as many as the matrix has rows.
-    """
-    names = stored_cell_names(path, layer)
-    return numbered(names) if isinstance(names, int) else names
-
-
 def cell_name_pieces(path: str, layer: str) -> Iterator[NDArray[np.object_]]:
-    """Yield what `cell_names` returns in pieces, in order, so that not all names are in memory as strings."""
+    """Yield the names of the cells of a matrix in pieces, in order, so that not all are in memory as strings.
+
+    They are as for `stored_cell_names`, or row numbers if none are stored.
+    """
     with anndata_groups(path) as groups:
         if _have_obs(groups, path):
             for group in groups:
@@ -63,7 +57,7 @@ def cell_name_pieces(path: str, layer: str) -> Iterator[NDArray[np.object_]]:
 def stored_cell_names(path: str, layer: str) -> NDArray[np.object_] | int:
     """Return the index of obs, or, in a format without one, a column ``"barcode"`` (10x), or the number of cells.
 
-    Raise CorruptDataError as for `cell_names`.
+    The names of the cells of a matrix are strings, (n_obs,) object; raise CorruptDataError if it has not as many rows.
     """
     if is_soma(path):
         return soma.cell_names(file_of(path))

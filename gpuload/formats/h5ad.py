@@ -1,4 +1,4 @@
-"""Open AnnData's HDF5 files as a `Store`: find the matrix, its names and its cells.
+"""Open HDF5 files as a `Store`: AnnData, a modality of a MuData, or what `tenx` reads.
 
 Requirements this module answers
 --------------------------------
@@ -11,33 +11,38 @@ References
 
 from __future__ import annotations
 
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.formats import hdf5
+from gpuload.formats import hdf5, mudata, tenx
+from gpuload.formats.arrays import member
 from gpuload.formats.members import read_by_columns, read_members
+from gpuload.formats.obs import column_names
 from gpuload.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from gpuload.formats.hdf5 import Hdf5Source
     from gpuload.layout import ArrayLayout
     from gpuload.store import CsrMatrix
 
 
-def open_h5ad(path: str, *, layer: str, obs: Sequence[str]) -> Store:
-    """Open an .h5ad file.
+def open_hdf5(path: str, *, layer: str, obs: Sequence[str], modality: str = "") -> Store:
+    """Open an HDF5 file that is an AnnData, a MuData or a feature-barcode matrix.
 
     Parameters
     ----------
     path
         The file.
     layer
-        ``"X"``, ``"raw.X"`` or the name of a layer.
+        ``"X"``, ``"raw.X"`` or the name of a layer; of a feature-barcode matrix, as for `tenx.read_tenx`.
     obs
-        Columns of obs to keep in memory.
+        Columns of obs to keep in memory; for a modality, also those shared by all cells.
+    modality
+        The modality of a MuData; may be ``""`` if there is only one.
 
     Raises
     ------
@@ -49,23 +54,53 @@ def open_h5ad(path: str, *, layer: str, obs: Sequence[str]) -> Store:
         indptr is not monotonic, or byte ranges lie outside the file.
     """
     with hdf5.opened(path) as (file, source):
-        return read_anndata(file, source, layer, obs)
+
+        def read(root: Any, own: Sequence[str], name: str) -> Store:
+            matrix, var_names, columns = read_members(root, name, layer, own, _Access(source))
+            return Store((matrix,), (name,), var_names, columns, (source,))
+
+        if mudata.is_mudata(file):
+            return mudata.read_modality(file, path, modality, obs, read)
+        if _groups(file, path, modality):
+            return read(file, obs, path)
+        return tenx.read_tenx(file, source, layer, obs)
 
 
-def read_anndata(root: Any, source: Hdf5Source, layer: str, obs: Sequence[str], name: str = "") -> Store:
-    """Return the store of an AnnData: a file, or a group in one; see `open_h5ad`. `name` is its name in errors."""
-    name = name or source.name
-    matrix, var_names, columns = read_members(root, name, layer, obs, _Access(source))
-    return Store((matrix,), (name,), var_names, columns, (source,))
-
-
-def by_columns(root: Any, source: Hdf5Source, layer: str, name: str = "") -> Store | None:
-    """Return an AnnData's CSC matrix as a store of genes x cells, without names; None if it is not CSC."""
-    name = name or source.name
-    matrix = read_by_columns(root, name, layer, _Access(source))
-    if matrix is None:
+def open_by_columns(path: str, *, layer: str, modality: str = "") -> Store | None:
+    """Open a CSC matrix as a store of genes x cells, without names; None if it is not CSC."""
+    with hdf5.opened(path) as (file, source):
+        for name, group in _groups(file, path, modality):
+            matrix = read_by_columns(group, name, layer, _Access(source))
+            if matrix is not None:
+                return Store((matrix,), (name,), np.empty(matrix.n_vars, dtype=object), {}, (source,))
+        source.close()
         return None
-    return Store((matrix,), (name,), np.empty(matrix.n_vars, dtype=object), {}, (source,))
+
+
+def obs_columns(path: str, modality: str = "") -> list[str]:
+    """Return the names of the columns of obs."""
+    with hdf5.opened(path) as (file, source), closing(source):
+        if mudata.is_mudata(file):
+            return mudata.obs_columns(file, path, modality)
+        is_anndata = bool(_groups(file, path, modality))
+        return column_names(member(file, "obs", path)) if is_anndata else tenx.obs_columns(file)
+
+
+@contextmanager
+def anndata_groups(path: str, modality: str = "") -> Iterator[list[Any]]:
+    """Yield the AnnData group of a file, open within the block: the file itself, or a modality; none in a 10x file."""
+    with hdf5.opened(path) as (file, source), closing(source):
+        yield [group for _, group in _groups(file, path, modality)]
+
+
+def _groups(file: Any, path: str, modality: str) -> list[tuple[str, Any]]:
+    """Return the AnnData group of a file, if it has one, after its name in errors."""
+    if mudata.is_mudata(file):
+        name, group = mudata.find_modality(file, path, modality)
+        return [(f"{path}/{name}", group)]
+    if modality:
+        raise mudata.no_modalities(path, modality)
+    return [] if tenx.is_tenx(file) else [(path, file)]
 
 
 class _Access:

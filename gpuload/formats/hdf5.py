@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import math
 import os
 import threading
 from array import array
@@ -40,7 +41,8 @@ from gpuload.formats.arrays import (
     ends_early,
     plain_layout,
 )
-from gpuload.formats.index import Index, counts_of, indptr_of
+from gpuload.formats.index import Index, indptr_of
+from gpuload.formats.recognise import HDF5
 from gpuload.layout import ArrayLayout, Filter
 from gpuload.remote_source import RemoteFile, RemoteSource
 from gpuload.source import BufferSource, FileSource
@@ -71,9 +73,10 @@ _ALL_FILTERS, _DONT_FILTER_PARTIAL_CHUNKS = np.uint32(0xFFFF_FFFF), 2
 
 _GZIP = b"\x1f\x8b"
 
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_Chunks = tuple["NDArray[Any]", "NDArray[Any]", "NDArray[Any]"]
 
-_Chunks = tuple["NDArray[np.int64]", "NDArray[np.int64]", "NDArray[np.uint32]"]
+_PARTS = ("offset", "nbytes", "mask")
+"""Tables of the chunks by which the index keeps them."""
 
 UNSUPPORTED = {4: "szip", 5: "nbit", 6: "scaleoffset", 32026: "blosc2"}
 """Unsupported filters, named for the error."""
@@ -130,7 +133,7 @@ class _OneFile(RemoteFile):
 
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer; see `RemoteFile.readinto`."""
-        if self.is_opened and self.tell() == 0 and len(buffer) == len(_SIGNATURE):
+        if self.is_opened and self.tell() == 0 and len(buffer) == len(HDF5):
             raise StoreError(
                 f"{self.name}: it has a link to another file, which cannot be followed at an address; copy that into "
                 "it first, with h5copy -f ext."
@@ -211,7 +214,7 @@ def is_group(node: Any) -> bool:
     return isinstance(node, h5py.Group)
 
 
-def _open_file(path: str, content: _OneFile | None = None) -> h5py.File:
+def _open_file(path: str, content: _OneFile | None) -> h5py.File:
     """Open a file for reading; without HDF5's lock if it cannot be had (read-only and network file systems)."""
     try:
         return h5py.File(content or path, "r")
@@ -285,7 +288,7 @@ def _read_indptr(stored: h5py.Dataset, source: Hdf5Source, n_rows: int, nnz: tup
         if source.index.is_exact or all(np.array_equal(stored[k : k + 2], indptr[k : k + 2]) for k in _places(n_rows)):
             return checked_indptr(indptr, where, n_rows, nnz)
     indptr = checked_indptr(stored[()], where, n_rows, nnz)
-    source.index.keep(stored.name, counts_of(indptr))
+    source.index.keep(stored.name, np.diff(indptr))
     return indptr
 
 
@@ -308,7 +311,7 @@ def array_layout(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
     storage = stored.id.get_create_plist().get_layout()
     if storage == h5py.h5d.CHUNKED:
         return _chunked(stored, source)
-    fill_value = _fill_value(stored)
+    fill_value = float(stored.fillvalue)
     if storage == h5py.h5d.COMPACT:
         data = np.frombuffer(np.ascontiguousarray(stored[()]).tobytes(), dtype=np.uint8)
         return plain_layout(BufferSource(source.name, data), stored.name, stored.shape, stored.dtype, 0, fill_value)
@@ -326,28 +329,19 @@ def _check_type(where: str, found: Any) -> None:
         )
 
 
-def _fill_value(stored: h5py.Dataset) -> float:
-    return float(stored.fillvalue)
-
-
 def _chunked(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
     shape, chunk_shape = stored.shape, stored.chunks
     grid = tuple(-(-n // c) for n, c in zip(shape, chunk_shape, strict=True))
-    n_chunks = int(np.prod(grid))
+    n_chunks = math.prod(grid)
     if n_chunks > source.nbytes + (1 << 20):
         raise CorruptDataError(
             f"{source.name}: {stored.name} has {n_chunks} chunks, which a file of its size cannot hold. Restore the "
             "file."
         )
-    kept = _kept_chunks(stored, source, grid) if n_chunks >= source.index.min_chunks else None
-    offset, nbytes, mask = _find_chunks(stored, source, grid) if kept is None else kept
-    if kept is None and n_chunks >= source.index.min_chunks:
-        source.index.keep(f"{stored.name} offset", offset)
-        source.index.keep(f"{stored.name} nbytes", nbytes)
-        source.index.keep(f"{stored.name} mask", mask)
+    offset, nbytes, mask = _chunks(stored, source, grid)
     _check_inside(stored.name, source, offset, nbytes)
     filters = _filters(stored, source.name)
-    full = int(np.prod(chunk_shape)) * stored.dtype.itemsize
+    full = math.prod(chunk_shape) * stored.dtype.itemsize
     if not filters:
         if np.any((nbytes != full) & (nbytes != 0)):
             raise CorruptDataError(
@@ -358,7 +352,7 @@ def _chunked(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
         if is_plain.any() and _leaves_partial_chunks_plain(stored, source.name):
             mask = np.where(is_plain, _ALL_FILTERS, mask)
     return ArrayLayout(
-        source, stored.name, shape, stored.dtype, chunk_shape, offset, nbytes, mask, filters, _fill_value(stored)
+        source, stored.name, shape, stored.dtype, chunk_shape, offset, nbytes, mask, filters, float(stored.fillvalue)
     )
 
 
@@ -385,11 +379,23 @@ def _leaves_partial_chunks_plain(stored: h5py.Dataset, path: str) -> bool:
     return bool(options.value & _DONT_FILTER_PARTIAL_CHUNKS)
 
 
+def _chunks(stored: h5py.Dataset, source: Hdf5Source, grid: tuple[int, ...]) -> _Chunks:
+    """Return first byte, stored size and filter mask of every chunk, from the index if it holds them."""
+    if math.prod(grid) < source.index.min_chunks:
+        return _find_chunks(stored, source, grid)
+    chunks = _kept_chunks(stored, source, grid)
+    if chunks is None:
+        chunks = _find_chunks(stored, source, grid)
+        for part, table in zip(_PARTS, chunks, strict=True):
+            source.index.keep(f"{stored.name} {part}", table)
+    return chunks
+
+
 def _kept_chunks(stored: h5py.Dataset, source: Hdf5Source, grid: tuple[int, ...]) -> _Chunks | None:
     """Return the chunks that the index holds, where the file says the same of some of them."""
-    parts = [source.index.get(f"{stored.name} {part}") for part in ("offset", "nbytes", "mask")]
-    n_chunks, found = int(np.prod(grid)), [part for part in parts if part is not None]
-    if [part.size for part in found] != [n_chunks] * len(parts):
+    n_chunks = math.prod(grid)
+    found = [table for part in _PARTS if (table := source.index.get(f"{stored.name} {part}")) is not None]
+    if [table.size for table in found] != [n_chunks] * len(_PARTS):
         return None
     offset, nbytes, mask = found[0].astype(np.int64), found[1].astype(np.int64), found[2].astype(np.uint32)
     # HDF5 goes through the chunks from the first on to find one, so only early ones are asked for.
@@ -403,14 +409,14 @@ def _kept_chunks(stored: h5py.Dataset, source: Hdf5Source, grid: tuple[int, ...]
 
 
 def _find_chunks(stored: h5py.Dataset, source: Hdf5Source, grid: tuple[int, ...]) -> _Chunks:
-    """Return first byte, stored size and filter mask of every chunk, as the file says."""
-    shape, chunk_shape, n_chunks = stored.shape, stored.chunks, int(np.prod(grid))
+    """Return what `_chunks` does, as the file says."""
+    n_chunks = math.prod(grid)
     offset = np.zeros(n_chunks, dtype=np.int64)
     nbytes = np.zeros(n_chunks, dtype=np.int64)
     mask = np.zeros(n_chunks, dtype=np.uint32)
     rows = _chunk_infos(stored)
     if rows.size:
-        place, remainder = np.divmod(rows[:, : len(shape)], np.array(chunk_shape))
+        place, remainder = np.divmod(rows[:, : stored.ndim], np.array(stored.chunks))
         is_inside = np.all(place < np.array(grid)) and not remainder.any()
         chunk = np.ravel_multi_index(tuple(place.T), grid) if is_inside else np.empty(0, dtype=np.int64)
         if np.unique(chunk).size != len(rows):

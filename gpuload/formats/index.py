@@ -78,15 +78,16 @@ class Index:
         self._arrays: dict[str, NDArray[Any]] | None = None
         self._key = key
         self._has_news = False
-        self.is_exact = isinstance(source, RemoteSource) and all(one.is_exact for one in source.objects)
-        self._is_off = isinstance(source, RemoteSource) and not self.is_exact
-        self._is_remote = isinstance(source, RemoteSource) or "://" in source.name
+        objects = source.objects if isinstance(source, RemoteSource) else None
+        self.is_exact = objects is not None and all(one.is_exact for one in objects)
+        self._is_off = os.environ.get("GPULOAD_INDEX") == "off" or (objects is not None and not self.is_exact)
+        self._is_remote = objects is not None or "://" in source.name
         self.min_chunks, self.min_rows = (1, 1) if self._is_remote else (MIN_CHUNKS, MIN_ROWS)
 
     def get(self, name: str) -> NDArray[Any] | None:
         """Return a kept array, or None."""
         if self._arrays is None:
-            self._arrays = {} if self._is_off or os.environ.get("GPULOAD_INDEX") == "off" else self._load()
+            self._arrays = {} if self._is_off else self._load()
         return self._arrays.get(name)
 
     def keep(self, name: str, array: NDArray[Any]) -> None:
@@ -99,7 +100,7 @@ class Index:
     def save(self) -> None:
         """Write the arrays if any are new, and release them; never fails."""
         arrays, self._arrays = self._arrays, {}
-        if not self._has_news or self._is_off or os.environ.get("GPULOAD_INDEX") == "off" or not arrays:
+        if not self._has_news or self._is_off or not arrays:
             return
         try:
             key = self._key_of_file()
@@ -117,14 +118,11 @@ class Index:
         """Return the arrays of the first index that is valid for the file's current state."""
         for place in self._places():
             try:
-                raw = np.fromfile(place, dtype=np.uint8)
-                arrays = _unpack(raw, self._key_of_file())
+                return _unpack(np.fromfile(place, dtype=np.uint8), self._key_of_file())
             except FileNotFoundError:
                 continue
             except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the file has the same data
                 _log.debug("%s: not used (%s: %s)", place, type(error).__name__, error)
-                continue
-            return arrays
         return {}
 
     def _places(self) -> list[str]:
@@ -151,11 +149,6 @@ class Index:
                 digest.update(end[: self._source.read_into(end, start)].tobytes())
             self._key = {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ends": digest.hexdigest()}
         return self._key
-
-
-def counts_of(indptr: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the row lengths of row offsets."""
-    return np.diff(indptr)
 
 
 def indptr_of(counts: NDArray[Any]) -> NDArray[np.int64]:

@@ -19,6 +19,7 @@ References
 from __future__ import annotations
 
 import logging
+import math
 import zipfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -210,7 +211,7 @@ def _small(archive: zipfile.ZipFile, name: str, path: str) -> NDArray[Any]:
     """Return a member as an array in memory."""
     raw = BytesIO(_inflate(archive, name, path))
     array = _read_header(raw, f"{path}: {name}")
-    n = int(np.prod(array.shape, dtype=object))
+    n = math.prod(array.shape)
     if array.dtype.hasobject or n * array.dtype.itemsize != len(raw.getbuffer()) - array.offset:
         raise CorruptDataError(
             f"{path}: {name} is {array.dtype}, {array.shape}, which does not fit its size; restore the file."

@@ -15,7 +15,7 @@ Requirements this module answers
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -195,11 +195,8 @@ def matrix_of(file: Cells, source: _Source, number: int, first: int, n_vars: int
 def _each(paths: Sequence[str], work: Callable[[str], T]) -> list[T]:
     """Return the description of each file, a few concurrently; raise the error of the first one that fails."""
     is_far = as_address(paths[0]) is not None
-    pool = DaemonThreads(_FAR_AT_A_TIME if is_far else _AT_A_TIME, "gpuload-parquet")
-    try:
+    with closing(DaemonThreads(_FAR_AT_A_TIME if is_far else _AT_A_TIME, "gpuload-parquet")) as pool:
         return pool.map(work, paths)
-    finally:
-        pool.close()
 
 
 def _look_at(path: str, layer: str, progress: Progress) -> Cells:

@@ -7,7 +7,7 @@ for all column chunks concurrently, page by page.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,16 @@ if TYPE_CHECKING:
 _TOGETHER = 8 << 20
 """Bytes of an object requested at a time; more if a page is larger."""
 
-_Place = tuple[str, int, int, int, tuple[int, ...], int]
-"""A column chunk: column, row group, first byte, size, description of the column, rows."""
+
+class _Place(NamedTuple):
+    """A column chunk, and the description of its column."""
+
+    name: str
+    group: int
+    offset: int
+    nbytes: int
+    spec: tuple[int, ...]
+    n_rows: int
 
 
 def spec_of(
@@ -88,11 +96,10 @@ def row_lengths(
     CorruptDataError
         A page is damaged, or the lengths of the columns differ.
     """
-    both = list(zip(names, columns, strict=True))
-    places: list[_Place] = [
-        (name, group, int(c.offset[group]), int(c.nbytes[group]), spec_of(about(c), c.dtype, max_rows=n), n)
+    places = [
+        _Place(name, group, int(c.offset[group]), int(c.nbytes[group]), spec_of(about(c), c.dtype, max_rows=n), n)
         for group, n in enumerate(rows.tolist())
-        for name, c in both
+        for name, c in zip(names, columns, strict=True)
     ]
     found = _near(source, places) if isinstance(source, FileSource) else _far(source, places)
     parts = [np.empty(0, dtype=np.int64)]
@@ -119,16 +126,15 @@ def damaged(
 
 def _near(source: FileSource, places: Sequence[_Place]) -> Iterator[NDArray[np.int64]]:
     """Yield the row lengths of column chunks of a file."""
-    for place in places:
-        _, _, offset, nbytes, spec, n_rows = place
-        with _faults(source, place):
-            starts, n_values = parquet.row_starts(source.fileno(), offset, nbytes, spec, n_rows)
+    for at in places:
+        with _faults(source, at):
+            starts, n_values = parquet.row_starts(source.fileno(), at.offset, at.nbytes, at.spec, at.n_rows)
         yield np.diff(starts, append=n_values)
 
 
 def _far(source: RemoteSource, places: Sequence[_Place]) -> Iterator[NDArray[np.int64]]:
     """Yield the row lengths of column chunks of an object, after reading page beginnings of all of them in turn."""
-    finders = [parquet.RowFinder(nbytes, spec, n_rows) for _, _, _, nbytes, spec, n_rows in places]
+    finders = [parquet.RowFinder(place.nbytes, place.spec, place.n_rows) for place in places]
     waiting = [number for number, finder in enumerate(finders) if finder.wanted is not None]
     while waiting:
         some: list[int] = []
@@ -151,7 +157,7 @@ def _far(source: RemoteSource, places: Sequence[_Place]) -> Iterator[NDArray[np.
 def _take_fronts(source: RemoteSource, given: Sequence[tuple[_Place, parquet.RowFinder]]) -> None:
     """Read the next bytes that each column chunk needs, concurrently, and pass them on."""
     wanted = np.array([finder.wanted for _, finder in given], dtype=np.int64)
-    offset = np.array([place[2] for place, _ in given], dtype=np.int64) + wanted[:, 0]
+    offset = np.array([place.offset for place, _ in given], dtype=np.int64) + wanted[:, 0]
     room = wanted[:, 1] + parquet.SLACK
     start = np.cumsum(room) - room
     buffer = np.zeros(int(room.sum()), dtype=np.uint8)
@@ -164,13 +170,12 @@ def _take_fronts(source: RemoteSource, given: Sequence[tuple[_Place, parquet.Row
 @contextmanager
 def _faults(source: FileSource | RemoteSource, place: _Place) -> Iterator[None]:
     """Report in which column chunk of which file something is wrong."""
-    name, group, offset = place[:3]
     try:
         yield
     except parquet.MissingError as error:
         raise StoreError(
-            f"{source.name}: column {name!r}: {error} (row group {group}); a cell without values is an empty list. "
-            "Rewrite the file without nulls."
+            f"{source.name}: column {place.name!r}: {error} (row group {place.group}); a cell without values is an "
+            "empty list. Rewrite the file without nulls."
         ) from error
     except codecs.DecodeError as error:
-        raise damaged(source, name, group, offset, error) from error
+        raise damaged(source, place.name, place.group, place.offset, error) from error

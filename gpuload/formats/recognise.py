@@ -10,7 +10,7 @@ Requirements this module answers
 from __future__ import annotations
 
 import os
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from glob import glob, has_magic
 from importlib import import_module
@@ -41,10 +41,11 @@ GENES_FILE = "gene_metadata.parquet"
 MODALITIES, MEASUREMENTS = "mod", "ms"
 """The groups of a MuData, and of a SOMA experiment, that hold their modalities."""
 
-_WITH_MODALITIES = {"zarr": MODALITIES, "soma": MEASUREMENTS}
-"""Folders of which a modality may be chosen by the path, and the group that holds them."""
+_WITH_MODALITIES = {"hdf5": MODALITIES, "zarr": MODALITIES, "soma": MEASUREMENTS}
+"""Forms of which a modality may be chosen by the path, and the group that holds them."""
 
 _OPENERS = {
+    "hdf5": ("h5ad", "open_hdf5"),
     "npy": ("numpy", "open_npy"),
     "npz": ("numpy", "open_npz"),
     "scdl": ("scdl", "open_scdl"),
@@ -53,8 +54,11 @@ _OPENERS = {
 }
 """Module and function that opens one path of a form, imported only for a path of it."""
 
+_OF_ANNDATA = {"hdf5": "h5ad", "zarr": "zarr"}
+"""Modules of forms that may hold AnnData: they name its columns of obs, open a CSC matrix, and give its groups."""
+
 _WITH_COLUMNS = {"parquet": "parquet_cells", "scdl": "scdl", "soma": "soma"}
-"""Modules that name the columns of obs."""
+"""Modules that name the columns of obs of other forms."""
 
 
 def expand(path: str) -> list[str]:
@@ -149,19 +153,17 @@ def open_path(path: str, *, layer: str, obs: Sequence[str], fill: bool = False) 
     """
     path, modality = _modality(path)
     form = _form(path)
-    if modality and form not in ("hdf5", *_WITH_MODALITIES):
+    if modality and form not in _WITH_MODALITIES:
         from gpuload.formats.mudata import no_modalities
 
         raise no_modalities(path, modality)
-    if form == "hdf5":
-        return _open_hdf5(path, modality, layer, obs)
     if form == "parquet":
         return open_parquet([path], layer=layer, obs=obs)
     module, function = _OPENERS[form]
     named: dict[str, Any] = {"modality": modality} if form in _WITH_MODALITIES else {}
     if form == "zarr":
         named["fill"] = fill
-    opened: Store = getattr(import_module(f"gpuload.formats.{module}"), function)(path, layer=layer, obs=obs, **named)
+    opened: Store = getattr(_module(module), function)(path, layer=layer, obs=obs, **named)
     return opened
 
 
@@ -190,21 +192,11 @@ def obs_columns(path: str) -> list[str]:
     """Return the names of a path's columns of obs; of several files, those of the first."""
     path, modality = _modality(expand(path)[0])
     form = _form(path)
-    if form == "hdf5":
-        from gpuload.formats import hdf5, mudata, obs, tenx
-        from gpuload.formats.arrays import member
-
-        with hdf5.opened(path) as (file, source), closing(source):
-            if mudata.is_mudata(file):
-                return mudata.obs_columns(file, path, modality)
-            return tenx.obs_columns(file) if tenx.is_tenx(file) else obs.column_names(member(file, "obs", path))
-    if form == "zarr":
-        from gpuload.formats import zarr
-
-        return zarr.obs_columns(path, modality)
-    if form not in _WITH_COLUMNS:
-        return []
-    names: list[str] = import_module(f"gpuload.formats.{_WITH_COLUMNS[form]}").obs_columns(path)
+    names: list[str] = []
+    if form in _OF_ANNDATA:
+        names = _module(_OF_ANNDATA[form]).obs_columns(path, modality)
+    elif form in _WITH_COLUMNS:
+        names = _module(_WITH_COLUMNS[form]).obs_columns(path)
     return names
 
 
@@ -213,42 +205,28 @@ def open_by_columns(path: str, *, layer: str) -> Store | None:
 
     Supports AnnData and MuData, in HDF5 and in zarr, on disk.
     """
-    from gpuload.formats import h5ad, hdf5, mudata, tenx, zarr
-
     path, modality = _modality(path)
     form = _form(path)
-    if form != "hdf5":
-        return zarr.open_by_columns(path, layer=layer, modality=modality) if form == "zarr" else None
-    with hdf5.opened(path) as (file, source):
-        store = None
-        if mudata.is_mudata(file):
-            modality, group = mudata.find_modality(file, path, modality)
-            store = h5ad.by_columns(group, source, layer, f"{path}/{modality}")
-        elif not modality and not tenx.is_tenx(file):
-            store = h5ad.by_columns(file, source, layer)
-        if store is None:
-            source.close()
-        return store
+    if form not in _OF_ANNDATA:
+        return None
+    opened: Store | None = _module(_OF_ANNDATA[form]).open_by_columns(path, layer=layer, modality=modality)
+    return opened
 
 
 @contextmanager
 def anndata_groups(path: str) -> Iterator[list[Any]]:
     """Yield the AnnData groups of a path, open within the block; none if the format is another."""
     path, modality = _modality(path)
-    from gpuload.formats import hdf5, mudata, tenx, zarr
-
     form = _form(path)
-    if form == "zarr":
-        with zarr.anndata_groups(path, modality) as groups:
-            yield groups
-    elif form != "hdf5":
+    if form not in _OF_ANNDATA:
         yield []
-    else:
-        with hdf5.opened(path) as (file, source), closing(source):
-            if mudata.is_mudata(file):
-                yield [mudata.find_modality(file, path, modality)[1]]
-            else:
-                yield [] if tenx.is_tenx(file) else [file]
+        return
+    with _module(_OF_ANNDATA[form]).anndata_groups(path, modality) as groups:
+        yield groups
+
+
+def _module(name: str) -> Any:
+    return import_module(f"gpuload.formats.{name}")
 
 
 def file_of(path: str) -> str:
@@ -354,18 +332,3 @@ def _form(path: str) -> str:
 def _is_folder(path: str) -> bool:
     address = as_address(path)
     return os.path.isdir(path) if address is None else address.is_folder
-
-
-def _open_hdf5(path: str, modality: str, layer: str, obs: Sequence[str]) -> Store:
-    from gpuload.formats import h5ad, hdf5, mudata, tenx
-
-    with hdf5.opened(path) as (file, source):
-        if mudata.is_mudata(file):
-            return mudata.read_modality(
-                file, path, modality, obs, lambda group, own, name: h5ad.read_anndata(group, source, layer, own, name)
-            )
-        if modality:
-            raise mudata.no_modalities(path, modality)
-        if tenx.is_tenx(file):
-            return tenx.read_tenx(file, source, layer, obs)
-        return h5ad.read_anndata(file, source, layer, obs)

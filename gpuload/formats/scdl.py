@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import struct
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -169,14 +169,11 @@ def _length(source: FileSource, dtype: np.dtype[Any]) -> int:
 
 
 def _read_whole(path: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-    source = FileSource(path)
-    try:
+    with closing(FileSource(path)) as source:
         raw = np.empty(_length(source, dtype) * dtype.itemsize, dtype=np.uint8)
         if not raw.size or source.read_into(raw, 0) < raw.size:
             raise ReadError(f"{path}: it holds no row offsets. Was it truncated?")
         return raw.view(dtype)
-    finally:
-        source.close()
 
 
 def _n_rows(path: str, found: int) -> int:

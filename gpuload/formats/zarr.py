@@ -47,8 +47,11 @@ from gpuload.store import CsrMatrix, Store
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from numpy.typing import NDArray
+
     from gpuload.formats.zarr_nodes import Tree
     from gpuload.layout import ArrayLayout
+    from gpuload.store import Matrix, ObsColumn
     from gpuload.types import Source
 
 _COLLECTION = "annbatch-preshuffled"
@@ -80,72 +83,52 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "", 
     CorruptDataError
         Metadata, a shard index or indptr is damaged.
     """
-    with _opened(path) as (root, tree, held):
+    with _opened(path) as (root, access):
+
+        def read(group: Any, own: Sequence[str], name: str) -> Store:
+            return _store(name, *read_members(group, name, layer, own, access))
+
         if isinstance(root, Array):
-            return _read_array(root, tree, held, path, layer, obs, modality)
+            return _read_array(root, access, path, layer, obs, modality)
         if is_mudata(root):
-            return read_modality(
-                root, path, modality, obs, lambda group, own, name: _read(group, tree, held, layer, own, name)
-            )
-        groups = _datasets(root, path, modality)
-        known = [column_names(member(group, "obs", path)) if obs and fill else obs for group in groups]
+            return read_modality(root, path, modality, obs, read)
+        groups = _groups(root, path, modality)
+        known = [column_names(member(group, "obs", path)) if obs and fill else obs for _, group in groups]
         each = zip(groups, stored_columns(obs, known), strict=True)
-        stores = [with_columns(_read(group, tree, held, layer, stored), obs) for group, stored in each]
+        stores = [with_columns(read(group, own, name), obs) for (name, group), own in each]
         return concat(stores, cure="the data sets of a collection have the same genes in the same order: recreate it.")
 
 
 def open_by_columns(path: str, *, layer: str, modality: str = "") -> Store | None:
     """Open a CSC matrix as a store of genes x cells, without names; None if it is not CSC, or is one of several."""
-    with _opened(path) as (root, tree, held):
-        name = path
-        if isinstance(root, Array):
-            _close(held)
-            return None
-        if is_mudata(root):
-            modality, group = find_modality(root, path, modality)
-            name = f"{path}/{modality}"
-        else:
-            group, *others = _datasets(root, path, modality)
-            if others:
-                _close(held)
-                return None
-        access = _Access(tree.name)
-        try:
+    with _opened(path) as (root, access):
+        groups = _groups(root, path, modality)
+        for name, group in groups if len(groups) == 1 else ():
             matrix = read_by_columns(group, name, layer, access)
-        finally:
-            held.extend(access.sources)
-        if matrix is None:
-            _close(held)
-            return None
-        return Store((matrix,), (name,), np.empty(matrix.n_vars, dtype=object), {}, tuple(dict.fromkeys(held)))
+            if matrix is not None:
+                return _store(name, matrix, np.empty(matrix.n_vars, dtype=object), {})
+        access.close()
+        return None
 
 
 def obs_columns(path: str, modality: str = "") -> list[str]:
     """Return the names of the columns of obs; for a collection, those of any of its data sets."""
-    with _opened(path) as (root, _, held):
-        try:
-            if isinstance(root, Array):
-                return []
-            if is_mudata(root):
-                return columns_of(root, path, modality)
-            frames = [member(group, "obs", path) for group in _datasets(root, path, modality)]
-            return list(dict.fromkeys(name for frame in frames for name in column_names(frame)))
-        finally:
-            _close(held)
+    with _opened(path) as (root, access):
+        if isinstance(root, Group) and is_mudata(root):
+            names = columns_of(root, path, modality)
+        else:
+            frames = [member(group, "obs", path) for _, group in _groups(root, path, modality)]
+            names = list(dict.fromkeys(name for frame in frames for name in column_names(frame)))
+        access.close()
+        return names
 
 
 @contextmanager
 def anndata_groups(path: str, modality: str = "") -> Iterator[list[Group]]:
     """Yield the AnnData groups of a store: the store itself, a modality, or a collection's data sets."""
-    with _opened(path) as (root, _, held):
-        try:
-            if isinstance(root, Array):
-                yield []
-            else:
-                is_whole = not is_mudata(root)
-                yield _datasets(root, path, modality) if is_whole else [find_modality(root, path, modality)[1]]
-        finally:
-            _close(held)
+    with _opened(path) as (root, access):
+        yield [group for _, group in _groups(root, path, modality)]
+        access.close()
 
 
 def is_zarr_zip(path: str) -> bool:
@@ -158,10 +141,10 @@ def is_zarr_zip(path: str) -> bool:
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[tuple[Group | Array, Tree, list[Source]]]:
-    """Open a store's root; if an error ends the block, close the sources noted in the list."""
-    held: list[Source] = []
+def _opened(path: str) -> Iterator[tuple[Group | Array, _Access]]:
+    """Open a store's root; if an error ends the block, close the sources of the layouts."""
     address = as_address(path)
+    access = _Access(path)
     try:
         tree: Tree
         with ExitStack() as asking, _translated(path):
@@ -172,13 +155,13 @@ def _opened(path: str) -> Iterator[tuple[Group | Array, Tree, list[Source]]]:
                 tree = FolderTree(path)
             else:
                 tree = ZipTree(path)
-                held.append(tree.source)
+                access.held.append(tree.source)
             root = open_node(tree, "")
-            if not isinstance(root, (Group, Array)):
+            if root is None:
                 raise StoreError(f"{path}: this is no zarr group; expected an AnnData written by its write_zarr.")
-            yield root, tree, held
+            yield root, access
     except BaseException:
-        _close(held)
+        access.close()
         raise
 
 
@@ -195,71 +178,63 @@ def _translated(path: str) -> Iterator[None]:
         ) from error
 
 
-def _close(sources: list[Source]) -> None:
-    for source in sources:
-        source.close()
-
-
-def _datasets(root: Group, path: str, modality: str = "") -> list[Group]:
-    """Return the AnnData groups, excluding modalities."""
+def _groups(root: Group | Array, path: str, modality: str) -> list[tuple[str, Group]]:
+    """Return the AnnData groups of a store, each after its name in errors; none if it is an array."""
+    if isinstance(root, Array):
+        return []
+    if is_mudata(root):
+        name, group = find_modality(root, path, modality)
+        return [(f"{path}/{name}", group)]
     if modality:
         raise no_modalities(path, modality)
     if root.attrs.get("encoding-type") != _COLLECTION:
-        return [root]
+        return [(path, root)]
     found = sorted((int(m[1]), name) for name in root if (m := _DATASET.fullmatch(name)))
     if not found:
         raise StoreError(f"{path}: this collection holds no data sets; add some with annbatch's add_adatas.")
-    numbers = [number for number, _ in found]
-    if numbers != list(range(len(found))):
-        missing = next(i for i, number in enumerate(numbers) if i != number)
-        raise CorruptDataError(f"{path}: this collection lacks dataset_{missing}; copy all of it again.")
-    return [root[name] for _, name in found]
+    for i, (number, _) in enumerate(found):
+        if i != number:
+            raise CorruptDataError(f"{path}: this collection lacks dataset_{i}; copy all of it again.")
+    return [(os.path.join(path, name), root[name]) for _, name in found]
 
 
-def _read_array(
-    array: Array, tree: Tree, held: list[Source], path: str, layer: str, obs: Sequence[str], modality: str
-) -> Store:
+def _read_array(array: Array, access: _Access, path: str, layer: str, obs: Sequence[str], modality: str) -> Store:
     """Return the store of an array by itself, of cells x values."""
     if modality:
         raise no_modalities(path, modality)
     check_plain_matrix(path, layer, obs, "store an AnnData")
     check_n_dims(f"{path}: it", array.ndim)
-    access = _Access(tree.name)
-    try:
-        matrix = dense_matrix(access.layout(array), f"{path}: it")
-    finally:
-        held += access.sources
-    return Store((matrix,), (path,), numbered(matrix.n_vars), {}, tuple(dict.fromkeys(held)))
+    matrix = dense_matrix(access.layout(array), f"{path}: it")
+    return _store(path, matrix, numbered(matrix.n_vars), {})
 
 
-def _read(group: Group, tree: Tree, held: list[Source], layer: str, obs: Sequence[str], name: str = "") -> Store:
-    """Return the store of one AnnData; `name` is its name in errors."""
-    if not name:
-        name = os.path.join(tree.name, group.name.strip("/")) if group.name != "/" else tree.name
-    access = _Access(tree.name)
-    try:
-        matrix, var_names, columns = read_members(group, name, layer, obs, access)
-    finally:
-        held += access.sources
-    return Store((matrix,), (name,), var_names, columns, tuple(dict.fromkeys(access.sources)))
+def _store(name: str, matrix: Matrix, var_names: NDArray[Any], obs: dict[str, ObsColumn]) -> Store:
+    """Return the store of one matrix and its cells; `name` is its name in errors."""
+    sources = tuple(dict.fromkeys(layout.source for layout in matrix.layouts))
+    return Store((matrix,), (name,), var_names, obs, sources)
 
 
 class _Access:
-    """Zarr's side of `members`; notes the sources of the layouts."""
+    """Zarr's side of `members`; holds the sources of the layouts."""
 
     owner = "AnnData"
     writer = "write_zarr"
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self.sources: list[Source] = []
+        self.held: list[Source] = []
+
+    def close(self) -> None:
+        """Close the sources."""
+        for source in self.held:
+            source.close()
 
     def is_array(self, node: Any) -> bool:
         return isinstance(node, Array)
 
     def layout(self, node: Array) -> ArrayLayout:
         layout = node.layout()
-        self.sources.append(layout.source)
+        self.held.append(layout.source)
         return layout
 
     def csr(self, node: Group, n_rows: int, n_vars: int) -> CsrMatrix:

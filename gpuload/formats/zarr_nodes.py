@@ -17,17 +17,20 @@ import struct
 import zipfile
 import zlib
 from bisect import bisect_left
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from gpuload.errors import CorruptDataError, ReadError, StoreError
+from gpuload.errors import CorruptDataError, ReadError, StoreError, first_line
 from gpuload.folder_source import FolderSource
+from gpuload.formats.zarr_spec import parse_v2, parse_v3
 from gpuload.source import FileSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
+    from gpuload.formats.index import Index
     from gpuload.formats.zarr_arrays import Array
     from gpuload.types import Source
 
@@ -37,8 +40,8 @@ GROUP_FILES = ("zarr.json", ".zgroup")
 NODE_FILES = ("zarr.json", ".zgroup", ".zarray")
 """Files one of which a folder has that is a group or an array, whatever the version."""
 
-METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
-"""All files of a store that hold no chunk; the first three say what a node is."""
+METADATA = (*NODE_FILES, ".zattrs", ".zmetadata")
+"""All files of a store that hold no chunk."""
 
 _ENCODINGS = {
     "categorical": ("codes", "categories"),
@@ -60,9 +63,14 @@ _IS_UTF8 = 0x800
 class Tree(Protocol):
     """Files by key: a path with slashes relative to the store's root."""
 
-    @property
-    def name(self) -> str:
-        """The store's name in errors."""
+    name: str
+    """The store's name in errors."""
+    source: FileSource | None = None
+    """The one source of all arrays, which is not theirs to close; None if each has its own."""
+    index: Index | None = None
+    """What was kept of the store from an earlier opening."""
+    crc: Mapping[tuple[int, int], int] = MappingProxyType({})
+    """CRC-32 of a file of chunks, by where it starts in `source` and its bytes: for who reads it whole."""
 
     def read(self, key: str) -> bytes | None:
         """Return a small file's bytes, or None if it does not exist."""
@@ -77,7 +85,7 @@ class Tree(Protocol):
         """
 
 
-class FolderTree:
+class FolderTree(Tree):
     """A store in a folder.
 
     Parameters
@@ -146,25 +154,20 @@ def _walk(folder: str, prefix: str) -> Iterator[tuple[str, int, int]]:
         raise ReadError(f"{place}: cannot be listed: {error.strerror}. Check its permissions and links.") from error
 
 
-class ZipTree:
+class ZipTree(Tree):
     """A store in a zip file whose members are not compressed by zip itself.
 
     Parameters
     ----------
     path
         The file.
-
-    Attributes
-    ----------
-    crc
-        By the place of a file of chunks, where it starts and its bytes, the CRC-32 that zip has of it: for who reads
-        it whole. In a shard the first chunk starts there too, and is shorter.
     """
 
+    source: FileSource
+    crc: dict[tuple[int, int], int]
+
     def __init__(self, path: str) -> None:
-        self.name = path
-        self.crc: dict[tuple[int, int], int] = {}
-        self.source = FileSource(path)
+        self.name, self.source, self.crc = path, FileSource(path), {}
         try:
             with os.fdopen(os.dup(self.source.fileno()), "rb") as file, zipfile.ZipFile(file) as archive:
                 infos = archive.infolist()
@@ -205,6 +208,7 @@ class ZipTree:
         prefix, at, end = self._within(key)
         chosen = [self._members[name] for name in self._names[at:end] if name.rpartition("/")[2] not in METADATA]
         places = {info.filename[len(prefix) :]: self._place(info) for info in chosen}
+        # In a shard the first chunk starts where the shard does too, but is shorter.
         self.crc |= {place: info.CRC for info, place in zip(chosen, places.values(), strict=True)}
         return self.source, places
 
@@ -267,8 +271,7 @@ class Group:
 
     def keys(self) -> list[str]:
         """Return the names of its members."""
-        names = self._tree.children(self._key)
-        return [name for name in names if any(self._tree.read(f"{self._path(name)}/{m}") for m in METADATA[:3])]
+        return [name for name in self._tree.children(self._key) if name in self]
 
     def get(self, path: str, default: Any = None) -> Group | Array | Any:
         """Return a member, or the default if there is none."""
@@ -282,7 +285,7 @@ class Group:
         return found
 
     def __contains__(self, path: str) -> bool:
-        return any(self._tree.read(f"{self._path(path)}/{name}") is not None for name in METADATA[:3])
+        return any(self._tree.read(f"{self._path(path)}/{name}") is not None for name in NODE_FILES)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
@@ -328,7 +331,7 @@ def open_node(tree: Tree, key: str) -> Group | Array | None:
     CorruptDataError
         Its metadata is damaged.
     """
-    from gpuload.formats.zarr_arrays import Array, parse_v2, parse_v3
+    from gpuload.formats.zarr_arrays import Array
 
     prefix = f"{key}/" if key else ""
     where = f"{tree.name}: /{key}"
@@ -355,8 +358,7 @@ def _read_json(tree: Tree, key: str) -> dict[str, Any] | None:
         meta = json.loads(raw)
     except ValueError as error:
         raise CorruptDataError(
-            f"{tree.name}: {key} is not valid JSON ({str(error).splitlines()[0].rstrip('.')}). Restore the store from "
-            "its source."
+            f"{tree.name}: {key} is not valid JSON ({first_line(error)}). Restore the store from its source."
         ) from error
     if not isinstance(meta, dict):
         raise CorruptDataError(f"{tree.name}: {key} does not hold a JSON object. Restore the store from its source.")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gpuload.errors import ReadError
 from gpuload.formats.index import Index
-from gpuload.formats.zarr_nodes import METADATA
+from gpuload.formats.zarr_nodes import METADATA, Tree
 from gpuload.remote_source import RemoteSource
 
 if TYPE_CHECKING:
@@ -30,19 +30,16 @@ MAX_ASKED = 100_000
 """Limit on the objects of an array that a web server is asked for one by one: some minutes."""
 
 
-class RemoteTree:
+class RemoteTree(Tree):
     """A store at an address; see `zarr_nodes.Tree`.
 
     Parameters
     ----------
     address
         The folder.
-
-    Attributes
-    ----------
-    index
-        What was kept of it from an earlier opening.
     """
+
+    index: Index
 
     def __init__(self, address: Address) -> None:
         self.name = str(address)

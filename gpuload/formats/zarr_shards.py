@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.formats.index import Index
-    from gpuload.formats.zarr_arrays import Spec
+    from gpuload.formats.zarr_spec import Spec
     from gpuload.types import Source
 
 _ABSENT = np.uint64(0xFFFF_FFFF_FFFF_FFFF)

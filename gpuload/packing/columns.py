@@ -96,8 +96,7 @@ def by_rows(store: Store, layer: str, folder: str, memory: int, num_threads: int
         if os.path.exists(whole):
             return job.result
         if not has_offsets(origin):
-            per_element = _CELL_NBYTES + job.index_dtype.itemsize + (8 if job.is_wide else 4)
-            workplace.check_disk(folder, 2 * job.n_elements * per_element)
+            workplace.check_disk(folder, 2 * (job.nbytes + job.n_elements * _CELL_NBYTES))
             workplace.begin(folder)
             write_order(folder, np.arange(job.n_obs))
             write_offsets(origin, _count_cells(job, reader))

@@ -117,7 +117,12 @@ class Job:
     @property
     def index_dtype(self) -> np.dtype[Any]:
         """Dtype of the target's column numbers."""
-        return np.dtype(np.uint16 if self.n_vars <= MAX_COLUMNS_16 else np.int32)
+        return index_dtype_of(self.n_vars)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements as they are read."""
+        return self.n_elements * element_nbytes(self.n_vars, is_wide=self.is_wide)
 
     @property
     def result(self) -> str:
@@ -216,7 +221,7 @@ def plan_job(
         The memory does not even hold the longest row.
     """
     n_elements, n_vars, reading = int(lengths.sum()), store.n_vars, np.maximum(lengths, row_lengths(store))
-    nbytes = (8 if is_wide else 4) + (2 if n_vars <= MAX_COLUMNS_16 else 4)
+    nbytes = element_nbytes(n_vars, is_wide=is_wide)
     room = memory // (8 * nbytes)  # two slices or buckets at a time, each held about three times
     longest = int(reading.max(initial=0))
     if longest > room:
@@ -235,6 +240,16 @@ def plan_job(
     slice_elements = min(room, max(MIN_SLICE, int(reading.sum()) // MAX_SLICES))
     slices = cut_rows(np.concatenate([[0], np.cumsum(reading)]), slice_elements)
     return Job(origin, store.kind, store.n_obs, n_vars, n_elements, is_wide, codec, chunk, shard, bucket, slices)
+
+
+def index_dtype_of(n_vars: int) -> np.dtype[Any]:
+    """Return the dtype of column numbers below `n_vars` in a target."""
+    return np.dtype(np.uint16 if n_vars <= MAX_COLUMNS_16 else np.int32)
+
+
+def element_nbytes(n_vars: int, *, is_wide: bool) -> int:
+    """Return the bytes of an element as it is read: its value, and its column number."""
+    return (8 if is_wide else 4) + index_dtype_of(n_vars).itemsize
 
 
 def row_lengths(store: Store) -> NDArray[np.int64]:

@@ -66,22 +66,15 @@ class Local:
 
     def write_buckets(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> Generator[Any, None, None]:
         """See `Workers.write_buckets`."""
-        if self._parts is not None:
-            yield from self._fill_buckets(numbers, self._parts.values(), dtype)
-            return
-        parts = all_parts(self._job)
-        with kept_open(parts):
-            yield from self._fill_buckets(numbers, parts, dtype)
+        on_disk = all_parts(self._job) if self._parts is None else []
+        parts = on_disk if self._parts is None else self._parts.values()
+        with kept_open(on_disk):
+            yield from each(lambda number: fill_bucket(self._job, self._reader, number, parts, dtype), numbers)
 
     def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Generator[int, None, None]:
         """See `Workers.digests`."""
         with result_reader(self._job, self._num_threads) as reader:
             yield from each(lambda span: digest_span(reader, span, file_rows), spans)
-
-    def _fill_buckets(
-        self, numbers: Sequence[int], parts: Iterable[Part | PartFile], dtype: np.dtype[Any]
-    ) -> Generator[Any, None, None]:
-        return each(lambda number: fill_bucket(self._job, self._reader, number, parts, dtype), numbers)
 
     def _write_part(self, number: int) -> None:
         if self._parts is None:

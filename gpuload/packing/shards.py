@@ -79,10 +79,7 @@ def _shard(job: Job, name: str, number: int, elements: NDArray[Any], pool: Execu
     """Return a shard's path and its bytes."""
     codec = Codec(job.codec)
     chunks = [elements[first : first + job.chunk] for first in range(0, elements.size, job.chunk)]
-    if chunks[-1].size < job.chunk:  # the format has no short chunks
-        full = np.zeros(job.chunk, dtype=elements.dtype)
-        full[: chunks[-1].size] = chunks[-1]
-        chunks[-1] = full
+    chunks[-1] = np.pad(chunks[-1], (0, job.chunk - chunks[-1].size))  # the format has no short chunks
     key = f"c/{number}/0" if job.kind == "dense" else f"c/{number}"
     path = os.path.join(job.matrix, name, key)
     os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -107,26 +107,22 @@ class Work:
         CorruptDataError
             What was written does not read back as what was read.
         """
-        first, at = self.matrices[0], 0.0
-        done, dtypes, digests = [], {}, []
-        everybody = []
+        at, n_resumed, whole = 0.0, 0, 0
+        dtypes, digests = {}, []
         self._write_tables()  # first: what cannot be packed is found before the work, not after it
         for matrix in self.matrices:
-            own, share = matrix.job.origin.own, self._share(matrix)
-            done += [*os.listdir(os.path.join(own, PARTS)), *os.listdir(os.path.join(own, DONE))]
-            workers, summed = self._pass(matrix, at)
-            everybody.append(workers)
-            digests.append(summed[0])
-            dtypes[matrix.job.origin.member] = summed[1].dtype
-            at += share * (_SHARES[0] + _SHARES[1])
+            n_resumed += len(_finished(matrix.job))
+            digest, judged = self._write(matrix, at)
+            digests.append(digest)
+            dtypes[matrix.job.origin.member] = judged.dtype
+            at += self._share(matrix) * (_SHARES[0] + _SHARES[1])
         for matrix in self.matrices:
             write_matrix_metadata(matrix.job, dtypes[matrix.job.origin.member])
-        for matrix, workers, digest in zip(self.matrices, everybody, digests, strict=True):
-            self._verify(matrix, workers, digest, at)
+        for matrix, digest in zip(self.matrices, digests, strict=True):
+            self._verify(matrix, digest, at)
             at += self._share(matrix) * _SHARES[2]
-        job, whole = first.job, 0
-        for digest in digests:
             whole = (whole * _STEP + digest) % (1 << 64)
+        job = self.matrices[0].job
         return Packed(
             path=target,
             n_obs=job.n_obs,
@@ -136,23 +132,19 @@ class Work:
             index_dtype=job.index_dtype.name if job.kind == "csr" else None,
             dtypes={member: dtype.name for member, dtype in dtypes.items()},
             digest=f"{whole:016x}",
-            n_resumed=len(done),
+            n_resumed=n_resumed,
         )
 
-    def _pass(self, matrix: Matrix, at: float) -> tuple[Workers, tuple[int, Judged]]:
-        """Write the shards of a matrix to disk; return what ran the passes, its digest, and facts about its values."""
+    def _write(self, matrix: Matrix, at: float) -> tuple[int, Judged]:
+        """Write the shards of a matrix to disk; return its digest, and facts about its values."""
         job, share = matrix.job, self._share(matrix)
-        own = job.origin.own
-        is_begun = any(os.listdir(os.path.join(own, name)) for name in (PARTS, DONE))
-        in_memory: dict[int, Part] | None = {} if self._fits(job) and not is_begun else None
+        in_memory: dict[int, Part] | None = {} if self._fits(job) and not _finished(job) else None
         workers = self._workers(matrix, in_memory)
         self._count(workers.write_parts(range(job.n_slices)), job.n_slices, at, share * _SHARES[0])
         summed = summed_up(all_parts(job) if in_memory is None else in_memory.values())
         buckets = workers.write_buckets(range(job.n_buckets), summed[1].dtype)
         self._count(buckets, job.n_buckets, at + share * _SHARES[0], share * _SHARES[1])
-        if in_memory is not None:
-            in_memory.clear()
-        return workers, summed
+        return summed
 
     def _share(self, matrix: Matrix) -> float:
         """Return the fraction of the work that a matrix is."""
@@ -172,18 +164,17 @@ class Work:
 
     def _fits(self, job: Job) -> bool:
         """Return whether the parts may be kept in memory."""
-        nbytes = job.n_elements * (job.index_dtype.itemsize + (8 if job.is_wide else 4))
-        return self.client is None and nbytes <= self.memory // 4
+        return self.client is None and job.nbytes <= self.memory // 4
 
     def _workers(self, matrix: Matrix, in_memory: dict[int, Part] | None) -> Workers:
         if self.client is None:
             return Local(matrix.job, matrix.reader, self.num_threads, in_memory)
         return Cluster(matrix.job, self.client, self.num_threads)
 
-    def _verify(self, matrix: Matrix, workers: Workers, digest: int, at: float) -> None:
+    def _verify(self, matrix: Matrix, digest: int, at: float) -> None:
         job = matrix.job
         spans = list(pairwise(cut_rows(job.offsets, job.bucket)))
-        digests = workers.digests(spans, matrix.store.file_rows)
+        digests = self._workers(matrix, None).digests(spans, matrix.store.file_rows)
         found = self._count(digests, len(spans), at, self._share(matrix) * _SHARES[2])
         if sum(found) % (1 << 64) != digest:
             clear(job.origin.folder)
@@ -200,3 +191,8 @@ class Work:
                 results.append(result)
                 self.told(min(1.0, at + share * len(results) / n))
         return results
+
+
+def _finished(job: Job) -> list[str]:
+    """Return the parts and marks on disk of tasks that are done."""
+    return [name for kind in (PARTS, DONE) for name in os.listdir(os.path.join(job.origin.own, kind))]

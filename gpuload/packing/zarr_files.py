@@ -156,10 +156,9 @@ def write_array(folder: str, values: NDArray[Any]) -> None:
     codec, n = Codec("zstd"), min(TABLE_CHUNK, max(1, values.size))
     os.makedirs(os.path.join(folder, "c"), exist_ok=True)
     for number, start in enumerate(range(0, values.size, n)):
-        chunk = np.zeros(n, dtype=values.dtype)
         part = values[start : start + n]
-        chunk[: part.size] = part
-        write_whole(os.path.join(folder, "c", str(number)), [codec.encode(chunk)])
+        chunk = codec.encode(np.pad(part, (0, n - part.size)))
+        write_whole(os.path.join(folder, "c", str(number)), [chunk])
     fill_value: Any = False if values.dtype.kind == "b" else 0
     _describe(folder, values.shape, values.dtype.name, fill_value, (n,), codec.steps(values.dtype), _ARRAY)
 

@@ -609,6 +609,13 @@ def test_more_chunks_than_the_file_can_hold(tmp_path: Path) -> None:
     assert_refused("CorruptDataError", path, f"{path}: /X has 4000000 chunks", "Restore the file")
 
 
+def test_more_chunks_than_64_bits_number(tmp_path: Path) -> None:
+    path = write_and_path(tmp_path)
+    with h5py.File(path, "r+") as file:
+        file.create_dataset("obsm/X", (1 << 40, 1 << 24), "u1", chunks=(1, 1))  # none of them is written
+    assert_refused("CorruptDataError", path, f"{path}: /obsm/X has {1 << 64} chunks", "Restore the file", obsm=["X"])
+
+
 def test_an_unencoded_chunk_of_another_size(tmp_path: Path) -> None:
     path = tmp_path / "chunk.h5ad"
     write_h5ad(path, lambda f: write_dense(f, "X", counts().toarray(), chunks=(16, writers.N_VARS)))

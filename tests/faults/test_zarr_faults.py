@@ -560,6 +560,8 @@ def test_an_array_has_no_modalities(tmp_path: Path) -> None:
 def test_collections_that_are_not_whole(tmp_path: Path) -> None:
     path = tmp_path / "collection.zarr"
     writers.collection(path, 3)
+    (path / "dataset_2" / "zarr.json").write_bytes(b"")  # the last one: none after it shows that it is there
+    assert_refused("CorruptDataError", path, f"{path}: dataset_2/zarr.json is not valid JSON", "Restore the store")
     shutil.rmtree(path / "dataset_1")
     assert_refused("CorruptDataError", path, str(path), "dataset_1")
     for i in (0, 2):
