@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 
-from gpuload.errors import BusyError, ReadError
+from gpuload.errors import ReadError
+from gpuload.object_errors import check_length
 from gpuload.remote import LOOK_S, OUTAGE_S, Patience
 from gpuload.source import find_files, locate_byte
 from gpuload.threads import DaemonThreads, is_over
@@ -189,12 +190,7 @@ class Requests:
         piece.began_at = start = time.monotonic()
         body = remote.get(piece.wanted, piece.start, piece.start + piece.out.size)
         took_s = time.monotonic() - start
-        got = memoryview(body).nbytes
-        if got != piece.out.size:
-            raise BusyError(
-                f"{remote.name}/{piece.wanted.key}: short read at byte {piece.start}: wanted {piece.out.size} bytes, "
-                f"got {got}."
-            )
+        check_length(body, piece.out.size, f"{remote.name}/{piece.wanted.key}", piece.start)
         with self._lock:
             self._n_answers += 1
             n = min(self._n_answers, 50)

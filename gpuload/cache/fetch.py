@@ -21,7 +21,7 @@ from gpuload.cache import leases
 from gpuload.cache.catalogue import Full
 from gpuload.cache.files import Download, adopt_strays, given_up, repair, stray_names
 from gpuload.errors import BusyError, CorruptDataError, GpuloadError, ReadError
-from gpuload.object_errors import BUSY
+from gpuload.object_errors import BUSY, check_length
 from gpuload.remote import Patience
 from gpuload.threads import PATIENCE_S
 
@@ -146,11 +146,7 @@ def get_patiently(
     def ask() -> Any:
         try:
             piece = remote.get(wanted, start, stop)
-            got = memoryview(piece).nbytes
-            if got != stop - start:
-                raise BusyError(
-                    f"{remote.name}/{wanted.key}: short read at byte {start}: wanted {stop - start} bytes, got {got}."
-                )
+            check_length(piece, stop - start, f"{remote.name}/{wanted.key}", start)
         except BUSY:
             window.was_busy()
             raise
