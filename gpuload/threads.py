@@ -301,10 +301,6 @@ class Closer:
             if os.getpid() == process:
                 close(*args)
 
-    def drop(self) -> None:
-        """Never close the object."""
-        self._finalizer.detach()
-
 
 def call_aside(function: Callable[..., T], *args: Any) -> T:
     """Call an uninterruptible function so that the main thread can be interrupted meanwhile; return its result.

@@ -190,12 +190,12 @@ class SampleStore:
         """Files whose crc was verified since the store was opened."""
         self._stop = threading.Event()
         self._window = Window(in_flight)
-        self._fetchers: Fetchers | None = None
+        self._fetchers = Fetchers(self._folders, self._catalogue, self._lease.name, self.remote, self._settings)
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._waited_s = 0.0
         self._warned: set[str] = set()
         self._may_have_strays = True
-        self._closer = Closer(self, _close, self._stop, None, self._lease, self._catalogue)
+        self._closer = Closer(self, _close, self._stop, self._fetchers, self._lease, self._catalogue)
         try:
             self._check_remote()
             with usable(self.root):
@@ -203,17 +203,7 @@ class SampleStore:
             *_, self._fault_before = self._catalogue.listing_fault() or ("",)
             if fetch:
                 self._catalogue.forgive_size(self._settings.budget)
-                self._fetchers = Fetchers(
-                    self._folders,
-                    self._catalogue,
-                    self._lease.name,
-                    self.remote,
-                    self._settings,
-                    n_processes=n_processes,
-                    hung_s=hung_s,
-                )
-                self._closer.drop()
-                self._closer = Closer(self, _close, self._stop, self._fetchers, self._lease, self._catalogue)
+                self._fetchers.start(n_processes, hung_s)
         except BaseException:
             self.close()
             raise
@@ -236,7 +226,7 @@ class SampleStore:
         ago_s = time.time() - listed_at
         if not listed_at or ago_s < 0:  # never, or by a clock that was ahead
             return False
-        is_due = self._fetchers is not None and ago_s >= self._settings.relist_s
+        is_due = self._fetchers.are_started and ago_s >= self._settings.relist_s
         return listed_at >= self._opened_at or not is_due
 
     def _check_remote(self) -> None:
@@ -417,8 +407,7 @@ class SampleStore:
                     f"min_samples={min_samples}: {self.remote.name} has only {n_known} samples that can be fetched; "
                     "use fewer."
                 )
-            if self._fetchers is not None:
-                self._fetchers.check()
+            self._fetchers.check()
             fault, may_pass, _ = self._catalogue.listing_fault(self._fault_before) or ("", True, "")
             if not may_pass:
                 raise ReadError(
@@ -426,7 +415,7 @@ class SampleStore:
                     "open the store again."
                 )
             why = f"the remote could not be listed: {fault.rstrip('.')}" if fault else ""
-            if self._fetchers is not None:
+            if self._fetchers.are_started:
                 why = room.check(min_samples, is_listed=is_listed) or why
             waited_s = time.monotonic() - start
             if why and waited_s > _TOLD_S and not is_told:
@@ -469,7 +458,7 @@ class SampleStore:
 
         It looks for them only the first time: each file of a data set may ask.
         """
-        if self._may_have_strays and self._fetchers is None and not self._catalogue.meta("listing"):
+        if self._may_have_strays and not self._fetchers.are_started and not self._catalogue.meta("listing"):
             self._may_have_strays = False
             with usable(self.root):
                 for name in stray_names(self._folders, self._catalogue):
@@ -559,7 +548,7 @@ class SampleStore:
     @property
     def held_nbytes(self) -> int:
         """Bytes on disk and reserved, in whole disk blocks: never above the budget."""
-        return int(self._catalogue.meta("held_nbytes"))
+        return self._catalogue.held_nbytes
 
     def stats(self) -> dict[str, Any]:
         """Return bytes, counts and waits so far: of the store over all processes, and of this process's reading."""
@@ -573,12 +562,10 @@ class SampleStore:
             "n_disk_full",
             "generation",
         )
-        of_store = {name: meta[name] for name in names}
-        processes = self._fetchers.processes if self._fetchers is not None else []
-        n_in_flight = self._catalogue.rows("SELECT count(*) FROM files WHERE state = 0")[0][0]
+        processes = self._fetchers.processes
         return {
-            **of_store,
-            "n_in_flight": n_in_flight,
+            **{name: meta[name] for name in names},
+            "n_in_flight": self._catalogue.rows("SELECT count(*) FROM files WHERE state = 0")[0][0],
             "n_quarantined": len(self.quarantine()),
             "n_fetchers_killed": sum(process.n_killed for process in processes),
             "n_fetchers_died": sum(process.n_died for process in processes),
@@ -602,9 +589,8 @@ def _checked_root(root: object) -> str:
     return os.path.abspath(path)
 
 
-def _close(stop: threading.Event, fetchers: Fetchers | None, lease: Lease, catalogue: Catalogue) -> None:
+def _close(stop: threading.Event, fetchers: Fetchers, lease: Lease, catalogue: Catalogue) -> None:
     stop.set()
-    if fetchers is not None:
-        fetchers.close()
+    fetchers.close()
     catalogue.close()
     lease.release()
