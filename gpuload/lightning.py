@@ -17,6 +17,7 @@ from gpuload.errors import MissingDependencyError, PlanError
 from gpuload.loader import Loader
 from gpuload.sampling import Subset
 from gpuload.settings import fill_in
+from gpuload.state import has_position
 from gpuload.torch import CellDataset
 
 try:
@@ -284,11 +285,11 @@ class _TrainEpochs(_Epochs):
 
 def _check_world_size(state: Any, loader: Loader, trainer: Any) -> None:
     """Reject a state whose epoch would differ in length from others, if the trainer counts minibatches only once."""
-    if not isinstance(state, dict) or getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1:
+    if not has_position(state) or getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1:
         return  # the loader reports anything that is not a state
-    then = [pair[0] for pair in state.get("history", ())]
-    if state.get("step") or then:
-        then.append(state.get("world_size"))
+    then = [n_ranks for n_ranks, _ in state["history"]]
+    if state["step"] or then:
+        then.append(state["world_size"])
     odd = [n for n in then if n != loader.world_size]
     if odd:
         raise PlanError(

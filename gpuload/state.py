@@ -85,16 +85,24 @@ def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int, int, tupl
     """
     check_fingerprint(state, wanted, _PLACE)
     epoch, step, world_size, history = (state[name] for name in _PLACE)
-    is_list = isinstance(history, (list, tuple)) and all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 and is_whole(pair[0], 1) and is_whole(pair[1], 0)
-        for pair in history
-    )
-    if not (is_whole(epoch, 0) and is_whole(step, 0) and is_whole(world_size, 1) and is_list):
+    if not has_position(state):
         raise PlanError(
             f"state: epoch={epoch!r}, step={step!r}, world_size={world_size!r}, history={history!r} is not a position "
             "in an epoch; take it from a loader's state_dict()."
         )
     return int(epoch), int(step), int(world_size), tuple((int(n_ranks), int(steps)) for n_ranks, steps in history)
+
+
+def has_position(state: Any) -> bool:
+    """Return whether the numbers that a state should have are there, and of the right kind."""
+    if not isinstance(state, dict):
+        return False
+    epoch, step, world_size, history = (state.get(name) for name in _PLACE)
+    is_list = isinstance(history, (list, tuple)) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and is_whole(pair[0], 1) and is_whole(pair[1], 0)
+        for pair in history
+    )
+    return is_whole(epoch, 0) and is_whole(step, 0) and is_whole(world_size, 1) and is_list
 
 
 def check_fingerprint(state: Any, wanted: dict[str, Any], place: Collection[str]) -> None:

@@ -217,7 +217,7 @@ class QuickThreads:
     def close(self, *, wait: bool = True) -> None:
         """Cancel what has not started, and wait for what has; without `wait` if one of the threads may be calling."""
         self._is_closed = True
-        for call in _waiting(self._calls):
+        for call in taken_out(self._calls):
             call.cancel()
         self._calls.put(None)
         for thread in self._threads if wait else ():
@@ -301,10 +301,6 @@ class Closer:
             if os.getpid() == process:
                 close(*args)
 
-    def drop(self) -> None:
-        """Never close the object."""
-        self._finalizer.detach()
-
 
 def call_aside(function: Callable[..., T], *args: Any) -> T:
     """Call an uninterruptible function so that the main thread can be interrupted meanwhile; return its result.
@@ -366,12 +362,12 @@ def _end(tasks: SimpleQueue[_Task | None], ended: threading.Event) -> None:
 
 def _cancel(tasks: SimpleQueue[_Task | None]) -> None:
     """Remove and cancel the tasks in a queue."""
-    for future, _, _ in _waiting(tasks):
+    for future, _, _ in taken_out(tasks):
         future.cancel()
         future.set_running_or_notify_cancel()  # notifies waiters
 
 
-def _waiting(queue: SimpleQueue[T | None]) -> Iterator[T]:
+def taken_out(queue: SimpleQueue[T | None]) -> Iterator[T]:
     """Remove and yield what is in a queue, except the marks of its end."""
     while True:
         try:

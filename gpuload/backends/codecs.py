@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import gzip
+import io
 import logging
 import struct
 from functools import cache
@@ -163,7 +164,10 @@ def _gzip(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> B
         plain = imagecodecs.gzip_decode(data, out=_room(nbytes))
         if len(plain) == nbytes:
             return plain
-    return gzip.decompress(data)
+    plain = gzip.GzipFile(fileobj=io.BytesIO(data)).read(nbytes + 1 if nbytes >= 0 else -1)  # to the end, to verify it
+    if len(plain) > nbytes >= 0:
+        raise DecodeError(f"it decodes to more than {nbytes} bytes")
+    return plain
 
 
 def _lz4(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
