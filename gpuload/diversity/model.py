@@ -48,7 +48,7 @@ def label_counts(codes: ArrayLike) -> NDArray[np.int64]:
 
 
 def checked_codes(codes: ArrayLike) -> NDArray[np.signedinteger[Any]]:
-    """Return label codes, shape (n,), as signed integers of 4 bytes or more; raise PlanError if they are none."""
+    """Return label codes, shape (n,), as signed integers of at least 4 bytes; raise PlanError if not integers."""
     found = np.asarray(codes)
     if not found.size:
         return np.empty(0, dtype=np.int64)
@@ -90,7 +90,7 @@ def iid_entropy(p: ArrayLike, batch_size: int) -> float:
 
 
 def _entropy_of_blocks(shares: NDArray[np.float64], batch_size: int, block_size: int) -> float:
-    """Return the expected entropy of minibatches that are independent blocks of one label each, the last one cut."""
+    """Return the expected entropy of minibatches made of independent single-label blocks, the last one cut to fit."""
     n_whole, rest = divmod(batch_size, block_size)
     total = 0.0
     for share in shares.tolist():

@@ -1,4 +1,4 @@
-"""Cells, each paired with neighbours of a graph."""
+"""Cells, each paired with its neighbours in a graph."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class PairedNeighbor:
         )
 
     def _rows(self) -> Any:
-        """Return the graph in CSR form; a neighbour that it stores twice is one neighbour."""
+        """Return the graph in CSR form, with neighbours stored twice merged into one."""
         graph = self.graph.tocsr()
         try:
             graph.check_format(full_check=True)
@@ -125,18 +125,18 @@ class Neighbors:
     Attributes
     ----------
     indptr : (n_rows + 1,) int64
-        Where those of each cell begin.
+        Where each cell's neighbours begin in `indices`.
     indices : (n,) uint32 or int64
-        Their rows.
+        Rows of the neighbours.
     """
 
     indptr: NDArray[np.int64]
     indices: NDArray[np.integer]
 
     def take(self, queue: NDArray[np.int64], place: NDArray[np.int64], key: int) -> NDArray[np.int64]:
-        """Return neighbours of the cells `queue`, shape (n,) int64: number `place` of each one's random order."""
+        """Return neighbours of the cells `queue`, shape (n,) int64: number `place` in each cell's random order."""
         n_there = (self.indptr[queue + 1] - self.indptr[queue]).astype(np.int64)
-        rows = queue.copy()  # a cell without a neighbour is its own
+        rows = queue.copy()  # a cell without neighbours is its own partner
         has = np.flatnonzero(n_there)
         cell, n_there = queue[has], n_there[has]
         keys = hash64(hash64(cell.astype(np.uint64)) ^ np.uint64(key))
@@ -149,7 +149,7 @@ class Neighbors:
 
 
 def _neighbors(graph: Any, cells: Cells) -> Neighbors:
-    """Return the neighbours of cells among themselves, by slices of cells, so that little else is held."""
+    """Return the neighbours of cells among the given cells; computed in slices, to use little further memory."""
     local = None
     if cells.chosen is not None:
         local = np.full(cells.n_store_rows, -1, dtype=np.int64)

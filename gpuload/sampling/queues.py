@@ -3,9 +3,9 @@
 A stratum (a class, a weight, a mixture component) is a set of equally likely rows. The stratum at each position of an
 epoch is drawn independently, by a hash of (key, position), so the counts of each stratum in a minibatch have exactly
 the distribution of independent draws. The row is the next in the stratum's queue: the stratum's rows in file order, cut
-into blocks, with the blocks shuffled anew in each pass, which begins at a random position, also within a block. So the
+into blocks that are reshuffled in each pass, which begins at a random position, possibly within a block. So the
 rows of a stratum that a fetch needs are adjacent in the file, no row repeats before all rows of its stratum have been
-drawn, and each row is equally likely at each position: also if an epoch ends in the middle of a block, or needs only a
+drawn, and each row is equally likely at each position, even if an epoch ends in the middle of a block or needs only a
 few rows of a stratum.
 
 Everything is random access by position: passes and blocks by division, permutations by a cipher per (stratum, pass).
@@ -44,7 +44,7 @@ _SLICE = 1 << 14
 """Positions drawn at a time: arrays of this size stay in the processor's caches."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-"""2**64 divided by the golden ratio: any number of its multiples, modulo 2**64, are evenly spread."""
+"""2**64 divided by the golden ratio: its first n multiples, modulo 2**64, are evenly spread for any n."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +77,7 @@ class Queues:
     rows
         Rows sorted by stratum, in file order within each.
     edges : (n_strata + 1,) int64
-        Stratum s has the rows at indices edges[s]..edges[s + 1]; at least one.
+        Stratum s has the rows at indices ``edges[s]:edges[s + 1]``; at least one.
     block_size
         Draws per block.
     unlike
@@ -133,7 +133,7 @@ class Queues:
     ) -> NDArray[np.int64]:
         """Return, for each position in a pass with shuffled blocks, the index of its draw in file order.
 
-        As in `gpuload.order.EqualBlocks`: full blocks precede a position, less what a short one among them lacks.
+        As in `gpuload.order.EqualBlocks`: full blocks precede a position, less what a short block among them lacks.
         """
         size = self.block_size
         n_blocks = -(-draws[heads] // size)
@@ -193,7 +193,7 @@ class DrawnOrder(MixedFetches):
         self._draws, self._queue_key = Draws(queues.n_strata, shares, int(place_key)), int(queue_key)
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rows at positions start..stop as ranges, shape (n, 2)."""
+        """Return the row ranges at positions ``start:stop``, shape (n, 2)."""
         order, stratum, place = self._draws.by_stratum(start, stop)
         rows = np.empty(stratum.size, dtype=np.int64)
         rows[order] = self._queues.take(stratum, place, self._queue_key)
@@ -201,7 +201,7 @@ class DrawnOrder(MixedFetches):
 
 
 class Draws:
-    """Independent draws of strata by position, and how often each stratum was drawn before.
+    """Independent draws of strata by position, and the number of earlier draws of the same stratum.
 
     Parameters
     ----------
@@ -223,9 +223,9 @@ class Draws:
         self._place, self._counts = 0, self._noted[0].copy()
 
     def by_stratum(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the draws at positions start..stop, sorted by stratum, as three arrays of shape (stop - start,).
+        """Return the draws at positions ``start:stop``, sorted by stratum, as three arrays of shape (stop - start,).
 
-        The position of each, less `start`; its stratum; and how often that stratum is drawn before that position.
+        Each draw's position relative to `start`, its stratum, and how often that stratum is drawn at earlier positions.
         """
         self._go_to(start)
         drawn = self._drawn(start, stop)
@@ -245,7 +245,7 @@ class Draws:
             self._pass(self._drawn(self._place, min(place, self._place + self._step // 8)))
 
     def _pass(self, drawn: NDArray[np.integer]) -> None:
-        """Count the strata of the next positions, and note the counts at the end of each step."""
+        """Count the strata of the next positions, and record the counts at the end of each step."""
         while drawn.size:
             part = drawn[: self._step - self._place % self._step]
             np.add.at(self._counts, part, 1)
@@ -255,7 +255,7 @@ class Draws:
             drawn = drawn[part.size :]
 
     def _drawn(self, start: int, stop: int) -> NDArray[np.integer]:
-        """Return the strata of positions start..stop."""
+        """Return the strata at positions ``start:stop``."""
         edges = [*range(start, stop, _SLICE), stop]
         places = (np.arange(first, last, dtype=np.uint64) for first, last in pairwise(edges))
         return np.concatenate([self._shares.draw(hash64(p ^ self._key)) for p in places])

@@ -145,7 +145,7 @@ class Chosen:
         return self.n_samples
 
     def largest_block(self, file_rows: tuple[int, ...]) -> int:
-        """Return the most rows that a block may have."""
+        """Return the maximum number of rows in a block."""
         del file_rows
         return min(self.block_size, self.n_samples)
 
@@ -161,10 +161,10 @@ class Chosen:
         return {**self.about, "num_samples": self.n_samples, "block_size": self.block_size}
 
     def _choose(self, key: np.uint64) -> NDArray[np.bool_]:
-        """Return a mask of the rows with the `n_samples` smallest exponential keys, the first ones of equal keys.
+        """Return a mask of the rows with the `n_samples` smallest exponential keys; of equal keys, the first ones.
 
-        The first pass over the cells counts rough keys by their leading bits, which locates the last one wanted to
-        within a step; the second computes only the keys that near to it exactly.
+        The first pass over the cells counts rough keys by their leading bits, which locates the largest key wanted to
+        within a step; the second computes exactly only the keys that close to it.
         """
         counts = np.zeros(1 << (64 - _STEP_BITS), dtype=np.int64)
         leading = np.empty(self.weights.size, dtype=np.uint16)
@@ -195,9 +195,9 @@ def _hashes(rows: NDArray[np.int64], key: np.uint64) -> NDArray[np.uint64]:
 
 
 def _keys(logs: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return exponential keys, over 64, from logarithms of random numbers; infinite for rows of weight 0.
+    """Return exponential keys, divided by 64, from logarithms of random numbers; infinite for rows of weight 0.
 
-    The logarithms are above -64, so the key of no weight of at least `_LEAST` is infinite.
+    The logarithms are above -64, so keys of weights of at least `_LEAST` are finite.
     """
     with np.errstate(divide="ignore", over="ignore"):
         keys = logs / -64 / weights
