@@ -1,4 +1,4 @@
-"""Validation of numbers, sizes, names and choices given by users, so that all of the package agrees on them."""
+"""Validation of numbers, sizes, names and choices given by users, the same throughout the package."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def cells(loader: Loader) -> list[Any]:
     Raises
     ------
     PlanError
-        `loader` is none, or its output is CSR, for which DALI has no type.
+        `loader` is not a loader, or its output is CSR, for which DALI has no type.
 
     Notes
     -----
@@ -226,9 +226,9 @@ class CellIterator:
     Raises
     ------
     PlanError
-        `loader` is none; its output is CSR; an obs column has a name that DALI cannot take; `pipeline` is none, or its
-        ``batch_size`` is less than the loader's, or another `CellIterator` has it; or `output_names` has the wrong
-        length or duplicates.
+        `loader` is not a loader; its output is CSR; an obs column has a name that DALI cannot take; `pipeline` is not a
+        pipeline, has a smaller ``batch_size`` than the loader, or belongs to another `CellIterator`; or `output_names`
+        has the wrong length or duplicates.
     MissingDependencyError
         torch is not installed.
 

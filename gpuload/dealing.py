@@ -74,7 +74,7 @@ def group_by(columns: Sequence[Column], *, has_missing_group: bool = False) -> G
 def _coded(column: Column, has_missing_group: bool) -> tuple[NDArray[np.integer[Any]], Names]:
     """Return the class of each cell by one column, -1 = none, and the names of the classes."""
     codes, names = coded(column.values, column.categories)
-    return (np.where(codes < 0, len(names), codes), names.and_missing()) if has_missing_group else (codes, names)
+    return (np.where(codes < 0, len(names), codes), names.with_missing()) if has_missing_group else (codes, names)
 
 
 def label_of(value: Any) -> Label:

@@ -73,11 +73,11 @@ class MissingDependencyError(GpuloadError, ImportError):
             + (f", or with CUDA 12 'gpuload[{other}]'" if other else "")
         )
         self.package = package
-        self._made_of = package, feature, extra
+        self._arguments = package, feature, extra
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the constructor's arguments, not the message: worker processes pass errors to their parent."""
-        return type(self), self._made_of
+        return type(self), self._arguments
 
 
 def first_line(error: BaseException) -> str:

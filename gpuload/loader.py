@@ -287,7 +287,7 @@ class Loader:
         Raises
         ------
         PlanError
-            `rows` is empty, or no list of row numbers of the loader; the machine cannot hold so many cells; or the
+            `rows` is empty, or not a list of the loader's row numbers; the machine cannot hold so many cells; or the
             loader is closed.
         ReadError, CorruptDataError, StoreError, DeviceError
             As during an iteration; the loader remains usable.
@@ -340,7 +340,7 @@ class Loader:
         """Resume from a state: the next iteration yields what was left when it was taken.
 
         Ends an active iteration. Prefetch, threads, device, genes, output and the number of ranks may differ from when
-        the state was taken. With another `world_size`, the remaining cells are divided anew over all ranks, each cell
+        the state was taken. With another `world_size`, the remaining cells are divided again over all ranks, each cell
         once; so all ranks must have been at the state's step.
 
         Parameters

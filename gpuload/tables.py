@@ -107,7 +107,8 @@ def make_tables(
     Raises
     ------
     PlanError
-        A store lacks some of `genes`; or its cells have arrays, of which there are no genes and no CSR.
+        A store lacks some of `genes`; or its cells have arrays, for which genes cannot be chosen and CSR is not
+        supported.
     """
     tables: dict[str, Table] = {}
     for name, store in stores.items():

@@ -330,13 +330,13 @@ def _work(tasks: SimpleQueue[_Task | None], idle: threading.Semaphore, ended: th
             return
         if task[0].set_running_or_notify_cancel():
             _carry_out(*task)
-        del task  # so as to keep nothing alive while waiting
+        del task  # keep nothing alive while waiting
 
 
 def _make_calls(calls: SimpleQueue[Call[Any] | None]) -> None:
     while (call := calls.get()) is not None:
         call.make()
-        del call  # so as to keep nothing alive while waiting
+        del call  # keep nothing alive while waiting
     calls.put(None)  # for the next thread
 
 

@@ -1,4 +1,4 @@
-"""PyTorch front: a `Loader` as an IterableDataset.
+"""PyTorch front: a `Loader` as an IterableDataset. The only front that imports torch.
 
 It only wraps arrays as tensors that share their memory: no shuffling, sharding, prefetching or batching here.
 """
@@ -72,8 +72,9 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
     Raises
     ------
     PlanError
-        `loader` is none; `dtype` is not supported; an obs column has the name of another entry; or the dataset is
-        iterated in a DataLoader worker, or in a DataLoader by which Accelerate divides a rank's cells among all ranks.
+        `loader` is not a loader; `dtype` is not supported; an obs column has the name of another entry; or the dataset
+        is iterated in a DataLoader worker, or in a DataLoader by which Accelerate divides a rank's cells among all
+        ranks.
 
     Notes
     -----
@@ -92,7 +93,7 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         self._loader = loader
         self._dtype = _torch_dtype(dtype, loader)
         if loader.output == "csr":
-            _use_up_beta_warning()
+            _hide_beta_warning()
 
     @property
     def loader(self) -> Loader:
@@ -203,7 +204,7 @@ def _torch_dtype(dtype: torch.dtype | str | None, loader: Loader) -> torch.dtype
     return torch.bfloat16
 
 
-def _use_up_beta_warning() -> None:
+def _hide_beta_warning() -> None:
     """Trigger torch's one-time warning that sparse CSR tensors are in beta, and hide it, lest it appear later."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

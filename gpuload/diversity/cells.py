@@ -119,7 +119,7 @@ def _binomial(n: int, share: float) -> tuple[NDArray[np.int64], NDArray[np.float
 
 
 def reach_of(step: float, variance: float) -> float:
-    """Bound the deviation of a sum of independent terms within `step` of their means; exceeded with chance 2 e^-45."""
+    """Bound the deviation of a sum of independent terms, each within `step` of its mean; the tail is ``2 exp(-45)``."""
     third = _LOG_TAIL * step / 3
     return third + math.sqrt(third**2 + 2 * _LOG_TAIL * variance)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Cells = tuple[NDArray[np.int64], NDArray[np.float64]]
     """A distribution of a number of cells: the values, and the chance of each."""
 
-_MOST_MIXED = 32
+_MAX_MIXED = 32
 """Limit on blocks shared with other labels: beyond it, a fetch holds so many that their sum is nearly normal."""
 
 _STEPS = 32
@@ -56,7 +56,7 @@ class DrawnBlocks:
         is_full, rest = cells == size, times - n_whole
         self._n_full = int(n_whole[is_full].sum())
         n_mixed = int(n_whole[~is_full].sum()) + np.count_nonzero(rest)
-        self.is_few = n_mixed <= _MOST_MIXED
+        self.is_few = n_mixed <= _MAX_MIXED
         """Whether `in_fetch` can be called."""
         self._step = max(1, size // _STEPS)
         if self.is_few:

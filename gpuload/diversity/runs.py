@@ -33,7 +33,7 @@ _FEW = 0.01
 _MAX_RUN_OFFSETS = 8
 """Limit on positions within a block at which a fetch may begin: fewer than in the model, as each takes longer."""
 
-_MOST_SHORT = 4
+_MAX_SHORT = 4
 """Up to this many short blocks, all subsets that may precede a fetch are considered."""
 
 
@@ -110,7 +110,7 @@ def entropy_of_runs(
     Raises
     ------
     PlanError
-        There are no cells, codes are no whole numbers of at least -1, `file_rows` do not add up, or a size is below 1.
+        There are no cells, codes are not whole numbers of at least -1, `file_rows` do not add up, or a size is below 1.
 
     Notes
     -----
@@ -194,7 +194,7 @@ def _cuts(fetch: int, block_size: int, lengths: NDArray[np.int64]) -> list[tuple
     precede a fetch. If there are many, a fetch after any of them is taken to begin anywhere.
     """
     short, cut = lengths[lengths < block_size].tolist(), partial(fetch_cuts, fetch, block_size, _MAX_RUN_OFFSETS)
-    if (n := len(short)) > _MOST_SHORT:
+    if (n := len(short)) > _MAX_SHORT:
         found = [(1 / (n + 1), cut()), (n / (n + 1), cut(short=short))]
     else:
         each = [some for size in range(n + 1) for some in combinations(short, size)]
@@ -219,7 +219,7 @@ def fetch_entropy(codes: ArrayLike, batch_size: int) -> float:
     Raises
     ------
     PlanError
-        There are no cells, codes are no whole numbers of at least -1, or the size is below 1.
+        There are no cells, codes are not whole numbers of at least -1, or the size is below 1.
     """
     check_at_least_one(batch_size=batch_size)
     counts = label_counts(codes)

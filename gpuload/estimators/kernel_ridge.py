@@ -28,7 +28,7 @@ _JITTER = 1e-6
 _EPSILON = 2.0**-23
 """Machine epsilon of float32."""
 
-_MOST_ERROR = 1e-4
+_MAX_ERROR = 1e-4
 """If kernel entries could have a larger relative error in float32, they are computed in float64."""
 
 _GRAM_PANEL = 512
@@ -320,7 +320,7 @@ def _kernel(engine: Engine, A: Any, B: Any, gamma: float) -> Any:
     A, B = A - centre, B - centre
     of_a, of_b = (A * A).sum(1), (B * B).sum(1)
     is_single = str(A.dtype).endswith("float32")
-    if is_single and gamma * _EPSILON * (float(of_a.max()) + float(of_b.max())) > _MOST_ERROR:
+    if is_single and gamma * _EPSILON * (float(of_a.max()) + float(of_b.max())) > _MAX_ERROR:
         return engine.put(_kernel(engine, engine.put(A, "float64"), engine.put(B, "float64"), gamma), "float32")
     squares = A @ B.T
     squares *= -2

@@ -180,7 +180,7 @@ def _incomplete(n: int, n_rows: int) -> PlanError:
     )
 
 
-_MOST = float(np.finfo(np.float32).max)
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 _NOT_FINITE = "X holds NaN or infinity, or values too large for float32; remove, fill or scale them first."
 
@@ -201,12 +201,12 @@ def _is_finite(part: Any) -> bool:
         if part.device.type != "cpu" or not part.is_floating_point():
             return True
         least, most = part.detach().aminmax()
-        return bool(least >= -_MOST and most <= _MOST)
+        return bool(least >= -_MAX_FLOAT32 and most <= _MAX_FLOAT32)
     if not isinstance(part, np.ndarray) or part.dtype.kind in "biu":
         return True
     if part.dtype.kind != "f":
         part = part.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         if part.dtype.itemsize > np.float32().itemsize:
-            return bool(part.min() >= -_MOST and part.max() <= _MOST)
+            return bool(part.min() >= -_MAX_FLOAT32 and part.max() <= _MAX_FLOAT32)
         return bool(np.isfinite(part.sum()) or np.isfinite(part).all())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SAMPLE_ROWS = 20
 """A pass over a fraction of the rows takes at least this many per column of the basis."""
 
-_RESCALED, _LEAST, _MOST_SCALE = 2.0**40, 2.0**-80, 2.0**120
+_RESCALING, _MIN_SUM, _MAX_SCALE = 2.0**40, 2.0**-80, 2.0**120
 """Squares of very large or small values leave float32's range. A pass is then repeated with all values divided or
 multiplied by the first factor, in total by at most the third; sums below the second are too small. Scaling by powers of
 2 is exact."""
@@ -189,9 +189,9 @@ class TruncatedSVD(Estimator):
     def _image(
         self, engine: Engine, passes: Passes, share: float, basis: Any, dtype: str, scale: float
     ) -> tuple[Any, float]:
-        """Return ``X.T @ (X @ basis)`` over a share of the rows, (p, width) float32, with X divided by a scale; and it.
+        """Return ``X.T @ (X @ basis)`` over a share of the rows, (p, width) float32, and the scale X was divided by.
 
-        The scale is `scale` unless the result would leave float32's range.
+        It is `scale` unless the result would leave float32's range.
         """
         used = scale
         while True:
@@ -203,10 +203,10 @@ class TruncatedSVD(Estimator):
                     projected /= used
                     image += part.T @ projected
             largest = float(abs(image).max())
-            if largest >= _LEAST and np.isfinite(largest):
+            if largest >= _MIN_SUM and np.isfinite(largest):
                 return image, used
-            used *= 1 / _RESCALED if largest < _LEAST else _RESCALED
-            if not 1 / _MOST_SCALE <= used <= _MOST_SCALE:
+            used *= 1 / _RESCALING if largest < _MIN_SUM else _RESCALING
+            if not 1 / _MAX_SCALE <= used <= _MAX_SCALE:
                 checked_finite(np.array(largest))
                 return basis, scale  # X is all zeros, and leaves the basis as it is
 

@@ -47,7 +47,7 @@ class Names:
     def __getitem__(self, index: int) -> str:
         return self.text(self.label(range(self._n)[index]))
 
-    def and_missing(self) -> Names:
+    def with_missing(self) -> Names:
         """Return these names followed by that of the class without a value, whose labels are None."""
         missing = (None,) * max(1, len(self.columns))
         return Names(self._n + 1, lambda place: self.label(place) if place < self._n else missing, self.columns)
@@ -78,7 +78,9 @@ def coded(values: NDArray[Any], categories: NDArray[Any] | None, *column: str) -
 
 
 def factorize(values: Any, *, sort: bool = False) -> tuple[NDArray[np.integer], Any]:
-    """Return codes, -1 = missing, and what they stand for: pandas.factorize, which truncates strings at NUL characters.
+    """Return codes, -1 = missing, and what they stand for, as pandas.factorize does, but correctly for NUL characters.
+
+    pandas ends a string at its first NUL.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ class PairedNeighbor:
 
     The first part of a minibatch holds the cells, in shuffled blocks; then come their neighbours, in the same order
     (`gpuload.split_pairs` returns the two parts). The neighbours of a cell are drawn uniformly and without
-    replacement, anew each epoch. In a `Subset`, or with ``where=``, only its cells are neighbours.
+    replacement, and redrawn each epoch. In a `Subset`, or with ``where=``, only its cells are neighbours.
 
     Parameters
     ----------
@@ -36,15 +36,15 @@ class PairedNeighbor:
         Rows and columns are the cells of all files, in the order of the paths: for several files with a graph each,
         pass ``scipy.sparse.block_diag(graphs)``.
     n_neighbors
-        Neighbours drawn for each cell: ``neighbours.X.reshape(-1, n_neighbors, n_vars)``. Of a cell that has fewer,
-        some are repeated.
+        Neighbours drawn for each cell: ``neighbours.X.reshape(-1, n_neighbors, n_vars)``. If a cell has fewer, some are
+        repeated.
     alone
         Cells without a neighbour are paired with themselves (``"self"``), or left out (``"drop"``).
 
     Raises
     ------
     PlanError
-        `graph` is no sparse matrix, is damaged, or has not one row and one column per cell; `batch_size` is not a
+        `graph` is not a sparse matrix, is damaged, or lacks one row and one column per cell; `batch_size` is not a
         multiple of ``1 + n_neighbors``; with ``alone="drop"``, no cell has a neighbour.
 
     Notes

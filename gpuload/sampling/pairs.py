@@ -328,10 +328,10 @@ def split_pairs(batch: Any, n_partners: int | None = None) -> tuple[Any, Any]:
     Parameters
     ----------
     batch : Batch or dict
-        A minibatch of a loader, or of its PyTorch or DALI front (a dict of tensors).
+        A minibatch from a loader, or from its PyTorch or DALI front (a dict of tensors).
     n_partners
-        Partners of each cell: the sampler's `n_controls` or `n_neighbors`. None: as ``batch.n_partners`` says; a dict
-        does not say it.
+        Partners of each cell: the sampler's `n_controls` or `n_neighbors`. None: ``batch.n_partners``, which a dict
+        lacks.
 
     Returns
     -------
@@ -342,8 +342,8 @@ def split_pairs(batch: Any, n_partners: int | None = None) -> tuple[Any, Any]:
     Raises
     ------
     PlanError
-        The minibatch is of another type, or of a sampler that makes no pairs; it does not say how many partners each
-        cell has, and neither does `n_partners`; they say two things; or the number of cells is not a multiple of
+        The minibatch is of another type, or of a sampler that makes no pairs; neither it nor `n_partners` says how many
+        partners each cell has, or they contradict each other; or the number of cells is not a multiple of
         ``1 + n_partners``.
     """
     if n_partners is not None:

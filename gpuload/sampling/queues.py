@@ -48,7 +48,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Unlike:
+class RowWeights:
     """Weights of the rows of each stratum, for systematic sampling.
 
     Attributes
@@ -80,14 +80,14 @@ class Queues:
         Stratum s has the rows at indices ``edges[s]:edges[s + 1]``; at least one.
     block_size
         Draws per block.
-    unlike
+    row_weights
         The weights, if rows of one stratum differ in weight. None: every row once per pass.
     """
 
     rows: RowList
     edges: NDArray[np.int64]
     block_size: int
-    unlike: Unlike | None = None
+    row_weights: RowWeights | None = None
 
     @property
     def n_strata(self) -> int:
@@ -106,7 +106,7 @@ class Queues:
         """
         if not stratum.size:
             return np.empty(0, dtype=np.int64)
-        draws = np.diff(self.edges if self.unlike is None else self.unlike.draw_edges)[stratum]
+        draws = np.diff(self.edges if self.row_weights is None else self.row_weights.draw_edges)[stratum]
         turn = place // draws
         heads, owner = _heads(stratum, turn)
         keys = hash64(hash64(stratum[heads].astype(np.uint64) ^ np.uint64(key)) ^ turn[heads].astype(np.uint64))
@@ -114,13 +114,13 @@ class Queues:
         within = place - turn * draws + first[owner]
         within -= np.where(within >= draws, draws, 0)
         index = self._shuffled(within, draws, heads, owner, keys)
-        if self.unlike is not None:
-            return self.rows.take(self._systematic(self.unlike, index, stratum[heads], turn[heads], owner, key))
+        if self.row_weights is not None:
+            return self.rows.take(self._systematic(self.row_weights, index, stratum[heads], turn[heads], owner, key))
         return self.rows.take(self.edges[stratum] + index)
 
     def digest(self) -> str:
         """Return a digest of the rows and their weights, for a state's fingerprint."""
-        running = None if self.unlike is None else self.unlike.running
+        running = None if self.row_weights is None else self.row_weights.running
         return digest(self.rows.starts, self.rows.ends, self.edges, running)
 
     def _shuffled(
@@ -150,7 +150,7 @@ class Queues:
 
     def _systematic(
         self,
-        unlike: Unlike,
+        row_weights: RowWeights,
         index: NDArray[np.int64],
         stratum: NDArray[np.int64],
         turn: NDArray[np.int64],
@@ -163,14 +163,14 @@ class Queues:
         pass of a stratum starts at a random point; each later pass advances it by the golden ratio, so that rows are
         hit as evenly as possible over the passes.
         """
-        low, step = spacing(unlike.running, self.edges, unlike.draw_edges)
+        low, step = spacing(row_weights.running, self.edges, row_weights.draw_edges)
         offset = hash64(hash64(stratum.astype(np.uint64)) ^ np.uint64(key)) + turn.astype(np.uint64) * _GOLDEN
         point = index + tosses_of(offset)[owner]
         at = low[stratum][owner] + point * step[stratum][owner]
         last = (self.edges[stratum + 1] - 1)[owner]
-        hit: NDArray[np.int64] = unlike.first[unlike.draw_edges[stratum][owner] + index].astype(np.int64)
+        hit: NDArray[np.int64] = row_weights.first[row_weights.draw_edges[stratum][owner] + index].astype(np.int64)
         for _ in range(2):
-            hit = np.minimum(hit + (at >= unlike.running[hit]), last)
+            hit = np.minimum(hit + (at >= row_weights.running[hit]), last)
         return hit
 
 
@@ -219,8 +219,8 @@ class Draws:
         self._step = GRID
         while self._step < 8 * n_strata:
             self._step *= 2
-        self._noted = [np.zeros(n_strata, dtype=np.int64)]
-        self._place, self._counts = 0, self._noted[0].copy()
+        self._recorded = [np.zeros(n_strata, dtype=np.int64)]
+        self._place, self._counts = 0, self._recorded[0].copy()
 
     def by_stratum(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the draws at positions ``start:stop``, sorted by stratum, as three arrays of shape (stop - start,).
@@ -238,9 +238,9 @@ class Draws:
 
     def _go_to(self, place: int) -> None:
         """Set the counts to the number of positions of each stratum before a position."""
-        noted = min(place // self._step, len(self._noted) - 1)
-        if not noted * self._step <= self._place <= place:
-            self._place, self._counts = noted * self._step, self._noted[noted].copy()
+        recorded = min(place // self._step, len(self._recorded) - 1)
+        if not recorded * self._step <= self._place <= place:
+            self._place, self._counts = recorded * self._step, self._recorded[recorded].copy()
         while self._place < place:
             self._pass(self._drawn(self._place, min(place, self._place + self._step // 8)))
 
@@ -250,8 +250,8 @@ class Draws:
             part = drawn[: self._step - self._place % self._step]
             np.add.at(self._counts, part, 1)
             self._place += part.size
-            if self._place == len(self._noted) * self._step:
-                self._noted.append(self._counts.copy())
+            if self._place == len(self._recorded) * self._step:
+                self._recorded.append(self._counts.copy())
             drawn = drawn[part.size :]
 
     def _drawn(self, start: int, stop: int) -> NDArray[np.integer]:
