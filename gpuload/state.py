@@ -52,7 +52,7 @@ def fingerprint(plan: Plan, files: list[dict[str, Any]], further: list[str]) -> 
         "drop_last": bool(plan.drop_last),
         "uneven": plan.uneven,
         "sampler": plan.strategy.describe(),
-        **({"begins": "anywhere"} if plan.begins_anywhere else {}),  # omitted where the order is that of older states
+        **({"begins": "anywhere"} if plan.begins_anywhere else {}),  # omitted if the order is that of older states
         **({"further matrices": further} if further else {}),  # omitted if there are none, as in older states
     }
 
@@ -120,7 +120,7 @@ def check_fingerprint(state: Any, wanted: dict[str, Any], place: Collection[str]
     Raises
     ------
     PlanError
-        As of `check_state`.
+        As in `check_state`.
     """
     if not isinstance(state, dict) or not set(place) <= state.keys() or not isinstance(state.get("fingerprint"), dict):
         found = f"a dict with {sorted(map(str, state))}" if isinstance(state, dict) else type(state).__name__
