@@ -35,7 +35,7 @@ def allowed(path: Path, wish: Wish, advised: dict[str, Any]) -> list[dict[str, A
     with closing(open_store(path, layer=wish.layer, obs=labels)) as store:
         bench = Bench(store, wish)
         pairs = [(size, factor) for factor in bench.fetch_factors() for size in BLOCK_SIZES]
-        mixed = [pair for pair in pairs if bench.outlooks.of(*pair).mixes(wish.batch_size, bench.least_bits)]
+        mixed = [pair for pair in pairs if bench.outlooks.of(*pair).mixes(bench.least_bits)]
         threads = (max(1, bench.cores // 2), bench.cores, 2 * bench.cores)
         ahead = [
             {"num_threads": n, "prefetch": prefetch}

@@ -1,7 +1,7 @@
-"""Alignment of files with different genes: which genes to deliver, and where columns go. Pure Python and NumPy.
+"""Aligns files with different genes: which genes to deliver, and where columns go. Pure Python and NumPy.
 
-Nothing is rewritten: files keep their columns, and the gather kernels look up a column's position in the map of the
-row's file, as they do for chosen genes.
+Nothing is rewritten: files keep their columns, and the gather kernels look up each column's position in the map of the
+row's file, as they do for selected genes.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
         A table has a gene twice; no gene is in all tables; or a given gene is in no table.
     """
     known: dict[str, int] = {}  # number of each gene, in order of first appearance
-    numbers: dict[bytes, int] = {}  # most files share their genes with another
-    number_of: dict[int, int] = {}  # by the array, which files with the same genes share
+    numbers: dict[bytes, int] = {}  # number of each distinct table: most files have the same genes as another
+    number_of: dict[int, int] = {}  # by array identity: files with the same genes may share one array
     for own in names:
         if id(own) not in number_of:
             number_of[id(own)] = numbers.setdefault(_numbered(own, known).tobytes(), len(numbers))

@@ -1,4 +1,4 @@
-"""Validation of numbers, sizes, names and choices given by users, consistent throughout the package."""
+"""Validation of numbers, sizes, names and choices given by users, the same throughout the package."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_whole(name: str, value: object, least: int, also: str = "", *, most: i
 
 
 def check_int64(name: str, value: object, least: int) -> int:
-    """Return a whole number of at least `least` that a database holds, of 64 bits; otherwise raise PlanError."""
+    """Return a whole number of at least `least` that fits a database's signed 64 bits; otherwise raise PlanError."""
     whole = check_whole(name, value, least)
     if whole >= 1 << 63:
         raise PlanError(f"{name}={shown(value)}: expected a whole number below 2**63.")
@@ -74,7 +74,7 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
 
 
 def check_loader(front: str, given: object) -> None:
-    """Raise PlanError if what a front was given is no loader, but a path, say."""
+    """Raise PlanError if a front was given something other than a loader, such as a path."""
     if not hasattr(given, "obs_dtypes"):
         raise PlanError(
             f"{front}: expected a loader, and found {shown(given)}; open one with gpuload.open_loader(paths) and pass "
@@ -117,14 +117,14 @@ def check_names(
 
 
 def check_bool(name: str, value: object, of: str = "") -> None:
-    """Raise PlanError for what is neither True nor False, such as "no"; `of` is the class that was given it."""
+    """Raise PlanError for anything but True or False, such as "no"; `of` is the class whose argument it is."""
     if not isinstance(value, (bool, np.bool_)):
         said = f"{name}={shown(value)}"
         raise PlanError(f"{f'{of}({said})' if of else said}: expected True or False.")
 
 
 def check_order(said: str, given: object, what: str) -> None:
-    """Raise PlanError for a set, which has another order in each process: what was `said`, and `what` to pass."""
+    """Raise PlanError for a set, whose order differs between processes; `said` and `what` go into the message."""
     if isinstance(given, (set, frozenset)):
         raise PlanError(f"{said}: a set has no order; pass {what}.")
 
@@ -132,18 +132,18 @@ def check_order(said: str, given: object, what: str) -> None:
 def check_index(
     name: str, given: Any, names: Callable[[], NDArray[np.object_]] | None, what: str, all_names: str
 ) -> None:
-    """Raise PlanError for values, taken by position, of which a mask hides some or whose index says another order.
+    """Raise PlanError for values, taken by position, that are partly masked or whose index has another order.
 
     Parameters
     ----------
     name
-        Of the argument or sampler, for the error message.
+        Name of the argument or sampler, for the error message.
     given
-        The values given, of the right length: a masked array of NumPy, or a Series or DataFrame of pandas; anything
-        else passes.
+        The values given, of the right length: a NumPy masked array, or a pandas Series or DataFrame; anything else
+        passes.
     names
-        Returns the names, (n,) object, that an index other than 0, 1, 2, ... must have, in this order; called only for
-        such an index. None: they cannot be known, and every index passes.
+        Returns the names, (n,) object, that an index other than 0, 1, 2, ... must equal; called only for such an index.
+        None: they cannot be known, and any index of names passes.
     what, all_names
         What is named, and an expression that gives all names, for the error message.
     """
@@ -170,7 +170,7 @@ def check_index(
 
 
 def check_unmasked(name: str, given: Any) -> None:
-    """Raise PlanError for a masked array of NumPy in which values are hidden."""
+    """Raise PlanError for a NumPy masked array with masked values."""
     if isinstance(given, np.ma.MaskedArray) and np.any(np.ma.getmaskarray(given)):
         at = int(np.argmax(np.ma.getmaskarray(given).ravel()))
         raise PlanError(f"{name}: it was given a masked array, whose value {at} is hidden; pass its .filled(value).")

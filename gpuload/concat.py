@@ -1,4 +1,4 @@
-"""Several stores as one: genes compared or joined, columns of obs brought to one type, arrays that are alike joined."""
+"""Concatenates stores: compares or joins genes, converts obs columns to one type, and joins arrays that are alike."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
     Parameters
     ----------
     stores
-        The parts, of one file or several. Their obs columns are taken out of them, each let go once it is joined.
+        The parts, of one file or several. Their obs columns are removed as they are joined, to free memory.
     join
         None if all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
     cure
@@ -71,20 +71,20 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
 
 
 def stored_columns(obs: Sequence[str], known: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return which columns of obs to read from each part, given those that it has: a column of no part from all."""
+    """Return which obs columns to read from each part, given those it has; a column in no part is read from all."""
     have = set().union(*known)
     return [[name for name in obs if name in own or name not in have] for own in known]
 
 
 def with_columns(store: Store, names: Sequence[str]) -> Store:
-    """Return a store with all the given columns; those that it lacks have only missing values."""
+    """Return a store with all the given columns; those it lacks are filled with missing values."""
     if all(name in store.obs for name in names):
         return store
     return replace(store, obs={name: store.obs.get(name, ObsColumn.missing(store.n_obs)) for name in names})
 
 
 def join_arrays(store: Store) -> Store:
-    """Return a store of which the arrays of files that are alike are joined; once, when it has all its files."""
+    """Return a store with the arrays of files that are alike joined; to be called once, when it has all its files."""
     if len(store.matrices) == 1:
         return store
     joined, layouts = join_files([matrix.layouts for matrix in store.matrices])
@@ -126,7 +126,7 @@ def _check_genes(first: Store, other: Store, cure: str) -> None:
 
 
 def _kind(column: ObsColumn) -> str:
-    """Return what a column holds; codes of truths, as nullable booleans have, are booleans too."""
+    """Return what a column holds; nullable booleans, which are stored as codes, are booleans too."""
     if column.categories is None:
         return "booleans" if column.values.dtype == bool else "numbers"
     kind = kind_of(column.categories)
@@ -141,9 +141,9 @@ def _has_value(column: ObsColumn) -> bool:
 
 
 def _of_one_kind(name: str, columns: list[ObsColumn], paths: Sequence[str]) -> list[ObsColumn]:
-    """Convert columns to one kind: those without any value to that of the others; missing numbers are NaN.
+    """Convert columns to one kind, or raise StoreError if their values are of several kinds.
 
-    Raise StoreError if their values are of several kinds.
+    Columns without any value take the kind of the others; missing numbers are NaN.
     """
     for some in (columns, [column for column in columns if column.values.size]):
         if len({(_kind(column), column.categories is None) for column in some}) == 1:
@@ -153,7 +153,7 @@ def _of_one_kind(name: str, columns: list[ObsColumn], paths: Sequence[str]) -> l
     there = [number for number, column in enumerate(columns) if _has_value(column)] or [0]
     wanted = {kinds[number] for number in there}
     if wanted == {"numbers", "booleans"} and not any(is_coded[number] for number in there):
-        wanted = {"numbers"}  # 0 and 1
+        wanted = {"numbers"}  # booleans become 0 and 1
     if len(wanted) > 1:
         odd = next(number for number in there if kinds[number] != kinds[there[0]])
         raise StoreError(
@@ -185,7 +185,7 @@ def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
             for store, column in zip(stores, columns, strict=True):
                 if column.values.dtype.kind in "iu":
                     check_whole(column.values, f"{store.paths[0]}: obs column {name!r}")
-            own = [c.values.dtype for c in columns if _has_value(c)]  # missing values are NaN in any width
+            own = [c.values.dtype for c in columns if _has_value(c)]  # NaN fits any width
             dtype = np.result_type(*own) if np.result_type(*own, np.bool_).kind == "f" else dtype
         return ObsColumn(np.concatenate(values, dtype=dtype, casting="same_kind"))
     place: dict[object, int] = {}
@@ -193,7 +193,7 @@ def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
     last, at = None, 0
     for column in columns:
         assert column.categories is not None  # noqa: S101 - narrows the type; checked just above
-        if last is None or not np.array_equal(last, column.categories):  # most files have those of the one before
+        if last is None or not np.array_equal(last, column.categories):  # most files have the same as the previous one
             last = column.categories
             new = np.array([place.setdefault(c, len(place)) for c in last] + [-1], dtype=np.int32)
             is_same = bool(np.array_equal(new[:-1], np.arange(new.size - 1)))

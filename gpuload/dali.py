@@ -57,9 +57,9 @@ _DALI_TYPES = {
 
 
 _starts: weakref.WeakKeyDictionary[Loader, dict[str, Any]] = weakref.WeakKeyDictionary()
-"""Of each loader, its state before the first minibatch of the epoch that a source began last.
+"""Each loader's state before the first minibatch of the epoch that a source last began.
 
-By loader, as a pipeline does not show its sources, which may be made before it.
+Keyed by loader, since a pipeline does not expose its sources, which may be made before it.
 """
 
 _taken: weakref.WeakSet[Pipeline] = weakref.WeakSet()
@@ -86,8 +86,8 @@ class _Source:
 
     def _epoch(self) -> Generator[tuple[Any, ...], None, None]:
         batches = iter(self._loader)
-        _starts[self._loader] = self._loader.state_dict()  # no minibatch has been taken: where this epoch starts
-        # No other reference to a minibatch is kept here, so that its memory is released after its last use.
+        _starts[self._loader] = self._loader.state_dict()  # no minibatch taken yet: the start of this epoch
+        # Keep no other reference to a minibatch here, so that its memory is released after its last use.
         yield from map(self._outputs, iter(functools.partial(self._next, batches), None))
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
@@ -145,7 +145,7 @@ def cells(loader: Loader) -> list[Any]:
     Raises
     ------
     PlanError
-        `loader` is none, or its output is CSR, for which DALI has no type.
+        `loader` is not a loader, or its output is CSR, for which DALI has no type.
 
     Notes
     -----
@@ -226,9 +226,9 @@ class CellIterator:
     Raises
     ------
     PlanError
-        `loader` is none; its output is CSR; an obs column has a name that DALI cannot take; `pipeline` is none, or its
-        ``batch_size`` is less than the loader's, or another `CellIterator` has it; or `output_names` has the wrong
-        length or duplicates.
+        `loader` is not a loader; its output is CSR; an obs column has a name that DALI cannot take; `pipeline` is not a
+        pipeline, has a smaller ``batch_size`` than the loader, or belongs to another `CellIterator`; or `output_names`
+        has the wrong length or duplicates.
     MissingDependencyError
         torch is not installed.
 
@@ -255,7 +255,7 @@ class CellIterator:
             raise PlanError(f"output_names={names!r}: expected {n_outputs} names, one for each output.")
         as_tensor = _dynamic_mode(dict.fromkeys(dtypes)) if pipeline is None and loader.device == "cpu" else None
         self._loader = loader
-        self._start: dict[str, Any] | None = None  # the loader's state before the epoch's first minibatch, once begun
+        self._start: dict[str, Any] | None = None  # the loader's state at the start of the epoch, once it has begun
         self._n_received = 0
         self._iterator: Any
         if as_tensor is not None:
@@ -290,7 +290,7 @@ class CellIterator:
             self._has_ended = True
             raise
         finally:
-            if is_first:  # not the loader's state before: an epoch cut short, by whomever, is not resumed
+            if is_first:  # not the loader's state before `next`: an epoch that was cut short is not resumed
                 self._start = _starts.get(self._loader)
         if is_first and self._start is before:
             self._start = None
@@ -307,7 +307,7 @@ class CellIterator:
             before = _starts.get(self._loader)
             self._iterator.reset()
             begun = _starts.get(self._loader)
-            self._start, self._n_received = None if begun is before else begun, 0  # a pipeline prefetches at once
+            self._start, self._n_received = None if begun is before else begun, 0  # a pipeline prefetches on reset
             self._has_ended = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -336,7 +336,7 @@ class CellIterator:
 
 
 def _n_outputs(pipeline: Any, loader: Loader) -> int:
-    """Return the number of a pipeline's outputs; refuse what is no pipeline for this loader."""
+    """Return the number of a pipeline's outputs; raise PlanError if it is not a pipeline for this loader."""
     if not isinstance(pipeline, Pipeline):
         raise PlanError(
             f"pipeline={pipeline!r}: expected a pipeline of DALI; call the function that @pipeline_def decorates."
@@ -354,7 +354,7 @@ def _n_outputs(pipeline: Any, loader: Loader) -> int:
 
 
 def _complete_torch_types() -> None:
-    """Add unsigned integers, which PyTorch has had since 2.3, to the table by which DALI finds its dtypes."""
+    """Add unsigned integers, which PyTorch has had since 2.3, to DALI's table of PyTorch dtypes."""
     from nvidia.dali.plugin.pytorch import to_torch_type
 
     for name in ("uint16", "uint32", "uint64"):
@@ -390,10 +390,10 @@ def _dynamic_mode(dtypes: Iterable[np.dtype[Any]]) -> Callable[[NDArray[Any]], A
 
         copied = [dtype.name for dtype in dtypes if not _is_shared_and_kept(as_tensor, dtype)]
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        _say_once(f"{type(error).__name__}: {error}")
+        _warn_once(f"{type(error).__name__}: {error}")
         return None
     if copied:
-        _say_once(f"it does not share and keep the memory of {copied[0]} arrays")
+        _warn_once(f"it does not share and keep the memory of {copied[0]} arrays")
         return None
     return as_tensor
 
@@ -409,5 +409,5 @@ def _is_shared_and_kept(as_tensor: Callable[[NDArray[Any]], Any], dtype: np.dtyp
 
 
 @functools.cache
-def _say_once(reason: str) -> None:
+def _warn_once(reason: str) -> None:
     _log.warning("DALI's dynamic mode cannot be used (%s): a DALI pipeline copies every minibatch instead", reason)

@@ -41,26 +41,26 @@ Label = Any
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grouping:
-    """The group, or class, of each cell: (n_obs,) codes, -1 = none; the label and the number of cells of each code."""
+    """The group or class of each cell as (n_obs,) codes, -1 = none; and each code's label and number of cells."""
 
     codes: NDArray[np.integer[Any]]
     labels: list[Label]
     counts: NDArray[np.int64]
 
 
-def group_by(columns: Sequence[Column], *, is_missing_one: bool = False) -> Grouping:
+def group_by(columns: Sequence[Column], *, has_missing_group: bool = False) -> Grouping:
     """Return the group of each cell by one column, or by several combined.
 
     Parameters
     ----------
     columns
         At least one; with several, labels are tuples of their values.
-    is_missing_one
+    has_missing_group
         Whether cells without a value form a group of their own, labelled None; else they belong to none.
     """
-    codes, names = _coded(columns[0], is_missing_one)
+    codes, names = _coded(columns[0], has_missing_group)
     for column in columns[1:]:
-        codes, names = joint(codes, names, *_coded(column, is_missing_one))
+        codes, names = joint(codes, names, *_coded(column, has_missing_group))
     counts = np.bincount(codes + 1, minlength=len(names) + 1)[1:]
     there = np.flatnonzero(counts)
     if there.size < counts.size:
@@ -71,10 +71,10 @@ def group_by(columns: Sequence[Column], *, is_missing_one: bool = False) -> Grou
     return Grouping(codes, labels if len(columns) > 1 else [label for (label,) in labels], counts)
 
 
-def _coded(column: Column, is_missing_one: bool) -> tuple[NDArray[np.integer[Any]], Names]:
+def _coded(column: Column, has_missing_group: bool) -> tuple[NDArray[np.integer[Any]], Names]:
     """Return the class of each cell by one column, -1 = none, and the names of the classes."""
     codes, names = coded(column.values, column.categories)
-    return (np.where(codes < 0, len(names), codes), names.and_missing()) if is_missing_one else (codes, names)
+    return (np.where(codes < 0, len(names), codes), names.with_missing()) if has_missing_group else (codes, names)
 
 
 def label_of(value: Any) -> Label:
@@ -94,7 +94,7 @@ def hash_of(label: Label) -> int:
 
 
 def targets(wanted: Mapping[str, Any]) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-    """Return the parts to deal, with a final -1 if some cells are to be in none, and their shares, which sum to 1."""
+    """Return the parts to deal, ending in -1 if some cells are to be in none, and their shares, which sum to 1."""
     parts = [p for p, value in enumerate(wanted.values()) if not isinstance(value, list)]
     total = sum(value for value in wanted.values() if isinstance(value, float))
     shares = [1 - total if value is ... else value for value in wanted.values() if not isinstance(value, list)]
@@ -113,7 +113,7 @@ def deal_cells(wanted: Mapping[str, Any], n_obs: int, classes: Grouping | None, 
     n_obs
         Number of cells.
     classes
-        Each part gets its share of each of these, of which every cell has one; None: of the whole.
+        Classes of which each part gets its share; every cell has one. None: shares are of all cells.
     seed
         Seed of the order of the cells.
 
@@ -175,7 +175,7 @@ def deal_groups(
     groups
         Groups to keep whole; cells in no group are in no part.
     classes
-        Each part gets close to its share of each of these, of which every cell has one; None: of the whole.
+        Classes of which each part gets close to its share; every cell has one. None: shares are of all cells.
     by
         Name of the grouping in error messages.
     seed
@@ -245,7 +245,7 @@ def _deal(
     sizes : (n,) int64
         Cells per group.
     table : (n, n_columns) float64, sparse, optional
-        Cells of the groups by class, if each class is to be dealt by shares.
+        Number of cells of each group by class, if every class is dealt by shares.
     hashes : (n,) uint64
         Hashes of the groups' labels, all different.
     shares : (n_parts,) float64
@@ -326,7 +326,7 @@ def _fill_empty(
 def _distance(
     dealt: NDArray[np.int64], sizes: NDArray[np.int64], table: csr_matrix | None, shares: NDArray[np.float64]
 ) -> float:
-    """Return a deal's distance from the shares: the largest in cells, or the sum that `_balance` keeps low."""
+    """Return a deal's distance from the shares: the largest difference in cells, or the sum that `_balance` reduces."""
     if table is None:
         held = np.bincount(dealt, weights=sizes, minlength=shares.size)
         return round(float(np.abs(held - shares * sizes.sum()).max()), 6)
@@ -337,14 +337,14 @@ def _distance(
 
 
 def _totals(table: csr_matrix) -> NDArray[np.float64]:
-    """Return the cells of all groups by column."""
+    """Return the number of cells in each column, over all groups."""
     return np.bincount(table.indices, weights=table.data, minlength=table.shape[1]).astype(np.float64)
 
 
 def _table(groups: Grouping, left: NDArray[np.int64], classes: Grouping) -> csr_matrix:
-    """Return the cells of the groups that are left by class, in an order that depends only on labels, and in total.
+    """Return the number of cells by remaining group (rows) and class, with each group's total as the last column.
 
-    Sparse: 100,000 groups may have few of 10,000 classes each.
+    The order of the classes depends only on their labels. Sparse: 100,000 groups may have few of 10,000 classes each.
     """
     from scipy.sparse import csr_matrix, hstack
 

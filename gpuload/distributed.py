@@ -40,12 +40,12 @@ def rank_and_world_size(rank: int | None = None, world_size: int | None = None) 
 
 
 def is_started_by_lightning() -> bool:
-    """Return whether Lightning has started this process and not told its rank yet: it does once all have met."""
+    """Return whether Lightning started this process but has not set its rank yet: it does once all processes meet."""
     return {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys() and "RANK" not in os.environ and _group() is None
 
 
 def check_one_process(cure: str) -> None:
-    """Raise PlanError if a launcher, such as torchrun, has started several processes of a program that is for one."""
+    """Raise PlanError if a launcher, such as torchrun, started several processes of a single-process program."""
     n_processes = os.environ.get("WORLD_SIZE", "1")
     if n_processes != "1":
         raise PlanError(f"WORLD_SIZE={n_processes}: this program is for one process; {cure}.")

@@ -64,7 +64,7 @@ class _Load(_InFlight["Resident"]):
     rows: NDArray[np.int64]
     obs: Mapping[str, Any]
     sources: list[Source]
-    """Of all tables; to be unchanged once it was read."""
+    """Sources of all tables; checked again for changes after the fetch has been read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +123,7 @@ class Engine:
         try:
             loads.extend(self._start_load(plan, *which) for which in islice(to_load, self._prefetch))
             while loads:
-                load = loads[0]  # stays queued while it is awaited, so that it is cancelled with the rest
+                load = loads[0]  # stays queued while awaited, so that it is cancelled with the rest
                 while takes and not load.is_ready():
                     yield self._hand_over(takes, now)
                 is_busy, start_s = self._backend.busy(), time.perf_counter()
@@ -140,15 +140,15 @@ class Engine:
                     takes.append(self._start_take(load, residents, slice(start, start + plan.batch_size)))
                     while len(takes) > ahead:
                         yield self._hand_over(takes, now)
-                    # Only after the previous fetch's last take is handed over: this reuses its resident's memory.
+                    # Only once the previous fetch's last minibatch is handed over: this reuses its resident's memory.
                     if i == min(ahead, len(starts) - 1):
                         loads.extend(self._start_load(plan, *which) for which in islice(to_load, 1))
                 del residents, load
             while takes:
                 yield self._hand_over(takes, now)
         finally:
-            if os.getpid() == process:  # a fork has none of the threads, and may find their locks locked
-                while loads:  # no variable keeps one, and its memory, in the frame that the traceback of an error holds
+            if os.getpid() == process:  # a forked process has none of the threads, and their locks may be held forever
+                while loads:  # no loop variable: an error's traceback holds this frame, and so would keep its memory
                     loads.popleft().cancel()
                 while takes:
                     takes.popleft().cancel()
@@ -179,7 +179,7 @@ class Engine:
         return self._load_rows(fetch.ranges, positions, fetch.rows()[positions])
 
     def _load_rows(self, ranges: NDArray[np.int64], positions: NDArray[np.int32], rows: NDArray[np.int64]) -> _Load:
-        """Start loading row ranges of all tables, of which the rows at `positions` are `rows`."""
+        """Start loading row ranges of all tables; `rows` are the row numbers at `positions` within them."""
         sources = [source for store in self._stores for source in store.sources_of(ranges)]
         for source in sources:
             source.check_unchanged()
@@ -199,7 +199,7 @@ class Engine:
         return _Take(pending, load.rows[part], {name: values[part] for name, values in load.obs.items()})
 
     def _hand_over(self, takes: deque[_Take], now: Place) -> Batch:
-        """Return the first of the minibatches in flight; it stays queued while it is awaited, as a load does."""
+        """Return the first of the minibatches in flight; like a load, it stays queued while awaited."""
         stats, start = self._backend.stats, time.perf_counter()
         batch = self._batch_of(takes[0], now.plan.n_partners)
         takes.popleft()
@@ -215,12 +215,12 @@ class Engine:
 
 
 def _started(starts: Iterator[Pending[T]]) -> list[Pending[T]]:
-    """Return work, started one by one; if some cannot be started, what was is cancelled."""
+    """Start work item by item; if one cannot be started, cancel those that were."""
     pending: list[Pending[T]] = []
     try:
         pending.extend(starts)
     except BaseException:
-        while pending:  # no variable keeps one, and its memory, in the frame that the traceback of the error holds
+        while pending:  # no loop variable: the error's traceback holds this frame, and so would keep its memory
             pending.pop().cancel()
         raise
     return pending
@@ -230,12 +230,12 @@ def _residents_of(load: _Load) -> list[Resident]:
     """Wait for a fetch."""
     residents = [pending.result() for pending in load.pending]
     for source in load.sources:
-        source.check_unchanged()  # else data changed since the reads began would be yielded
+        source.check_unchanged()  # the file may have changed since the reads began
     return residents
 
 
 def _shaped(matrix: Any, table: Table) -> Any:
-    """Return a minibatch's matrix with the shape that its cells have."""
+    """Return a minibatch's matrix, reshaped if its cells have arrays of more dimensions."""
     return matrix.reshape(matrix.shape[0], *table.row_shape) if len(table.row_shape) > 1 else matrix
 
 

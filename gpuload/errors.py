@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 MAX_COMPARED = 5_000
-"""Up to this many names a misspelt one is compared with all, some 10 us each; else with as many that begin or end
-alike."""
+"""Up to this many names, a misspelt one is compared with all, at some 10 us each; beyond, with as many that begin or
+end like it."""
 
 
 WITH_CUDA_12 = {"cuda13": "cuda12", "dali": "dali-cuda12"}
-"""Extra -> the one that installs the same for CUDA 12."""
+"""Each extra's counterpart for CUDA 12."""
 
 
 class GpuloadError(Exception):
@@ -48,7 +48,7 @@ class ReadError(GpuloadError, OSError):
     """Bytes could not be read: short read, failed call, or a file that changed while it was open."""
 
     is_denied = False
-    """Whether a server denied access; S3 does so too for what is not there, unless one may list the bucket."""
+    """Whether a server denied access; S3 also does so for missing objects if the caller may not list the bucket."""
 
 
 class BusyError(ReadError):
@@ -73,15 +73,15 @@ class MissingDependencyError(GpuloadError, ImportError):
             + (f", or with CUDA 12 'gpuload[{other}]'" if other else "")
         )
         self.package = package
-        self._made_of = package, feature, extra
+        self._arguments = package, feature, extra
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy what it was made of, not its message: a worker process hands it to the one that waits for it."""
-        return type(self), self._made_of
+        """Pickle the constructor's arguments, not the message: worker processes pass errors to their parent."""
+        return type(self), self._arguments
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's message, or else its kind, as part of a sentence."""
+    """Return the first line of an error's message, or else its class name, as part of a sentence."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
@@ -90,14 +90,14 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 
 
 def shown(value: Any) -> str:
-    """Return a value given by the user as part of a sentence: of a long list its beginning, of an array its form."""
+    """Return a user's value as part of a sentence: the beginning of a long list; the dtype and shape of an array."""
     shape = getattr(value, "shape", ())
     if not isinstance(value, type) and isinstance(shape, tuple) and shape:
         dtype = getattr(value, "dtype", None)
         of = "" if dtype is None else f"dtype {dtype} and "
         return f"<{type(value).__name__} of {of}shape {tuple(shape)}>"
     found = re.sub(r"\s*\n\s*", " ", _SHORT.repr(value))[:300]
-    return re.sub(r" (object )?at 0x[0-9a-fA-F.]+>", ">", found)  # where it is in memory tells nobody anything
+    return re.sub(r" (object )?at 0x[0-9a-fA-F.]+>", ">", found)  # a memory address helps nobody
 
 
 def listing(names: Sequence[str], at_most: int = 30, none: str = "no columns") -> str:
@@ -107,7 +107,7 @@ def listing(names: Sequence[str], at_most: int = 30, none: str = "no columns") -
 
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
-    """Return the name that a misspelt one may stand for, if any; quick among millions too."""
+    """Return the name that a misspelt one probably stands for, if any; fast even among millions."""
     if len(names) > MAX_COMPARED:
         begin_alike = _alike(names, lambda one, n: one.startswith(name[:n]), len(name))
         names = [*begin_alike, *_alike(names, lambda one, n: one.endswith(name[-n:]), len(name))]
@@ -116,7 +116,7 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
 
 
 def _alike(names: Sequence[str], is_alike: Callable[[str, int], bool], length: int) -> Sequence[str]:
-    """Return at most `MAX_COMPARED` of the names, alike in as few characters, up to `length`, as leave no more."""
+    """Return the names alike in the fewest characters, up to `length`, that leave at most `MAX_COMPARED` of them."""
     least, most, few = 1, length, names[:0]
     while least <= most:
         n = (least + most) // 2

@@ -143,7 +143,7 @@ class FolderSource:
             )
 
     def open_file(self, number: int) -> int:
-        """Return a new descriptor of a file; to read, use `hold`."""
+        """Return a new descriptor of a file; for reading, use `hold`."""
         if self.is_closed:
             raise ReadError(f"{self.name}: the loader was closed; open it again with open_loader().")
         path = self._path(number)
@@ -179,7 +179,7 @@ class _OpenFiles:
         self.unlock()
 
     def unlock(self) -> None:
-        """Make the lock anew: in a forked process, a thread of its parent may have held it, and never returns it."""
+        """Replace the lock: in a forked process it may be held forever by a thread of the parent."""
         self._lock = threading.Lock()
 
     def take(self, source: FolderSource, number: int) -> int:
@@ -256,7 +256,7 @@ class _OpenFiles:
 
     def _close(self, key: tuple[int, int]) -> None:
         known = self._open[key]
-        del known.source.opened[key[1]], self._open[key]  # in this order: a fork in between finds no half of it missing
+        del known.source.opened[key[1]], self._open[key]  # this order keeps a fork in between consistent
         os.close(known.descriptor)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -114,29 +115,32 @@ class Repository:
     def files(self, folder: str) -> Iterator[HubFile]:
         """Yield the files of a folder, also those of folders in it; none if there is no such folder."""
         kind, name, _ = _parts(self.address)
-        try:
+        with _translating(self.address), suppress(_hub(self.address).errors.EntryNotFoundError):
             tree = _api(self).list_repo_tree(name, folder or None, recursive=True, revision=self.commit, repo_type=kind)
             yield from _files_of(tree)
-        except Exception as error:
-            if not isinstance(error, _hub(self.address).errors.EntryNotFoundError):
-                raise _translated(error, self.address) from error
 
     def file(self, path: str) -> HubFile | None:
         """Return a file; None if there is none of that name."""
         kind, name, _ = _parts(self.address)
-        try:
+        with _translating(self.address), suppress(_hub(self.address).errors.EntryNotFoundError):
             found = _api(self).get_paths_info(name, [path], revision=self.commit, repo_type=kind)
             return next((file for file in _files_of(found) if file.path == path), None)
-        except Exception as error:
-            if isinstance(error, _hub(self.address).errors.EntryNotFoundError):
-                return None
-            raise _translated(error, self.address) from error
+        return None
 
 
-def _translated(error: Exception, address: str) -> Exception:
+@contextmanager
+def _translating(address: str) -> Iterator[None]:
+    """Raise our errors for those of huggingface_hub in a with-block."""
+    try:
+        yield
+    except GpuloadError:
+        raise
+    except Exception as error:
+        raise _translated(error, address) from error
+
+
+def _translated(error: Exception, address: str) -> GpuloadError:
     """Return the error to raise for one of huggingface_hub."""
-    if isinstance(error, GpuloadError):
-        return error
     errors = _hub(address).errors
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.RevisionNotFoundError):
@@ -185,11 +189,9 @@ def _parts(address: str) -> tuple[str, str, str | None]:
 def _commit_of(address: str, token: str | bool | None, endpoint: str) -> str:
     del endpoint  # another one has another repository
     kind, name, revision = _parts(address)
-    try:
+    with _translating(address):
         api = _api(Repository(address, token))
         return str(api.repo_info(name, repo_type=kind, revision=revision, expand=["sha"]).sha)
-    except Exception as error:
-        raise _translated(error, address) from error
 
 
 def _files_of(entries: Any) -> Iterator[HubFile]:

@@ -1,8 +1,8 @@
-"""Arrays of many files joined into one, so that a fetch from a hundred files is planned, read and decoded like any.
+"""Arrays of many files joined into one, so that a fetch from a hundred files is planned and read like any other.
 
-Files, or folders of zarr, whose arrays have one dtype and one filter pipeline share one address space (`JoinedSource`).
-Their arrays are concatenated into one in it, each starting at a chunk boundary (`JoinedArray`). A file that is unlike
-all others keeps its own arrays (`Joined`).
+Files, or zarr folders, whose arrays have the same dtype and filter pipeline share one address space (`JoinedSource`).
+In it, their arrays are concatenated into one, each starting at a chunk boundary (`JoinedArray`). A file unlike all
+others keeps its own arrays (`Joined`).
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Joined:
 
     @classmethod
     def over(cls, groups: Sequence[tuple[JoinedArray, ...]], files: Sequence[Sequence[int]]) -> Joined:
-        """Return the arrays of groups, given the numbers of each one's files."""
+        """Return the arrays of groups, given the numbers of each group's files."""
         numbers = tuple(np.array(of_one, dtype=np.int64) for of_one in files)
         group, place = np.empty((2, sum(of_one.size for of_one in numbers)), dtype=np.int64)
         for i, of_one in enumerate(numbers):
@@ -156,7 +156,7 @@ class Joined:
 
     @classmethod
     def apart(cls, layouts: Sequence[tuple[ArrayLayout, ...]]) -> Joined:
-        """Return the arrays of files of which none is joined with another."""
+        """Return the arrays of files without joining any."""
         groups = [tuple(_alone(layout) for layout in of_file) for of_file in layouts]
         return cls.over(groups, [[number] for number in range(len(layouts))])
 
@@ -171,7 +171,7 @@ class Joined:
 
     @property
     def index_nbytes(self) -> int:
-        """Size of the tables that no file's own layout has, in bytes."""
+        """Size in bytes of the tables that are not part of any file's own layout."""
         arrays = (array for group in self.groups for array in group if len(array.parts) > 1)
         return sum(array.layout.edges.nbytes for array in arrays if array.layout.edges is not None)
 
@@ -236,12 +236,12 @@ def _alone(layout: ArrayLayout) -> JoinedArray:
 
 
 def _join_alike(arrays: Sequence[tuple[ArrayLayout, ...]]) -> tuple[JoinedArray, ...]:
-    """Join arrays, each given by its layout in every file; those of one source share one address space."""
+    """Join arrays, each given by its layout in every file; arrays with the same sources share one address space."""
     shared = JoinedSource([layout.source for layout in arrays[0]])  # type: ignore[misc]
     joined = []
     for layouts in arrays:
         is_shared = all(a.source is b.source for a, b in zip(layouts, arrays[0], strict=True))
-        # zarr has a folder for each array
+        # in zarr, each array has its own folder
         source = shared if is_shared else JoinedSource([layout.source for layout in layouts])  # type: ignore[misc]
         joined.append(_join_array(layouts, source))
     return tuple(joined)
@@ -250,16 +250,16 @@ def _join_alike(arrays: Sequence[tuple[ArrayLayout, ...]]) -> tuple[JoinedArray,
 _OF_ANY_LENGTH = {"shuffle", "deflate", "gzip", "lzf", "zstd", "fletcher32", "crc32c"}
 """Filters that allow chunks of different lengths: h5py and zarr choose the chunk length from the array's length."""
 
-_WRITERS = {"deflate", "gzip", "lzf", "zstd"}
-"""Those whose values (a level, a length) are not needed for decoding."""
+_ENCODE_ONLY = {"deflate", "gzip", "lzf", "zstd"}
+"""Filters whose values (a level, a length) are not needed for decoding."""
 
 
 def _kind(layout: ArrayLayout) -> tuple[object, ...] | None:
-    """Return what must be equal for arrays to be joined; None if an array cannot be joined with any."""
+    """Return what must be equal for arrays to be joined; None if this one cannot be joined at all."""
     is_near = isinstance(layout.source, (FileSource, FolderSource))
     if not is_near or layout.edges is not None or not all(layout.shape[1:]):
         return None
-    steps = tuple((step.name, () if step.name in _WRITERS else step.values) for step in layout.filters)
+    steps = tuple((step.name, () if step.name in _ENCODE_ONLY else step.values) for step in layout.filters)
     may_differ = len(layout.shape) == 1 and {name for name, _ in steps} <= _OF_ANY_LENGTH
     chunk_shape = None if may_differ else layout.chunk_shape
     return layout.dtype, repr(layout.fill_value), layout.shape[1:], chunk_shape, steps
@@ -292,7 +292,7 @@ def _join_array(layouts: Sequence[ArrayLayout], source: JoinedSource) -> JoinedA
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """Return the last parts that names of arrays share; the data sets of a collection differ in the first."""
+    """Return the trailing parts that array names share; the data sets of a collection differ in the leading ones."""
     shared = []
     for parts in zip(*(reversed(name.split("/")) for name in names), strict=False):
         if len(set(parts)) > 1:

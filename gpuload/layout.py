@@ -100,7 +100,7 @@ class ArrayLayout:
         object.__setattr__(self, "verified", np.zeros(self.chunk_offset.size, dtype=np.uint8))
 
     def of_chunks(self, first: int, stop: int, like: ArrayLayout) -> ArrayLayout:
-        """Return a layout of chunks ``first:stop`` over the same tables, else with the properties of `like`."""
+        """Return a layout of chunks ``first:stop`` that shares these tables and is otherwise like `like`."""
         of_these = slice(first, stop)
         part = replace(
             self,
@@ -124,7 +124,7 @@ class ArrayLayout:
         return chunk - int(self.first_chunks[np.searchsorted(self.first_chunks, chunk, side="right") - 1])
 
     def flattened(self) -> ArrayLayout:
-        """Return the layout with the elements of a row along as few axes as possible: there are fewer pieces then.
+        """Return the layout with the elements of a row along as few axes as possible, which makes fewer pieces.
 
         Axes are joined from the last on, as long as chunks are whole along them.
         """
@@ -273,7 +273,7 @@ def _pieces_1d(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.
 
 
 def _pieces_of_rows(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.int64]) -> _Pieces:
-    """Split row ranges into the runs of elements that chunks share with rows; whole rows are one, however many."""
+    """Split row ranges into runs of elements contiguous in a row and a chunk; consecutive whole rows make one run."""
     number, tile_row, start, stop = _split(ranges, layout.chunk_shape[0])
     first_src = (start - tile_row * layout.chunk_shape[0]) * layout.src_stride
     first_to = dest[number] + (start - ranges[number, 0]) * layout.dest_stride
@@ -297,7 +297,7 @@ def _runs(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[NDArray
     Parameters
     ----------
     shape, chunk_shape
-        Of a row, and of a chunk's part of one.
+        Shapes of a row, and of a chunk's part of a row.
 
     Returns
     -------

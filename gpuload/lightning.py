@@ -17,6 +17,7 @@ from gpuload.errors import MissingDependencyError, PlanError
 from gpuload.loader import Loader
 from gpuload.sampling import Subset
 from gpuload.settings import fill_in
+from gpuload.state import has_position
 from gpuload.torch import CellDataset
 
 try:
@@ -59,9 +60,9 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
     epoch is the first, from its start, so the model sees the same minibatches in each.
 
     Checkpoints store the position in the training epoch, so a run resumed with ``ckpt_path`` gets exactly the
-    minibatches it had not yet seen; but where ``max_steps`` or ``limit_train_batches`` ends an epoch, Lightning goes on
-    with the next one. If a run resumes mid-epoch with another number of processes, the remaining cells
-    are divided anew among them, and this epoch's number of minibatches differs from that of later ones. Lightning
+    minibatches it had not yet seen; but if ``max_steps`` or ``limit_train_batches`` ended an epoch, Lightning continues
+    with the next one. If a run resumes mid-epoch with another number of processes, the remaining cells are divided
+    again among them, and this epoch's number of minibatches differs from that of later ones. Lightning
     counts the minibatches of an epoch once and truncates all later epochs to that count, so this requires
     ``Trainer(reload_dataloaders_every_n_epochs=1)``, which recounts each epoch; without it, PlanError is raised.
     """
@@ -85,14 +86,14 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
         if isinstance(train, Loader) and train is val:
             raise PlanError("train and val are the same loader, which can only be iterated once at a time; open two.")
         for part, value in given.items():
-            if value is None:  # Lightning skips a part whose method is its own, not overridden
+            if value is None:  # Lightning skips a part whose method is not overridden
                 name = f"{part}_dataloader"
                 setattr(self, name, getattr(super(), name))
         self._given = given
         self._open: dict[str, tuple[dict[str, Any], CellDataset]] = {}
-        self._to_load: dict[str, Any] | None = None  # a state loaded before the loader was opened
-        self._left: dict[str, Any] | None = None  # the state of a closed loader
-        self._categories: dict[str, Any] = {}  # of train
+        self._to_load: dict[str, Any] | None = None  # a state loaded before its loader was opened
+        self._left: dict[str, Any] | None = None  # the state of a closed training loader
+        self._categories: dict[str, Any] = {}  # those of train
 
     def setup(self, stage: str | None = None) -> None:
         """Open the loaders of a stage: ``"fit"``, ``"validate"``, ``"test"``, ``"predict"``, or None for all.
@@ -185,7 +186,8 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
     def _process(self) -> dict[str, Any]:
         """Return the `open_loader` arguments for the process that Lightning runs in; none without a trainer.
 
-        But before they have met, each of Lightning's processes is alone, as the first is before it starts the others.
+        Without a trainer, a process started by Lightning whose rank is not set yet counts as a single process, as does
+        the first one before it starts the others.
         """
         if self.trainer is None:
             return {"rank": 0, "world_size": 1} if is_started_by_lightning() else {}
@@ -216,7 +218,7 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
 def _loader_of(
     part: str, given: Mapping[str, Any] | Loader, process: dict[str, Any], categories: Mapping[str, Any]
 ) -> Loader:
-    """Return the loader of a part in a process: the one given, or one opened with the arguments given."""
+    """Return the loader of a part: the given one, or one opened with the given arguments for this process."""
     if isinstance(given, Mapping):
         wanted = dict(given)
         if part != "train" and "categories" not in (settled := fill_in(open_loader, wanted)):
@@ -248,12 +250,12 @@ class _Epochs:
         return len(self._dataset)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        # A generator: Lightning calls iter() before it knows the epoch of the first minibatch.
+        # A generator, as Lightning calls iter() before it knows the epoch of the first minibatch.
         trainer = self._module.trainer
         if trainer is not None and not getattr(trainer, "overfit_batches", 0):
             self._dataset.set_epoch(trainer.current_epoch)
         elif trainer is not None:
-            for epoch in (1, 0):  # from another epoch, as a position in epoch 0 would be kept
+            for epoch in (1, 0):  # via another epoch, else a position in epoch 0 would be kept
                 self._dataset.set_epoch(epoch)
         yield from self._dataset
 
@@ -262,11 +264,11 @@ class _TrainEpochs(_Epochs):
     """The training minibatches, with a position that Lightning saves; validation always starts at the first."""
 
     def __len__(self) -> int:
-        """Return the minibatches of the epoch as Lightning counts them: those each process has had, and those left.
+        """Return the number of minibatches of the epoch as Lightning counts them: received per process, plus left.
 
-        This differs from other epochs if the epoch resumed with another number of processes. Lightning requests no
-        minibatch after the last one, so an epoch with none left has ended; and so has one before the trainer's, as
-        ``max_steps`` and ``limit_train_batches`` leave it.
+        It differs from other epochs if the epoch was resumed with another number of processes. Lightning requests no
+        minibatch after the last one, so an epoch with none left has ended; so has one before the trainer's epoch, which
+        ``max_steps`` or ``limit_train_batches`` cut short.
         """
         n_left, state = self._dataset.loader.n_batches_left, self._dataset.state_dict()
         trainer = self._module.trainer
@@ -283,12 +285,12 @@ class _TrainEpochs(_Epochs):
 
 
 def _check_world_size(state: Any, loader: Loader, trainer: Any) -> None:
-    """Reject a state whose epoch would differ in length from others, if the trainer counts minibatches only once."""
-    if not isinstance(state, dict) or getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1:
+    """Reject a state whose epoch would differ in length from others if the trainer counts minibatches only once."""
+    if not has_position(state) or getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1:
         return  # the loader reports anything that is not a state
-    then = [pair[0] for pair in state.get("history", ())]
-    if state.get("step") or then:
-        then.append(state.get("world_size"))
+    then = [n_ranks for n_ranks, _ in state["history"]]
+    if state["step"] or then:
+        then.append(state["world_size"])
     odd = [n for n in then if n != loader.world_size]
     if odd:
         raise PlanError(

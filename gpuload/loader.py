@@ -180,11 +180,11 @@ class Loader:
 
         columns = {}
         for name, column in self._store.obs.items():
-            values = column.values  # noqa: PD011 - no frame of pandas
+            values = column.values  # noqa: PD011 - not a pandas object
             columns[name] = values
             if column.categories is not None:
                 found = pd.Index(column.categories)
-                if found.dtype.kind == "f" and found.tolist() != column.categories.tolist():  # large whole numbers
+                if found.dtype.kind == "f" and found.tolist() != column.categories.tolist():  # large integers, rounded
                     found = pd.Index(column.categories, dtype=object)
                 columns[name] = pd.Categorical.from_codes(values, found)
         return pd.DataFrame(columns, index=pd.RangeIndex(self.n_obs))
@@ -287,7 +287,7 @@ class Loader:
         Raises
         ------
         PlanError
-            `rows` is empty, or no list of row numbers of the loader; the machine cannot hold so many cells; or the
+            `rows` is empty, or not a list of the loader's row numbers; the machine cannot hold so many cells; or the
             loader is closed.
         ReadError, CorruptDataError, StoreError, DeviceError
             As during an iteration; the loader remains usable.
@@ -296,10 +296,10 @@ class Loader:
         rows = check_row_numbers(rows, self.n_obs)
         check_take(rows, list(self._tables.values()))
         try:
-            with _memory_let_go():
+            with _clear_frames_on_memory_error():
                 return self._engine.take(rows)
         except Exception as error:
-            if self._is_closed and not isinstance(error, GpuloadError):  # meanwhile, by another thread
+            if self._is_closed and not isinstance(error, GpuloadError):  # closed meanwhile by another thread
                 raise _closed() from None
             raise
 
@@ -340,7 +340,7 @@ class Loader:
         """Resume from a state: the next iteration yields what was left when it was taken.
 
         Ends an active iteration. Prefetch, threads, device, genes, output and the number of ranks may differ from when
-        the state was taken. With another `world_size`, the remaining cells are divided anew over all ranks, each cell
+        the state was taken. With another `world_size`, the remaining cells are divided again over all ranks, each cell
         once; so all ranks must have been at the state's step.
 
         Parameters
@@ -401,7 +401,7 @@ class Loader:
         May be called more than once. In a fork of the process that opened the loader, its threads and files stay.
         """
         self._is_closed = True
-        self.cell_names = None  # it holds what is in memory
+        self.cell_names = None  # it refers to the in-memory data
         try:
             self._end_live(is_final=True)
         finally:
@@ -420,13 +420,13 @@ class Loader:
 
     @property
     def _whole(self) -> Plan:
-        """The plan of a full epoch: of that one where a sampler deals rows to ranks itself, whose epochs differ."""
+        """The plan of a full epoch; if the sampler deals rows to ranks, of this one, as epochs may differ in size."""
         return self._place.plan if self._plan.is_per_rank else self._plan
 
     def _check_usable(self) -> None:
         if self._is_closed:
             raise _closed()
-        if os.getpid() != self._process:  # a fork does not copy threads: their work would never finish
+        if os.getpid() != self._process:  # fork does not copy threads, so their work would never finish
             raise PlanError(
                 "the loader was opened before this process was forked, and its threads are not here; open it in this "
                 "process, or iterate it in the one that opened it (DataLoader: num_workers=0)."
@@ -443,11 +443,11 @@ class Loader:
 
     def _epoch(self, start: Place) -> Generator[Batch, None, None]:
         """Yield the minibatches from a position on, tracking the consumer's position."""
-        if self._next is start:  # an iterator that is never advanced uses up no epoch
+        if self._next is start:  # an iterator that is never advanced does not use up an epoch
             self._next = self._start_of(start.plan.epoch + 1)
         self._now = now = Place(start.plan, start.step)
         try:
-            with _memory_let_go():
+            with _clear_frames_on_memory_error():
                 yield from self._engine.batches(now)
         finally:
             now.is_live = False
@@ -478,7 +478,7 @@ class _Iteration(OneAtATime[Batch]):
     def end(self, *, is_final: bool) -> None:
         """End the iteration from outside; its consumer gets a PlanError.
 
-        If another thread is inside, raise PlanError, unless `is_final`: all that it waits for is about to be ended.
+        Raise PlanError if another thread is iterating, unless `is_final`: everything it waits for is about to end.
         """
         is_cut_off = inspect.getgeneratorstate(self._items) != inspect.GEN_CLOSED
         try:
@@ -490,8 +490,8 @@ class _Iteration(OneAtATime[Batch]):
 
 
 @contextmanager
-def _memory_let_go() -> Iterator[None]:
-    """Clear what the frames of an error of memory hold: else whoever keeps it, as notebooks do, keeps fetches."""
+def _clear_frames_on_memory_error() -> Iterator[None]:
+    """Clear the frames of an out-of-memory error: whoever keeps it, as notebooks do, would keep fetches alive."""
     try:
         yield
     except (DeviceError, MemoryError) as error:

@@ -1,7 +1,7 @@
-"""What the package says through logging, and how loudly. It prints nothing by itself.
+"""The package's log level. The package prints nothing itself.
 
-Warnings and worse reach stderr as Python's own default has it; what is chosen and why (device, I/O path, indices that
-are kept) is told at level INFO, which nobody hears who has not asked.
+Warnings and errors reach stderr, as is Python's default; choices and their reasons (device, I/O path, saved indices)
+are logged at level INFO, which is not shown unless asked for.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def set_log_level(level: str | int) -> None:
-    """Say from which level on gpuload's messages are heard; all go through the logger ``"gpuload"``.
+    """Set the lowest level at which gpuload logs messages; all go through the logger ``"gpuload"``.
 
-    Where neither it nor the root logger has a handler, it is given one that writes to stderr; an application that has
-    set up logging keeps its own.
+    If neither it nor the root logger has a handler, it gets one that writes to stderr; an application that has set up
+    logging keeps its own.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The names of the cells, for what is computed for them: predictions, embeddings, scores."""
+"""The names of the cells, to label what is computed for them: predictions, embeddings, scores."""
 
 from __future__ import annotations
 

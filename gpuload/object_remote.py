@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
@@ -15,8 +17,8 @@ from urllib.parse import quote
 from gpuload import threads
 from gpuload.aws import aws_profile
 from gpuload.checks import check_seconds
-from gpuload.errors import BusyError, MissingDependencyError, PlanError, ReadError
-from gpuload.object_errors import address_error, is_web, read_error
+from gpuload.errors import MissingDependencyError, PlanError, ReadError
+from gpuload.object_errors import address_error, check_length, is_web, read_error
 from gpuload.objects import MODIFIED, Reach, RemoteObject
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ class ObjectRemote:
         self._obstore, self._store = _open(self.name, timeout_s, anonymous, options, self._query)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _object_remote, (self.name + self._query, self._settings)
+        return partial(ObjectRemote, self.name + self._query, **self._settings), ()
 
     @property
     def identity(self) -> str:
@@ -107,23 +109,16 @@ class ObjectRemote:
 
     def list(self, prefix: str = "") -> Iterator[RemoteObject]:
         """Yield every object under the address, or under a folder below it."""
-        try:
+        with self._translating(""):
             parts = iter(self._obstore.list(self._store, prefix or None))
             while (some := _ask(next, parts, None)) is not None:
                 yield from (self._object(meta) for meta in some)
-        except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
-            raise self._translated(error, "") from self._shown(error)
 
     def head(self, key: str) -> RemoteObject | None:
         """Return an object's metadata, or None if it does not exist."""
-        try:
+        with self._translating(key), suppress(self._obstore.exceptions.NotFoundError, FileNotFoundError):
             return self._object(_ask(self._first_byte if self._query else self._head, key))
-        except self._obstore.exceptions.BaseError as error:
-            if isinstance(error, (self._obstore.exceptions.NotFoundError, FileNotFoundError)):
-                return None
-            raise self._translated(error, key) from self._shown(error)
-        except FileNotFoundError:
-            return None
+        return None
 
     def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
         """Return bytes of an object, provided that its ETag is still the wanted one."""
@@ -132,17 +127,11 @@ class ObjectRemote:
         options: dict[str, Any] = {"range": (start, stop)}
         if wanted.is_exact:  # If-Match never matches a weak ETag
             options["if_match"] = f'"{wanted.etag}"'
-        try:
+        with self._translating(wanted.key):
             etag, body = _ask(self._get, wanted, options)
-            if not _has_tag(wanted, etag):  # from a server that ignores conditions
-                raise ReadError(f"{self.name}/{wanted.key}: the object was changed since it was listed; open it again.")
-        except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
-            raise self._translated(error, wanted.key) from self._shown(error)
-        got = memoryview(body).nbytes
-        if got != stop - start:
-            raise BusyError(
-                f"{self.name}/{wanted.key}: short read at byte {start}: wanted {stop - start} bytes, got {got}."
-            )
+        if not _has_tag(wanted, etag):  # from a server that ignores conditions
+            raise ReadError(f"{self.name}/{wanted.key}: the object was changed since it was listed; open it again.")
+        check_length(body, stop - start, f"{self.name}/{wanted.key}", start)
         return body
 
     def reach(self, key: str) -> Reach | None:
@@ -175,13 +164,9 @@ class ObjectRemote:
 
     def get_whole(self, key: str) -> Any:
         """Return all bytes of an object as a buffer, whatever its current content."""
-        try:
-            body, wanted = _ask(self._get_whole, key)
-        except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
-            raise self._translated(error, key, was_listed=False) from self._shown(error)
-        got = memoryview(body).nbytes
-        if got != wanted:
-            raise BusyError(f"{self.name}/{key}: short read: wanted {wanted} bytes, got {got}.")
+        with self._translating(key, was_listed=False):
+            body, nbytes = _ask(self._get_whole, key)
+        check_length(body, nbytes, f"{self.name}/{key}")
         return body
 
     def _head(self, key: str) -> Any:
@@ -209,24 +194,22 @@ class ObjectRemote:
         is_md5 = self.name.startswith("s3:") and re.fullmatch("[0-9a-f]{32}", etag)
         return RemoteObject(meta["path"], meta["size"], etag, f"md5?:{etag}" if is_md5 else "")
 
+    @contextmanager
+    def _translating(self, key: str, *, was_listed: bool = True) -> Iterator[None]:
+        """Raise our errors for those of obstore in a with-block; for one that may show a query, without its cause."""
+        try:
+            yield
+        except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
+            raise self._translated(error, key, was_listed=was_listed) from (None if self._query else error)
+
     def _translated(self, error: Exception, key: str, *, was_listed: bool = True) -> ReadError:
-        kinds = self._obstore.exceptions
+        kinds, is_signed = self._obstore.exceptions, self._query != ""
         found = read_error(
-            error,
-            kinds,
-            self.name,
-            key,
-            can_list=self.can_list,
-            was_listed=was_listed,
-            is_signed=self._query != "",
+            error, kinds, self.name, key, can_list=self.can_list, was_listed=was_listed, is_signed=is_signed
         )
-        if self._query:
+        if is_signed:
             found.args = (str(found).replace(self._query, ""),)
         return found
-
-    def _shown(self, error: Exception) -> Exception | None:
-        """Return an error as the cause of another, unless it may show what is not to be shown."""
-        return None if self._query else error
 
 
 def _has_tag(wanted: RemoteObject, etag: str) -> bool:
@@ -277,10 +260,6 @@ def named_query(query: str) -> str:
         if field and not _SIGNING.fullmatch(name.lower()):
             kept.append(f"{name}{mark}{value}")
     return f"?{'&'.join(kept)}" if kept else ""
-
-
-def _object_remote(url: str, settings: dict[str, Any]) -> ObjectRemote:
-    return ObjectRemote(url, **settings)
 
 
 def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any], query: str) -> tuple[Any, Any]:

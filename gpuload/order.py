@@ -139,14 +139,14 @@ class UnequalBlocks(MixedFetches):
 
 
 class MappedOrder:
-    """Another order, of rows numbered consecutively, with those that are listed in their place."""
+    """Another order over consecutive row numbers, mapped to the rows of a list."""
 
     def __init__(self, inner: RowOrder, rows: RowList) -> None:
         self._inner = inner
         self._rows = rows
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rows at positions start..stop as ranges, shape (n, 2)."""
+        """Return the row ranges at positions ``start:stop``, shape (n, 2)."""
         return self._rows.map_ranges(self._inner.ranges(start, stop))
 
     def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
@@ -154,8 +154,8 @@ class MappedOrder:
         return self._inner.arrange(start, stop, key)
 
 
-class BegunAnywhere:
-    """Another order of `n_rows` rows, begun at its row number `first`, where a unit begins, and ended before it."""
+class RotatedOrder:
+    """Another order of `n_rows` rows, rotated to begin at its position `first`, which must begin a unit."""
 
     def __init__(self, inner: RowOrder, first: int, n_rows: int) -> None:
         self._inner = inner
@@ -163,15 +163,15 @@ class BegunAnywhere:
         self._n_rows = n_rows
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the row ranges at places start..stop, shape (n, 2)."""
-        turn = self._n_rows - self._first  # the place of what was the first row
+        """Return the row ranges at positions ``start:stop``, shape (n, 2)."""
+        turn = self._n_rows - self._first  # position of what was the first row
         parts = [(start + self._first, min(stop, turn) + self._first)] if start < turn else []
         if stop > turn:
             parts.append((max(start, turn) - turn, stop - turn))
         return np.concatenate([self._inner.ranges(*part) for part in parts])
 
     def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
-        """Return the other order's arrangement of as many rows."""
+        """Return the inner order's arrangement of as many rows."""
         return self._inner.arrange(0, stop - start, key)
 
 
@@ -180,8 +180,8 @@ def shuffled_blocks(
 ) -> RowOrder:
     """Return blocks in random order: of `block_size` rows in each file, or between `edges` if given.
 
-    If a block holds more than half of the rows, they begin at a random row. Otherwise its end would be dropped in every
-    epoch in which any rows are (at least half of them are not), and with one block, every epoch would be file order.
+    If one block holds more than half of the rows, the order is rotated to begin at a random row. Otherwise, epochs that
+    drop rows would drop nearly the same ones each time, and with one block, every epoch would be in file order.
     """
     if edges is None:
         order: RowOrder = EqualBlocks(file_rows, block_size, perm_words)
@@ -192,11 +192,11 @@ def shuffled_blocks(
     if 2 * largest <= n_rows:
         return order
     (key,) = random_keys(1, *perm_words, 2)
-    return BegunAnywhere(order, int(key) % n_rows, n_rows)
+    return RotatedOrder(order, int(key) % n_rows, n_rows)
 
 
 def _trim(begin: NDArray[np.int64], end: NDArray[np.int64], skip: int, n_rows: int) -> NDArray[np.int64]:
-    """Drop `skip` rows from the front of ranges, and as many from the back that `n_rows` remain."""
+    """Drop `skip` rows from the front of ranges, and from the back whatever exceeds `n_rows`."""
     ranges = np.stack([begin, end], axis=1)
     ranges[0, 0] += skip
     ranges[-1, 1] -= n_rows_in(ranges) - n_rows

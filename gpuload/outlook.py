@@ -17,7 +17,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -60,7 +60,7 @@ _PLANNED_FETCHES = 4
 _PLANNED_CELLS = 1 << 13
 _MIXED_FETCHES = 16
 _MIXED_CELLS, _MOST_MIXED = 1 << 16, 128
-_CALIBRATION_S = 0.3
+_CALIBRATION_S, _CALIBRATION_CELLS = 0.3, 2_048
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class Outlook:
         Expected entropy of the label in minibatches, given its order in the file; NaN without a label.
     cells_per_s
         From the cost model in the module docstring; NaN if no pace was given.
-    holds_all
-        Whether a fetch holds the whole file.
+    n_blocks
+        Blocks per fetch; infinite if it holds the whole file, which is true random order.
     """
 
     block_size: int | str
@@ -95,29 +95,36 @@ class Outlook:
     decoded_nbytes: float
     entropy_bits: float
     cells_per_s: float = float("nan")
-    holds_all: bool = False
+    n_blocks: float = float("nan")
 
-    def blocks(self, batch_size: int) -> float:
-        """Return the blocks per fetch; infinite if it holds the whole file, which is true random order."""
-        return float("inf") if self.holds_all else batch_size * self.fetch_factor / self.cells_per_block
-
-    def mixes(self, batch_size: int, least_bits: float) -> bool:
+    def mixes(self, least_bits: float) -> bool:
         """Return whether minibatches are mixed enough, by the label's entropy or, without a label, by the blocks."""
         if np.isnan(self.entropy_bits):
-            return self.blocks(batch_size) >= BLOCKS_PER_FETCH
+            return self.n_blocks >= BLOCKS_PER_FETCH
         return self.entropy_bits >= least_bits
 
-    def is_worse(self, other: Outlook, batch_size: int) -> bool:
-        """Return whether this is both slower and less mixed than `other`."""
-        return self.cells_per_s < other.cells_per_s and is_less_mixed(
-            (self.entropy_bits, self.blocks(batch_size)), (other.entropy_bits, other.blocks(batch_size))
-        )
+
+class Rated(Protocol):
+    """What settings are compared by: an `Outlook`, or a trial of them."""
+
+    @property
+    def cells_per_s(self) -> float:
+        """Cells per second."""
+
+    @property
+    def entropy_bits(self) -> float:
+        """Entropy of the label in minibatches; NaN without a label."""
+
+    @property
+    def n_blocks(self) -> float:
+        """Blocks per fetch, which count if there is no label."""
 
 
-def is_less_mixed(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Compare two pairs (entropy of the label, blocks per fetch); the blocks count if there is no label."""
-    (bits, blocks), (other_bits, other_blocks) = one, other
-    return blocks < other_blocks if np.isnan(bits) else bits < other_bits
+def is_worse(one: Rated, other: Rated) -> bool:
+    """Return whether one is both slower and less mixed than another."""
+    has_label = not np.isnan(one.entropy_bits)
+    is_less_mixed = one.entropy_bits < other.entropy_bits if has_label else one.n_blocks < other.n_blocks
+    return is_less_mixed and one.cells_per_s < other.cells_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +161,7 @@ class Outlooks:
     """
 
     def __init__(self, store: Store, batch_size: int, label: str | None) -> None:
-        self.store, self._batch_size = store, batch_size
+        self.store, self.batch_size = store, batch_size
         self._codes: NDArray[Any] | None = None
         self._n_labels = 0
         self._shuffles: dict[int | str, BlockShuffle] = {}
@@ -178,16 +185,19 @@ class Outlooks:
 
     def largest(self) -> int:
         """Return the largest useful fetch factor: that of the whole file, at most `MAX_FETCH_FACTOR`."""
-        return max(1, min(-(-self.store.n_obs // self._batch_size), MAX_FETCH_FACTOR))
+        return max(1, min(-(-self.store.n_obs // self.batch_size), MAX_FETCH_FACTOR))
 
     def sizes(self, fetch_factor: int) -> tuple[int | str, ...]:
         """Return the candidate block sizes; if a fetch holds the whole file, all are equivalent."""
-        holds_all = self._batch_size * fetch_factor >= self.store.n_obs
-        return (DEFAULT_BLOCK_SIZE,) if holds_all else BLOCK_SIZES
+        return (DEFAULT_BLOCK_SIZE,) if self._holds_all(fetch_factor) else BLOCK_SIZES
+
+    def _holds_all(self, fetch_factor: int) -> bool:
+        """Return whether a fetch holds the whole file."""
+        return self.batch_size * fetch_factor >= self.store.n_obs
 
     def plan(self, block_size: int | str, fetch_factor: int, epoch: int = 0) -> Plan:
         """Return the plan of an epoch."""
-        return Plan(self.store.file_rows, self._batch_size, fetch_factor, self.shuffle(block_size), 0, epoch)
+        return Plan(self.store.file_rows, self.batch_size, fetch_factor, self.shuffle(block_size), 0, epoch)
 
     def of(self, block_size: int | str, fetch_factor: int, pace: Pace | None = None) -> Outlook:
         """Return the outlook for a block size and a fetch factor, with its speed if `pace` is given."""
@@ -195,7 +205,7 @@ class Outlooks:
         whole = read = decoded = 0
         wanted = 0.0
         n_cells = 0
-        n_fetches = min(max(_PLANNED_FETCHES, _PLANNED_CELLS // (self._batch_size * fetch_factor)), _MOST_MIXED)
+        n_fetches = min(max(_PLANNED_FETCHES, _PLANNED_CELLS // (self.batch_size * fetch_factor)), _MOST_MIXED)
         for index in range(min(plan.n_fetches, n_fetches)):
             recipe = store.recipe(plan.fetch(index).ranges)
             n_cells += recipe.n_rows
@@ -205,15 +215,17 @@ class Outlooks:
                 decoded += needed_nbytes(part)
                 read += part.nbytes
         edges = self.shuffle(block_size).edges
+        cells_per_block = float(block_size) if edges is None else store.n_obs / max(1, edges.size - 1)
+        n_blocks = self.batch_size * fetch_factor / cells_per_block
         outlook = Outlook(
             block_size,
             fetch_factor,
-            float(block_size) if edges is None else store.n_obs / max(1, edges.size - 1),
+            cells_per_block,
             whole / wanted if wanted else 1.0,
             read / max(1, n_cells),
             decoded / max(1, n_cells),
             self.entropy(block_size, fetch_factor),
-            holds_all=self._batch_size * fetch_factor >= store.n_obs,
+            n_blocks=float("inf") if self._holds_all(fetch_factor) else n_blocks,
         )
         return outlook if pace is None else replace(outlook, cells_per_s=pace.cells_per_s(outlook))
 
@@ -221,23 +233,23 @@ class Outlooks:
         """Return the expected entropy of the label in minibatches, in bits; NaN without a label."""
         if self._codes is None or not self._codes.size:
             return float("nan")
-        if self._batch_size * fetch_factor >= self._codes.size:
-            return fetch_entropy(self._codes, self._batch_size)
+        if self._holds_all(fetch_factor):
+            return fetch_entropy(self._codes, self.batch_size)
         if isinstance(block_size, int) and self._codes.size <= EXACT_CELLS and self._n_labels <= EXACT_LABELS:
             return entropy_of_runs(
                 self._codes,
-                batch_size=self._batch_size,
+                batch_size=self.batch_size,
                 block_size=block_size,
                 fetch_factor=fetch_factor,
                 file_rows=self.store.file_rows,
             ).bits
         bits: list[float] = []
-        n_wanted = min(max(_MIXED_FETCHES, _MIXED_CELLS // (self._batch_size * fetch_factor)), _MOST_MIXED)
+        n_wanted = min(max(_MIXED_FETCHES, _MIXED_CELLS // (self.batch_size * fetch_factor)), _MOST_MIXED)
         for epoch in range(n_wanted):
             plan = self.plan(block_size, fetch_factor, epoch)
-            n_full = max(1, plan.n_rows // (self._batch_size * fetch_factor))
+            n_full = max(1, plan.n_rows // (self.batch_size * fetch_factor))
             fetches = map(plan.fetch, range(min(n_full, n_wanted - len(bits))))
-            bits += [fetch_entropy(self._codes[fetch.rows()], self._batch_size) for fetch in fetches]
+            bits += [fetch_entropy(self._codes[fetch.rows()], self.batch_size) for fetch in fetches]
             if len(bits) == n_wanted:
                 break
         return float(np.mean(bits))
@@ -249,7 +261,7 @@ class Outlooks:
             return f"{self._n_labels:,} labels are too many to compare with the model of one label per block."
         step = max(1, self._codes.size // EXACT_CELLS)
         part = self._codes[: self._codes.size // step]
-        found = entropy_of_runs(part, batch_size=self._batch_size, block_size=block_size, fetch_factor=fetch_factor)
+        found = entropy_of_runs(part, batch_size=self.batch_size, block_size=block_size, fetch_factor=fetch_factor)
         return found.explain()
 
 
@@ -293,14 +305,17 @@ def open_part(store: Store, plan: Plan, form: Form, prefetch: int, *, device: st
         raise
 
 
-def measure_pace(outlooks: Outlooks, threads: int, fetch_factor: int) -> Pace:
+def measure_pace(outlooks: Outlooks, threads: int, most: int) -> Pace:
     """Measure the pace of the engine on the CPU by reading some fetches in sequence, after a warm-up fetch.
+
+    They are small: of some thousand cells, and at most `most` minibatches.
 
     Raises
     ------
     ReadError, CorruptDataError
         The file is damaged.
     """
+    fetch_factor = max(1, min(most, _CALIBRATION_CELLS // outlooks.batch_size))
     store, outlook, plan = outlooks.store, outlooks.of("chunk", fetch_factor), outlooks.plan("chunk", fetch_factor)
     form = Form("dense", "float32", store.n_vars, store.columns())
     backend = open_backend("cpu", num_threads=threads, verify="never")

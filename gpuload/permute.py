@@ -175,7 +175,7 @@ def deal_quotas(shares: NDArray[np.float64]) -> tuple[NDArray[np.uint64], NDArra
        TOMS 1977, doi:10.1145/355744.355749; Vose, IEEE Trans. Softw. Eng. 1991, doi:10.1109/32.92917 (the tables).
     """
     full = 1 << 32
-    shares = np.ldexp(shares, -math.frexp(float(shares.max()))[1])  # exact; else large ones may add up to infinity
+    shares = np.ldexp(shares, -math.frexp(float(shares.max()))[1])  # exact; keeps the sum of large shares finite
     k, total = shares.size, math.fsum(shares.tolist())
     dealt = np.floor(shares / total * k * full).astype(np.int64)
     dealt[np.argmax(shares)] += k * full - int(dealt.sum())
@@ -214,7 +214,7 @@ def unit_hash(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
 def log_hash(hashes: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return the natural logarithms of hashes taken as numbers by `unit_hash`; relative error below 1e-12.
 
-    Uses only additions, multiplications and divisions, which give the same on any machine; np.log does not. The
+    Uses only additions, multiplications and divisions, whose results, unlike np.log's, are the same everywhere. The
     series is that of atanh: ln m = 2 atanh((m - 1) / (m + 1)).
     """
     mantissa, exponent = np.frexp(unit_hash(hashes))

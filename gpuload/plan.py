@@ -21,7 +21,7 @@ import numpy as np
 
 from gpuload.checks import check_seed, check_whole
 from gpuload.errors import PlanError
-from gpuload.order import BegunAnywhere, FileOrder, MappedOrder, merge_ranges
+from gpuload.order import FileOrder, MappedOrder, RotatedOrder, merge_ranges
 from gpuload.permute import permuted_table, random_keys
 from gpuload.sampling.custom import as_blocks
 from gpuload.sampling.rows import list_of_runs
@@ -42,8 +42,8 @@ _BLOCKS, _ROWS = 1, 2
 """Key words that separate the random keys of the block order from those of the permutations within fetches."""
 
 FEW_BLOCKS = 64
-"""Of fewer blocks, rows at the end of one would be dropped more often than others, by up to half of the epochs; of as
-many, by less than 2 % of them."""
+"""With fewer blocks, rows at the end of one would be dropped more often than others, by up to half of the epochs; with
+this many, by less than 2 % of them."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Plan:
     round is split equally. Each fetch is permuted and split into minibatches. So every minibatch but the last of the
     epoch has `batch_size` rows, whatever the blocks, and all ranks have equally many of the same sizes.
 
-    What is dropped ends the order. If rows may be dropped and blocks are few, the order begins at a random row, and
-    ends before it: else rows that end a block would be dropped in most epochs, and others in none.
+    Rows are dropped from the end of the order. If rows may be dropped and there are few blocks, the order is rotated to
+    begin at a random row; otherwise rows at the end of a block would be dropped in most epochs, and others in none.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ class Plan:
             return order
         (key,) = random_keys(1, self.seed, self.epoch, _BLOCKS, 3)
         n_rows, unit = self.strategy.n_rows(self.file_rows), getattr(self.strategy, "unit", 1)
-        return BegunAnywhere(order, int(key) % (n_rows // unit) * unit, n_rows)
+        return RotatedOrder(order, int(key) % (n_rows // unit) * unit, n_rows)
 
     @cached_property
     def _rank_blocks(self) -> list[NDArray[np.int64]]:
@@ -243,7 +243,7 @@ class Plan:
             start, size = self._part(left, index, rank, world_size)
             places = self._handed_over(left, segment, index, rank, world_size)[: n_taken * self.batch_size]
             taken.append((start + places) % left.size)
-        stop = min(start + size, left.size)  # of the round: the last rank's part ends it
+        stop = min(start + size, left.size)  # the last rank's part ends the round
         rest = np.setdiff1d(np.arange(first, stop), np.concatenate(taken))
         return left.after(stop, left.places(rest))
 

@@ -29,7 +29,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_WORDS = {
+_HELP = {
     "read_nbytes": "Bytes read from the source.",
     "decoded_nbytes": "Bytes that the decoders produced.",
     "n_chunks": "Stored chunks decoded.",
@@ -182,7 +182,7 @@ class _Collector:
         if loaders:
             totals = {name: loader.stats.as_dict() for name, loader in loaders.items()}
             for key in (*COUNTERS, *TIMERS):
-                yield _family(CounterMetricFamily, f"gpuload_{_name(key)}", _WORDS[key], "loader", totals, key)
+                yield _family(CounterMetricFamily, f"gpuload_{_name(key)}", _HELP[key], "loader", totals, key)
             waits = GaugeMetricFamily("gpuload_batch_wait_seconds", _WAITS, labels=["loader", "quantile"])
             for name, loader in loaders.items():
                 for key, seconds in loader.stats.waits().items():
@@ -198,14 +198,14 @@ class _Collector:
             yield queues
             yield hits
         if stores:
-            for key, words in _STORE_COUNTERS.items():
-                yield _family(CounterMetricFamily, f"gpuload_store_{_name(key)}", words, "store", stores, key)
-            for key, words in _STORE_GAUGES.items():
-                yield _family(GaugeMetricFamily, f"gpuload_store_{_name(key)}", words, "store", stores, key)
+            for key, help_text in _STORE_COUNTERS.items():
+                yield _family(CounterMetricFamily, f"gpuload_store_{_name(key)}", help_text, "store", stores, key)
+            for key, help_text in _STORE_GAUGES.items():
+                yield _family(GaugeMetricFamily, f"gpuload_store_{_name(key)}", help_text, "store", stores, key)
 
 
-def _family(kind: Any, name: str, words: str, label: str, totals: dict[str, Any], key: str) -> Any:
-    family = kind(name, words, labels=[label])
+def _family(kind: Any, name: str, help_text: str, label: str, totals: dict[str, Any], key: str) -> Any:
+    family = kind(name, help_text, labels=[label])
     for source, values in totals.items():
         family.add_metric([source], values[key])
     return family

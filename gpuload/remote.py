@@ -12,15 +12,14 @@ import os
 import random
 import time
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from gpuload import hub, threads
 from gpuload.errors import BusyError, PlanError, ReadError
-from gpuload.object_errors import BUSY
+from gpuload.object_errors import BUSY, check_length
 from gpuload.object_remote import ObjectRemote
 from gpuload.objects import Reach, RemoteObject
 
@@ -202,8 +201,7 @@ class FolderRemote:
             raise BusyError(
                 f"{path}: reading {stop - start} bytes at byte {start} failed: {error.strerror}. Check the disk."
             ) from error
-        if got != stop - start:
-            raise BusyError(f"{path}: short read at byte {start}: wanted {stop - start} bytes, got {got}.")
+        check_length(memoryview(buffer)[:got], stop - start, path, start)
         return buffer
 
 
@@ -272,8 +270,8 @@ class HubRemote:
 
     def __reduce__(self) -> tuple[Any, ...]:
         token = self._repository.token
-        settings = {"token": token or None, "anonymous": token is False, "timeout_s": self._timeout_s}
-        return _hub_remote, (self.name, {**settings, "commit": self._repository.commit})
+        settings: dict[str, Any] = {"token": token or None, "anonymous": token is False, "timeout_s": self._timeout_s}
+        return partial(HubRemote, self.name, **settings, commit=self._repository.commit), ()
 
     @cached_property
     def _files(self) -> ObjectRemote:
@@ -309,10 +307,6 @@ class HubRemote:
         return RemoteObject(key, file.nbytes, file.oid, file.sha256 and f"sha256:{file.sha256}")
 
 
-def _hub_remote(url: str, settings: dict[str, Any]) -> HubRemote:
-    return HubRemote(url, **settings)
-
-
 def open_remote(place: str | os.PathLike[str], **options: Any) -> Remote:
     """Return the remote at an address or in a folder.
 
@@ -328,10 +322,11 @@ def open_remote(place: str | os.PathLike[str], **options: Any) -> Remote:
     ReadError, PlanError, MissingDependencyError
         See `FolderRemote`, `ObjectRemote` and `HubRemote`.
     """
-    if os.fspath(place).startswith("hf://"):
-        return HubRemote(os.fspath(place), **options)
-    if "://" in os.fspath(place) and not os.fspath(place).startswith("file://"):
-        return ObjectRemote(os.fspath(place), **options)
+    place = os.fspath(place)
+    if place.startswith("hf://"):
+        return HubRemote(place, **options)
+    if "://" in place and not place.startswith("file://"):
+        return ObjectRemote(place, **options)
     if options:
-        raise PlanError(f"{os.fspath(place)}: a folder takes no options; leave out {', '.join(sorted(options))}.")
-    return FolderRemote(Path(os.fspath(place).removeprefix("file://")))
+        raise PlanError(f"{place}: a folder takes no options; leave out {', '.join(sorted(options))}.")
+    return FolderRemote(place.removeprefix("file://"))

@@ -1,4 +1,4 @@
-"""Byte sources in the objects of a remote: ranges read by many concurrent requests, and file objects for libraries.
+"""Byte sources in the objects of a remote: ranges read by many concurrent requests.
 
 Requirements this module answers
 --------------------------------
@@ -6,16 +6,13 @@ Requirements this module answers
 - Requests to a busy remote are retried, with patience; a slow request is issued a second time, and the first response
   wins.
 - A read returns the content as of opening, or raises an error.
-- Libraries that read metadata in small pieces cause few requests.
 - Closing a source does not wait for responses that never come.
 """
 
 from __future__ import annotations
 
-import io
 import threading
 import time
-from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 
-from gpuload.errors import BusyError, ReadError
+from gpuload.errors import ReadError
+from gpuload.object_errors import check_length
 from gpuload.remote import LOOK_S, OUTAGE_S, Patience
 from gpuload.source import find_files, locate_byte
 from gpuload.threads import DaemonThreads, is_over
@@ -52,9 +50,6 @@ _LEAST_ANSWERS = 20
 """Responses needed before the usual time is known."""
 _SECOND_SHARE = 0.05
 """Maximum share of second requests, so as not to burden a remote that is slow with everything."""
-
-_BLOCK, _BLOCKS_AHEAD, _MAX_BLOCKS_AHEAD, _MAX_BLOCKS = 64 << 10, 4, 128, 4096
-"""Cache of a file: bytes per block; minimum blocks per read, and maximum in sequential reading; blocks kept."""
 
 
 class NearRemote(Protocol):
@@ -189,12 +184,7 @@ class Requests:
         piece.began_at = start = time.monotonic()
         body = remote.get(piece.wanted, piece.start, piece.start + piece.out.size)
         took_s = time.monotonic() - start
-        got = memoryview(body).nbytes
-        if got != piece.out.size:
-            raise BusyError(
-                f"{remote.name}/{piece.wanted.key}: short read at byte {piece.start}: wanted {piece.out.size} bytes, "
-                f"got {got}."
-            )
+        check_length(body, piece.out.size, f"{remote.name}/{piece.wanted.key}", piece.start)
         with self._lock:
             self._n_answers += 1
             n = min(self._n_answers, 50)
@@ -392,127 +382,3 @@ class RemoteSource:
         if not self._is_closed:
             self._is_closed = True
             _shared.give_back()
-
-
-class RemoteFile(io.RawIOBase):
-    """An object as a readable file with a block cache, for libraries that read metadata in small pieces.
-
-    Sequential reads grow their requests; ranges known to be needed are prefetched (`bring`). HDF5 would read the trees
-    that hold chunk addresses node by node: all nodes of a level are prefetched as soon as one above them is read.
-
-    Parameters
-    ----------
-    source
-        The object: a source of one.
-
-    References
-    ----------
-    .. [1] The HDF Group, "HDF5 File Format Specification Version 3.0", III.A.1 "Version 1 B-trees".
-    """
-
-    def __init__(self, source: RemoteSource) -> None:
-        self.name = source.name
-        self._source = source
-        self._at = 0
-        self._blocks: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
-        self._nodes: dict[int, bytes] = {}
-        self._next_block, self._ahead = 0, _BLOCKS_AHEAD
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def tell(self) -> int:
-        """Return the current position."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position and return it."""
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._source.nbytes}[whence]
-        self._at = start + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill a buffer from the current position on; return the bytes read, fewer only at the end."""
-        out = np.frombuffer(buffer, dtype=np.uint8)
-        n = max(0, min(out.size, self._source.nbytes - self._at))
-        node = self._nodes.get(self._at, b"")
-        if n and len(node) >= n:
-            out[:n] = np.frombuffer(node, dtype=np.uint8)[:n]
-        elif n:
-            self._fill(out[:n], self._at)
-            children = _children(out[:n].tobytes()) if n < _BLOCK else []
-            if children:
-                self._read_nodes(children, n)
-        self._at += n
-        return n
-
-    def _fill(self, out: NDArray[np.uint8], at: int) -> None:
-        """Fill `out` from cached blocks, reading those that are missing first."""
-        first, last = at // _BLOCK, (at + out.size - 1) // _BLOCK + 1
-        missing = [number for number in range(first, last) if number not in self._blocks]
-        if missing:
-            self._read_blocks(missing[0], missing[-1] + 1)
-        for number in range(first, last):
-            block = self._blocks[number]
-            start = number * _BLOCK
-            lo, hi = max(at, start), min(at + out.size, start + block.size)
-            out[lo - at : hi - at] = block[lo - start : hi - start]
-        while len(self._blocks) > _MAX_BLOCKS:
-            self._blocks.popitem(last=False)
-
-    def _read_blocks(self, first: int, last: int) -> None:
-        """Read blocks and some that follow: the longer the sequential run, the more."""
-        self._ahead = min(2 * self._ahead, _MAX_BLOCKS_AHEAD) if first == self._next_block else _BLOCKS_AHEAD
-        self._next_block = max(last, first + self._ahead)
-        start, stop = first * _BLOCK, min(self._next_block * _BLOCK, self._source.nbytes)
-        run = np.empty(stop - start, dtype=np.uint8)
-        self._source.read_into(run, start)
-        for at in range(0, run.size, _BLOCK):
-            self._blocks[first + at // _BLOCK] = run[at : at + _BLOCK]
-
-    def bring(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Prefetch ranges, each a first byte and a length, many at a time.
-
-        Each then serves reads that start at its first byte. Ranges that extend beyond the file are skipped.
-        """
-        inside = sorted({(at, n) for at, n in ranges if at >= 0 and 0 < n <= self._source.nbytes - at})
-        runs: list[list[tuple[int, int]]] = []
-        end = -_BLOCK
-        for at, n in inside:  # nearby ones are read together
-            if not runs or at - end >= _BLOCK or at + n - runs[-1][0][0] > self._source.max_extent:
-                runs.append([])
-            runs[-1].append((at, n))
-            end = max(end, at + n)
-        first = np.array([run[0][0] for run in runs], dtype=np.int64)
-        length = np.array([max(at + n for at, n in run) for run in runs], dtype=np.int64) - first
-        place = np.cumsum(length) - length
-        buffer = np.empty(int(length.sum()), dtype=np.uint8)
-        self._source.read_many(first, length, place, buffer)
-        for run, start in zip(runs, (place - first).tolist(), strict=True):
-            for at, n in run:
-                self._nodes[at] = buffer[start + at : start + at + n].tobytes()
-
-    def _read_nodes(self, children: list[int], nbytes: int) -> None:
-        """Read nodes of a tree and the levels below them, a whole level at a time."""
-        while children:
-            new = {at for at in children if at not in self._nodes}
-            self.bring((at, nbytes) for at in new)
-            children = [child for at in new if at in self._nodes for child in _children(self._nodes[at])]
-
-
-def _children(node: bytes) -> list[int]:
-    """Return the addresses of a chunk-tree node's children; [] if it is a leaf, or not such a node."""
-    if node[:5] != b"TREE\x01" or node[5] == 0:
-        return []
-    n_used = int.from_bytes(node[6:8], "little")
-    for key_nbytes in (24, 32):  # for arrays of one and of two dimensions
-        n_places, rest = divmod(len(node) - 24 - key_nbytes, key_nbytes + 8)
-        if not rest and n_used <= n_places:
-            starts = (24 + key_nbytes + i * (key_nbytes + 8) for i in range(n_used))
-            return [int.from_bytes(node[at : at + 8], "little") for at in starts]
-    return []

@@ -1,4 +1,4 @@
-"""Scores of models: of classifiers from the confusion matrix, of regressions from their predictions. NumPy only."""
+"""Scores of models: classifiers from the confusion matrix, regressions from their predictions. NumPy only."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def macro_f1(confusion: NDArray[np.int64]) -> float:
 def mean_r2(predicted: NDArray[np.floating], wanted: NDArray[np.floating]) -> float:
     """Return the coefficient of determination of (n, n_targets) predictions, averaged over the targets.
 
-    That of a target that does not vary is 0, or 1 if it is predicted exactly, as in scikit-learn.
+    A constant target counts as 0, or as 1 if predicted exactly, as in scikit-learn.
     """
-    wanted = wanted.astype(np.float64)  # in float32 the mean of what does not vary differs from it
+    wanted = wanted.astype(np.float64)  # in float32, the mean of a constant may differ from the constant
     left = ((wanted - predicted) ** 2).sum(axis=0)
     spread = ((wanted - wanted.mean(axis=0)) ** 2).sum(axis=0)
     of_each = np.where(spread > 0, 1 - left / np.where(spread > 0, spread, 1), np.where(left == 0, 1.0, 0.0))

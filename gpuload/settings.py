@@ -24,12 +24,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NOT_SAVED = ("paths", "settings", "sampler", "obs_table", "transform", "rank", "world_size", "cache", "storage_options")
-"""Arguments that a settings file cannot hold: values that JSON cannot represent, and those specific to a process."""
+"""Arguments that a settings file cannot hold: JSON cannot represent them, or they are specific to a process."""
 
 _PARTS = {"settings", "measured"}
 
 _NO_WORKERS = "there are no worker processes, so leave it out"
-_IN_PLACE = {
+_INSTEAD = {
     "num_workers": "threads read, so leave it out, or use num_threads",
     "prefetch_factor": "use prefetch, which counts fetches of fetch_factor minibatches",
     "persistent_workers": _NO_WORKERS,
@@ -40,7 +40,7 @@ _IN_PLACE = {
     "batch_sampler": "use sampler",
     "generator": "use seed",
 }
-"""What to do instead of giving an argument of PyTorch's DataLoader."""
+"""What to do instead of passing an argument of PyTorch's DataLoader."""
 
 
 def takes_settings(function: Callable[P, R]) -> Callable[P, R]:
@@ -57,7 +57,7 @@ def takes_settings(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def fill_in(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments, with those that `settings` among them supplies; raises as `read_settings`.
+    """Return keyword arguments, completed from `settings` if that is among them; raises as `read_settings`.
 
     Raises PlanError for an argument of PyTorch's DataLoader that the function lacks, and Python's own TypeError for one
     whose name is misspelt, with the name that was probably meant.
@@ -66,17 +66,17 @@ def fill_in(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str,
     for name, value in given.items():
         if name in own:
             continue
-        if name in _IN_PLACE:
+        if name in _INSTEAD:
             raise PlanError(
                 f"{name}={shown(value)}: {function.__name__} has no such argument of PyTorch's DataLoader; "
-                f"{_IN_PLACE[name]}."
+                f"{_INSTEAD[name]}."
             )
         if near := nearest(name, own):
             said = f"{function.__name__}() got an unexpected keyword argument {name!r}"
             raise TypeError(f"{said}; did you mean {near!r}?")
     saved = read_settings(given.get("settings"), known_settings(function))
     sampler = given.get("sampler")
-    if sampler is not None:  # it sets the order, perhaps the block size too, as if given
+    if sampler is not None:  # a given sampler counts as giving the order, and perhaps the block size
         saved.pop("shuffle", None)
     if block_size_of(sampler) is not None:
         saved.pop("block_size", None)

@@ -100,7 +100,7 @@ class FileSource:
 
 
 def change(nbytes: int, now: int) -> str:
-    """Return how a file was changed of which the size or the modification time differs, as part of a sentence."""
+    """Return how a file was changed, in size or only in modification time, as part of a sentence."""
     return f"size {nbytes} -> {now} bytes" if now != nbytes else f"modified since; its size is still {nbytes} bytes"
 
 
@@ -159,7 +159,7 @@ class BufferSource:
     def __init__(self, name: str, data: NDArray[np.uint8]) -> None:
         self.name = name
         self.nbytes = data.size
-        self.memory: NDArray[np.uint8] | None = data if data.flags.writeable else _of_one_type(data)
+        self.memory: NDArray[np.uint8] | None = data if data.flags.writeable else _marked_writable(data)
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return file number 0, the position and the size, for each offset."""
@@ -198,6 +198,6 @@ class _Bytes:
         self.__array_interface__ = {**data.__array_interface__, "data": (data.ctypes.data, False)}
 
 
-def _of_one_type(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return read-only bytes as an array not marked read-only, as the kernels, which only read it, know one type."""
+def _marked_writable(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return read-only bytes as an array marked writable: kernels, which only read it, are compiled for that type."""
     return np.asarray(_Bytes(data))

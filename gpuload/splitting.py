@@ -1,4 +1,4 @@
-"""Splits: which cells are for training, which for validation. By cells, by whole groups, by named groups.
+"""Splits cells into parts for training, validation and so on: cell by cell, by whole groups, or by named groups.
 
     split = gpuload.split("atlas.h5ad", {"train": 0.8, "val": 0.2}, by="sample")
     loader = gpuload.open_loader("atlas.h5ad", sampler=gpuload.Subset(split["train"]))
@@ -7,7 +7,7 @@ Requirements this module answers
 --------------------------------
 - No group leaks: all cells of a group are in one part, over all files.
 - The same data and settings give the same split in any process, on any machine, with any NumPy (see
-  `gpuload.permute`); where groups are dealt, whatever the order of the files and of the cells in them.
+  `gpuload.permute`); when groups are dealt, also with the files, or the cells in them, in another order.
 - A saved split is refused on other data.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from gpuload.dealing import Label
 
 VERSION = 1
-"""Of the files that `Split.save` writes."""
+"""Version of the files that `Split.save` writes."""
 
 MAX_PARTS = (1 << 15) - 1
 
@@ -167,18 +167,18 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
                 about["settings"],
             )
         except OSError as error:
-            if error.errno == errno.EINVAL:  # zipfile, of a damaged file, looks before its start
-                raise _no_split(path) from error
+            if error.errno == errno.EINVAL:  # for a damaged file, zipfile seeks to before its start
+                raise _not_a_split(path) from error
             raise ReadError(f"{path}: cannot be read: {error.strerror}. Check the path.") from error
-        except Exception as error:  # whatever a damaged file makes NumPy, zipfile and zlib raise
-            raise _no_split(path) from error
+        except Exception as error:  # a damaged file can make NumPy, zipfile and zlib raise almost anything
+            raise _not_a_split(path) from error
         if version != VERSION:
             raise StoreError(
                 f"{path}: a split of version {version!r}; this gpuload reads version {VERSION}: update it."
             )
         is_whole = part.ndim == 1 and part.dtype.kind == "i" and part.size == sum(n for _, n in split.files)
         if not is_whole or (part.size and not -1 <= part.min() <= part.max() < len(split.names)):
-            raise _no_split(path)
+            raise _not_a_split(path)
         if cells is not None:
             split.check(cells, layer=layer, modality=modality, storage_options=storage_options)
         return split
@@ -282,7 +282,7 @@ def split(
     if listed and not keys:
         raise PlanError(f"shares[{listed[0]!r}] names groups; name their column with by=, for example by='plate'.")
     with _opened(cells, layer, modality, storage_options, (*keys, *strata)) as store:
-        classes = group_by([store.obs[name] for name in strata], is_missing_one=True) if strata else None
+        classes = group_by([store.obs[name] for name in strata], has_missing_group=True) if strata else None
         if keys:
             groups = group_by([store.obs[name] for name in keys])
             part, kept = deal_groups(wanted, groups, classes, ", ".join(keys), seed)
@@ -300,7 +300,7 @@ def split(
     return Split(tuple(wanted), part.astype(np.int8 if len(wanted) < 128 else np.int16), kept, files, settings)
 
 
-# --- what was asked for
+# --- checking arguments
 
 
 def _checked_shares(shares: Any) -> dict[str, float | list[Label] | EllipsisType]:
@@ -349,7 +349,7 @@ def _opened(
     storage_options: Mapping[str, Any] | None,
     columns: tuple[str, ...],
 ) -> Iterator[Store]:
-    """Yield the store of the given cells, with these columns of obs; it is closed after that if it was opened here."""
+    """Yield the store of the given cells with these obs columns; close it afterwards if it was opened here."""
     if not isinstance(cells, (Loader, Store)):
         from gpuload.formats import open_matrices
         from gpuload.formats.addresses import at_addresses
@@ -379,5 +379,5 @@ def _files(store: Store) -> tuple[tuple[str, int], ...]:
     return tuple((os.path.basename(path), n) for path, n in zip(store.paths, store.file_rows, strict=True))
 
 
-def _no_split(path: str) -> StoreError:
+def _not_a_split(path: str) -> StoreError:
     return StoreError(f"{path}: not a split that gpuload saved, or a damaged one; recreate it with gpuload.split.")

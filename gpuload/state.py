@@ -52,7 +52,7 @@ def fingerprint(plan: Plan, files: list[dict[str, Any]], further: list[str]) -> 
         "drop_last": bool(plan.drop_last),
         "uneven": plan.uneven,
         "sampler": plan.strategy.describe(),
-        **({"begins": "anywhere"} if plan.begins_anywhere else {}),  # omitted where the order is that of older states
+        **({"begins": "anywhere"} if plan.begins_anywhere else {}),  # omitted if the order is that of older states
         **({"further matrices": further} if further else {}),  # omitted if there are none, as in older states
     }
 
@@ -85,16 +85,24 @@ def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int, int, tupl
     """
     check_fingerprint(state, wanted, _PLACE)
     epoch, step, world_size, history = (state[name] for name in _PLACE)
-    is_list = isinstance(history, (list, tuple)) and all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 and is_whole(pair[0], 1) and is_whole(pair[1], 0)
-        for pair in history
-    )
-    if not (is_whole(epoch, 0) and is_whole(step, 0) and is_whole(world_size, 1) and is_list):
+    if not has_position(state):
         raise PlanError(
             f"state: epoch={epoch!r}, step={step!r}, world_size={world_size!r}, history={history!r} is not a position "
             "in an epoch; take it from a loader's state_dict()."
         )
     return int(epoch), int(step), int(world_size), tuple((int(n_ranks), int(steps)) for n_ranks, steps in history)
+
+
+def has_position(state: Any) -> bool:
+    """Return whether the numbers that a state should have are there, and of the right kind."""
+    if not isinstance(state, dict):
+        return False
+    epoch, step, world_size, history = (state.get(name) for name in _PLACE)
+    is_list = isinstance(history, (list, tuple)) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and is_whole(pair[0], 1) and is_whole(pair[1], 0)
+        for pair in history
+    )
+    return is_whole(epoch, 0) and is_whole(step, 0) and is_whole(world_size, 1) and is_list
 
 
 def check_fingerprint(state: Any, wanted: dict[str, Any], place: Collection[str]) -> None:
@@ -112,7 +120,7 @@ def check_fingerprint(state: Any, wanted: dict[str, Any], place: Collection[str]
     Raises
     ------
     PlanError
-        As of `check_state`.
+        As in `check_state`.
     """
     if not isinstance(state, dict) or not set(place) <= state.keys() or not isinstance(state.get("fingerprint"), dict):
         found = f"a dict with {sorted(map(str, state))}" if isinstance(state, dict) else type(state).__name__

@@ -31,7 +31,7 @@ TIMERS = ("plan_s", "read_s", "decode_s", "take_s", "wait_s")
 KEPT_WAITS, _KEPT_SPANS = 10_000, 1_000_000
 """Maximum numbers of waits (for percentiles) and of timeline spans to keep; the latest are kept."""
 WAITED_LITTLE = 0.05
-"""A consumer that waits at most this share of its time is itself the bottleneck."""
+"""A consumer that waits for at most this share of its time is itself the bottleneck."""
 
 
 class Span(NamedTuple):
@@ -102,12 +102,12 @@ class Stats:
             setattr(self, name, 0.0)
         self._waits.clear()
         self._waited_s = 0.0
-        self._asked_s: float | None = None  # start of the first wait for a minibatch; `_given_s` is the end of the last
+        self._asked_s: float | None = None  # start of the first wait for a minibatch; `_given_s`: end of the last
         self._given_s = 0.0
 
     def add(self, **amounts: float) -> None:
         """Add to totals by name; thread-safe."""
-        totals = vars(self)  # faster than setattr, several times a minibatch
+        totals = vars(self)  # faster than setattr; called several times per minibatch
         with self._lock:
             for name, amount in amounts.items():
                 totals[name] += amount

@@ -32,7 +32,7 @@ CONTIGUOUS_BLOCK = 64 << 10
 """Bytes of contiguous storage that ``block_size="chunk"`` treats as one chunk."""
 
 MAX_WHOLE = 1 << 53
-"""Largest whole number up to which float64 holds every one."""
+"""float64 represents every integer up to this exactly."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,14 +69,14 @@ class ObsColumn:
 
 
 def check_whole(values: NDArray[Any], where: str) -> None:
-    """Raise StoreError if float64, in which whole numbers are to be delivered, may not hold them exactly.
+    """Raise StoreError if whole numbers to be converted to float64 are too large to be exact.
 
     Parameters
     ----------
     values : (n,) integers
         The whole numbers, without missing ones.
     where
-        Their name in the error: the file or argument and the column.
+        What to call them in the error message: the file or argument, and the column.
     """
     largest = max(int(values.max(initial=0)), int(values.min(initial=0)), key=abs)
     if abs(largest) > MAX_WHOLE:
@@ -145,7 +145,7 @@ class DenseMatrix:
     Attributes
     ----------
     X
-        Layout of the values: rows, and the values of a row along one axis or more.
+        Layout of the values: rows first, then one or more axes for the values of a row.
     row_shape
         Shape of a row: (n_vars,), unless each cell has an array of more dimensions.
     """
@@ -164,7 +164,7 @@ class DenseMatrix:
 
     @property
     def n_vars(self) -> int:
-        """Columns, or values of a row."""
+        """Columns, or values per row."""
         return math.prod(self.row_shape)
 
     @property
@@ -205,13 +205,13 @@ class Store:
     sources
         Open sources.
     file_sources
-        Those of each file; by default, all.
+        The sources of each file; by default, all sources.
     var_ids : (n_vars,) object, optional
         Alternative gene names, if the file has both names and ids; genes may be chosen by either.
     alignment
         Maps the columns of each matrix to genes; None if all matrices have the genes `var_names`.
     joined
-        The arrays of all matrices, those of matrices that are alike joined; by default, none is.
+        The arrays of all matrices, joined where matrices are alike; by default, none are joined.
     file_start : (n_files + 1,) int64
         First row of each file, and the end.
     """
@@ -235,7 +235,7 @@ class Store:
         if len(self.file_sources) != len(self.matrices):
             object.__setattr__(self, "file_sources", (self.sources,) * len(self.matrices))
         layouts = [matrix.layouts for matrix in self.matrices]
-        if not self.joined.is_of(layouts):  # none were given, or `replace` gave other matrices
+        if not self.joined.is_of(layouts):  # not given, or `replace` changed the matrices
             object.__setattr__(self, "joined", Joined.apart(layouts))
 
     @property
@@ -303,7 +303,7 @@ class Store:
     def _plan_reads(
         self, numbers: list[int], parts: Sequence[NDArray[np.int64]], indptr: NDArray[np.int64] | None
     ) -> list[ArrayRead]:
-        """Plan the reads of files `numbers`, of which `parts` are the row ranges, into rows with offsets `indptr`."""
+        """Plan the reads of row ranges `parts` of files `numbers` into resident rows with offsets `indptr`."""
         widths = self._widths
         rows = np.concatenate(parts)
         lengths = rows[:, 1] - rows[:, 0]
@@ -360,7 +360,7 @@ class Store:
         ]
 
     def end_waits(self) -> None:
-        """Make reads that wait for a network fail, so that closing a backend does not wait for them."""
+        """Make reads that are waiting for a network fail, so that closing the backend need not wait for them."""
         for source in self.sources:
             if source.ranges is not None:
                 source.ranges.end()
@@ -371,7 +371,7 @@ class Store:
             source.close()
 
     def sources_of(self, ranges: NDArray[np.int64]) -> list[Source]:
-        """Return the sources of the files that rows are in; `ranges` are as for `recipe`."""
+        """Return the sources of the files that hold given rows; `ranges` as for `recipe`."""
         return list(dict.fromkeys(source for number in self._files_of(ranges) for source in self.file_sources[number]))
 
     @staticmethod
@@ -382,7 +382,7 @@ class Store:
         return np.asarray(ranges[first:last].clip(lo, hi) - lo)
 
     def _files_of(self, ranges: NDArray[np.int64]) -> list[int]:
-        """Return the numbers of the files that ranges touch; of possibly thousands, a fetch needs few."""
+        """Return the numbers of the files that ranges touch: few per fetch, even of thousands."""
         first = np.searchsorted(self.file_start, ranges[:, 0], side="right") - 1
         stop = np.searchsorted(self.file_start, ranges[:, 1], side="left")
         numbers: list[int] = np.unique(consecutive(first, stop - first)).tolist()

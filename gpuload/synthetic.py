@@ -197,7 +197,7 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
 
 
 def mean_counts_of(per_cell: float | None, n_vars: int) -> float:
-    """Return the mean number of stored values per cell, or its default; PlanError if there are too few genes for it."""
+    """Return the mean number of stored values per cell, or the default; PlanError if there are too few genes."""
     mean_counts = min(MEAN_COUNTS, n_vars / 8) if per_cell is None else per_cell
     if not 0 < mean_counts <= n_vars / 4:
         raise PlanError(
@@ -207,12 +207,12 @@ def mean_counts_of(per_cell: float | None, n_vars: int) -> float:
 
 
 def _labels(rng: np.random.Generator, n_obs: int, n_plates: int, n_cell_lines: int, n_drugs: int) -> NDArray[np.int32]:
-    """Draw plate, cell line and drug of every cell, shape (3, n_obs), sorted in this order of columns."""
+    """Draw the plate, cell line and drug of every cell, shape (3, n_obs), sorted by these in this order."""
     plate_share = rng.permutation(np.linspace(1.0, 1.94, n_plates))
     plate = np.repeat(np.arange(n_plates, dtype=np.int32), _apportion(plate_share, n_obs))
     line_share = rng.lognormal(sigma=0.5, size=n_cell_lines)
     line = rng.choice(n_cell_lines, size=n_obs, p=line_share / line_share.sum()).astype(np.int32)
-    # The drugs of a plate are a run of one shuffled list, with the runs' starts spread evenly, so no drug is left out.
+    # The drugs of a plate are a run of one shuffled list; the runs' starts are spread evenly, so no drug is left out.
     per_plate = min(n_drugs, max(1, -(-n_drugs // 4), -(-n_drugs // n_plates)))
     offset = np.arange(n_plates) * n_drugs // n_plates
     drug = rng.permutation(n_drugs)[(offset[plate] + rng.integers(per_plate, size=n_obs)) % n_drugs].astype(np.int32)
@@ -290,7 +290,7 @@ def draw_counts(
     from scipy.sparse import csr_matrix
 
     n_obs = depth.size
-    # One value per UMI is the most there can be; pages that are never written are never committed.
+    # At most one value per UMI; pages never written are never committed.
     data = np.empty(int(depth.sum()), dtype=np.float32)
     indices = np.empty(data.size, dtype=np.int32)
     indptr = np.zeros(n_obs + 1, dtype=np.int64)
@@ -359,7 +359,7 @@ def label_columns(labels: NDArray[np.int32], columns: dict[str, tuple[str, int]]
     labels : (n_columns, n_obs) int32
         Codes.
     columns
-        By name, in the order of `labels`: the prefix of the categories' names and their number.
+        For each column by name, in the order of `labels`: the prefix of its categories' names and their number.
     """
     import pandas as pd
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 N_TRAIN, N_TEST, N_GENES, N_PROTEINS = 66_175, 1_000, 13_953, 134
-"""The competition's own sizes."""
+"""The sizes of the competition's data."""
 
 N_TYPES, N_STATES, N_HIDDEN = 45, 30, 64
 TRAIN_BATCHES, TEST_BATCHES = 9, 3
@@ -136,7 +136,7 @@ class _Model:
         seed: list[int],
         progress: Callable[[int], None] | None,
     ) -> Paired:
-        """Draw n cells of batches first..last, sorted by batch."""
+        """Draw n cells of batches ``first_batch:last_batch``, sorted by batch."""
         batch = np.sort(np.arange(n) % (last_batch - first_batch)) + first_batch
         genes, proteins, noise_free, types = [], [], [], []
         for start in range(0, n, _SLICE):

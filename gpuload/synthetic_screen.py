@@ -153,8 +153,8 @@ class _Screen:
         self._broad_of_fine = _deal(rng, sizes["moa_fine"], sizes["moa_broad"])
         self._fine_of_drug = _deal(rng, sizes["drug"], sizes["moa_fine"])
         self._line_share = _shares(rng, sizes["cell_line"])
-        # The drugs of a plate are a run of one shuffled list, the runs' starts spread evenly, and each at least twice
-        # as long as the way to the next: so every drug is on two plates or more.
+        # The drugs of a plate are a run of one shuffled list. The runs' starts are spread evenly, and each run is at
+        # least twice as long as the distance to the next start, so every drug is on two plates or more.
         n_drugs, n_plates = sizes["drug"], sizes["plate"]
         per_plate = min(n_drugs, max(-(-n_drugs // 4), -(-2 * n_drugs // n_plates)))
         starts = np.arange(n_plates) * n_drugs // n_plates
@@ -189,15 +189,15 @@ _PREFIXES = {"plate": "plate", "cell_line": "line", "moa_broad": "broad", "moa_f
 
 
 def _since(progress: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a callback that takes the cells made so far, and passes those since its last call to `progress`."""
-    told = 0
+    """Return a callback that takes the number of cells made so far, and passes its increase to `progress`."""
+    reported = 0
 
-    def reach(n_done: int) -> None:
-        nonlocal told
-        progress(n_done - told)
-        told = n_done
+    def report(n_done: int) -> None:
+        nonlocal reported
+        progress(n_done - reported)
+        reported = n_done
 
-    return reach
+    return report
 
 
 def _shares(rng: np.random.Generator, n: int, spread: float = CLASS_SPREAD) -> NDArray[np.float64]:

@@ -60,7 +60,7 @@ class Table:
 
 
 def check_modalities(given: Any, paths: Any) -> tuple[str, ...]:
-    """Return the names of the requested modalities, all of a mapping if none are given; or raise PlanError."""
+    """Return the names of the requested modalities, or of all in a mapping if none are given; or raise PlanError."""
     names = check_names("modality", given)
     return names or (check_names("paths", list(paths), least=1) if isinstance(paths, Mapping) else ())
 
@@ -107,7 +107,8 @@ def make_tables(
     Raises
     ------
     PlanError
-        A store lacks some of `genes`; or its cells have arrays, of which there are no genes and no CSR.
+        A store lacks some of `genes`; or its cells have arrays, for which genes cannot be chosen and CSR is not
+        supported.
     """
     tables: dict[str, Table] = {}
     for name, store in stores.items():
@@ -127,7 +128,7 @@ def make_tables(
 
 
 def check_rows(store: Store, genes: Any, output: str, name: str = "X") -> None:
-    """Raise PlanError for settings that arrays of cells do not have; `name` is that of the matrix."""
+    """Raise PlanError for settings that do not apply to cells with arrays; `name` is the matrix's."""
     if len(store.row_shape) == 1:
         return
     is_cut = store.n_vars != math.prod(store.row_shape)
@@ -204,7 +205,7 @@ def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
 
 
 def _unknown_genes(unknown: list[str], n_given: int, store: Store) -> PlanError:
-    """Return the error for names of genes that cells do not have, or not any more once their files are joined."""
+    """Return the error for genes that the cells do not have, or no longer have once their files are joined."""
     count = f"{len(unknown)} of {n_given} are not"
     join = None if store.alignment is None else store.alignment.join
     if join == "inner":

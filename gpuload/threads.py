@@ -1,16 +1,15 @@
-"""Threads for calls that the standard library's executor does not suit: those that may block, and those that are short.
+"""Threads for calls that do not suit the standard library's executors: calls that may block, and very short ones.
 
-`DaemonThreads` are for calls that block on networks and disks, without holding up whoever stops waiting for them. A
-request in progress cannot be cancelled, and may take until its timeout. Neither closing a loader nor exiting the
-interpreter should wait that long. So these threads are daemons, and are joined only briefly; their calls have timeouts
-of their own, after which they end by themselves. They must hold nothing that others need, and not write to anything
-that may have been reused by then.
+`DaemonThreads` make calls that block on networks and disks. A request in progress cannot be cancelled, and may take
+until its timeout; neither closing a loader nor exiting the interpreter should wait that long. So these threads are
+daemons and are joined only briefly; their calls have timeouts of their own, after which they end by themselves. They
+must hold nothing that others need, and must not write to memory that may have been reused by then.
 
-`QuickThreads` are for calls so short that an executor's futures, with their conditions, would cost as much.
+`QuickThreads` make calls so short that an executor's futures, with their conditions, would cost as much.
 
-`OneAtATime` refuses a second thread where only one can be.
+`OneAtATime` refuses a second thread where only one is allowed.
 
-A `Closer` ends what an object has started, threads among it, when the object is closed or forgotten.
+A `Closer` ends what an object has started, including threads, when the object is closed or garbage-collected.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PATIENCE_S = 1.0
 """How long to wait for ending threads: normal calls take less."""
 
 MOST_IN_FLIGHT = 1024
-"""Most requests at a time: each has a thread and an open file, of which 1,024 is a usual limit."""
+"""Maximum number of concurrent requests: each has a thread and an open file, usually limited to 1,024."""
 
 _here = threading.local()
 
@@ -43,7 +42,7 @@ _Task = tuple["Future[Any]", "Callable[..., Any]", tuple[Any, ...]]
 
 
 def is_over() -> bool:
-    """Return whether nobody waits for this thread's work any more, so that it should not retry anything."""
+    """Return whether nobody is waiting for this thread's work any more, so that it should not retry."""
     ended: threading.Event | None = getattr(_here, "ended", None)
     return ended is not None and ended.is_set()
 
@@ -120,7 +119,7 @@ class DaemonThreads:
 
 
 class Call(Generic[T]):
-    """A call of `QuickThreads`, made or to be made: as much of a future as the loader needs."""
+    """A call made by `QuickThreads`, now or later: as much of a future as the loader needs."""
 
     __slots__ = ("_args", "_claim", "_error", "_function", "_is_over", "_result")
 
@@ -141,7 +140,7 @@ class Call(Generic[T]):
         del self  # an error's traceback holds this frame, and the call holds the error
 
     def cancel(self) -> bool:
-        """Cancel the call; return False if it was made, or is being made."""
+        """Cancel the call; return False if it has been made or is being made."""
         if not self._claim.acquire(blocking=False):
             return False
         self._error = CancelledError()
@@ -165,14 +164,14 @@ class Call(Generic[T]):
             del self  # as above
 
     def _end(self) -> None:
-        del self._function, self._args  # whoever gets the result may reuse the memory of what it was made from
+        del self._function, self._args  # the caller may reuse the arguments' memory once it has the result
         self._is_over.release()
 
 
 class QuickThreads:
-    """A pool of threads for calls of some tens of microseconds, started when they are first needed.
+    """A pool of threads for calls of some tens of microseconds, started when first needed.
 
-    They are daemons, so whoever makes a pool must `close` it before the interpreter exits.
+    They are daemons, so the owner must `close` the pool before the interpreter exits.
 
     Parameters
     ----------
@@ -190,7 +189,7 @@ class QuickThreads:
         weakref.finalize(self, self._calls.put, None)
 
     def submit(self, function: Callable[..., T], *args: Any) -> Call[T]:
-        """Call a function in one of the threads; not to be called from several threads at once.
+        """Call a function in one of the threads; must not be called from several threads at once.
 
         Raises
         ------
@@ -199,7 +198,7 @@ class QuickThreads:
         """
         call = Call(function, args)
         self._calls.put(call)
-        if self._is_closed:  # if it was not, `close` finds the call
+        if self._is_closed:  # if closed after this check, `close` finds the call in the queue
             call.cancel()
             raise RuntimeError("these threads were ended")
         if len(self._threads) < self._n:
@@ -215,9 +214,9 @@ class QuickThreads:
         return call
 
     def close(self, *, wait: bool = True) -> None:
-        """Cancel what has not started, and wait for what has; without `wait` if one of the threads may be calling."""
+        """Cancel calls not yet started and wait for the others; pass ``wait=False`` if a pool thread may call this."""
         self._is_closed = True
-        for call in _waiting(self._calls):
+        for call in taken_out(self._calls):
             call.cancel()
         self._calls.put(None)
         for thread in self._threads if wait else ():
@@ -225,7 +224,7 @@ class QuickThreads:
 
 
 class OneAtATime(Generic[T]):
-    """Iterator over what a generator yields; raises PlanError if another thread is inside, and in a forked process.
+    """Iterator over a generator; raises PlanError if another thread is inside it, or in a forked process.
 
     Parameters
     ----------
@@ -246,7 +245,7 @@ class OneAtATime(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        if os.getpid() != self._process:  # a fork does not copy threads: their work would never finish
+        if os.getpid() != self._process:  # fork does not copy threads, so their work would never finish
             raise PlanError(
                 "this iteration began before this process was forked, and its threads are not here; begin one in this "
                 "process, with what was opened here."
@@ -266,7 +265,7 @@ class OneAtATime(Generic[T]):
             raise
 
     def _refuse_other_thread(self, error: ValueError) -> None:
-        """Raise PlanError for an error of the generator itself, as another thread is inside it, and not of its code."""
+        """Raise PlanError if the error is "generator already executing", rather than one raised by its code."""
         is_its_own = error.__traceback__ is not None and error.__traceback__.tb_next is None
         if type(error) is ValueError and is_its_own:
             raise PlanError(
@@ -276,11 +275,11 @@ class OneAtATime(Generic[T]):
 
 
 class Closer:
-    """The call that closes an object: made once, when this is called or after the object was garbage-collected.
+    """The call that closes an object, made once: when this is called, or after the object is garbage-collected.
 
-    A collection may happen at any allocation, in any thread: under a lock that the call takes, or in a thread that it
-    waits for. So the call is then made by a thread of its own. In a forked process no call is made: it has none of the
-    threads that are to end, and may find their locks locked for ever.
+    Garbage collection can run at any allocation, in any thread: under a lock that the call takes, or in a thread that
+    it waits for. So it hands the call to a new thread. In a forked process no call is made: the threads to be ended do
+    not exist there, and their locks may be held forever.
 
     Parameters
     ----------
@@ -294,22 +293,18 @@ class Closer:
         self._finalizer = weakref.finalize(owner, _close_aside, os.getpid(), close, *args)
 
     def __call__(self) -> None:
-        """Close the object, unless that was done."""
+        """Close the object, unless already done."""
         found = self._finalizer.detach()
         if found is not None:
             process, close, *args = found[2]
             if os.getpid() == process:
                 close(*args)
 
-    def drop(self) -> None:
-        """Never close the object."""
-        self._finalizer.detach()
-
 
 def call_aside(function: Callable[..., T], *args: Any) -> T:
-    """Call an uninterruptible function so that the main thread can be interrupted meanwhile; return its result.
+    """Call an uninterruptible function so that the main thread stays interruptible; return its result.
 
-    The main thread handles signals only between Python bytecodes, so there the call is made by another thread.
+    The main thread handles signals only between Python bytecodes, so it leaves the call to another thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return function(*args)
@@ -331,13 +326,13 @@ def _work(tasks: SimpleQueue[_Task | None], idle: threading.Semaphore, ended: th
             return
         if task[0].set_running_or_notify_cancel():
             _carry_out(*task)
-        del task  # keeps nothing alive while this thread waits
+        del task  # keep nothing alive while waiting
 
 
 def _make_calls(calls: SimpleQueue[Call[Any] | None]) -> None:
     while (call := calls.get()) is not None:
         call.make()
-        del call  # keeps nothing alive while this thread waits
+        del call  # keep nothing alive while waiting
     calls.put(None)  # for the next thread
 
 
@@ -355,7 +350,7 @@ def _close_aside(process: int, close: Callable[..., object], *args: Any) -> None
         return
     if threading.main_thread().is_alive():
         _thread.start_new_thread(close, args)  # takes no lock and waits for nothing, unlike Thread.start
-    else:  # the interpreter exits, and would not wait for the thread
+    else:  # the interpreter is exiting, and would not wait for the thread
         close(*args)
 
 
@@ -366,13 +361,13 @@ def _end(tasks: SimpleQueue[_Task | None], ended: threading.Event) -> None:
 
 def _cancel(tasks: SimpleQueue[_Task | None]) -> None:
     """Remove and cancel the tasks in a queue."""
-    for future, _, _ in _waiting(tasks):
+    for future, _, _ in taken_out(tasks):
         future.cancel()
         future.set_running_or_notify_cancel()  # notifies waiters
 
 
-def _waiting(queue: SimpleQueue[T | None]) -> Iterator[T]:
-    """Remove and yield what is in a queue, except the marks of its end."""
+def taken_out(queue: SimpleQueue[T | None]) -> Iterator[T]:
+    """Remove and yield what is in a queue, except end markers."""
     while True:
         try:
             found = queue.get_nowait()

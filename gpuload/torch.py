@@ -1,4 +1,4 @@
-"""PyTorch front: a `Loader` as an IterableDataset. The front that imports torch.
+"""PyTorch front: a `Loader` as an IterableDataset. The only front that imports torch.
 
 It only wraps arrays as tensors that share their memory: no shuffling, sharding, prefetching or batching here.
 """
@@ -45,7 +45,7 @@ def _refuse_to_stack(batches: Any, **_: Any) -> None:
 
 
 default_collate_fn_map[_Minibatch] = _refuse_to_stack
-IterableDataset.register(Mapped)  # so that a DataLoader iterates it, and does not index it
+IterableDataset.register(Mapped)  # so that a DataLoader iterates over it instead of indexing it
 
 
 class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
@@ -72,8 +72,9 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
     Raises
     ------
     PlanError
-        `loader` is none; `dtype` is not supported; an obs column has the name of another entry; or the dataset is
-        iterated in a DataLoader worker, or in a DataLoader by which Accelerate divides a rank's cells among all ranks.
+        `loader` is not a loader; `dtype` is not supported; an obs column has the name of another entry; or the dataset
+        is iterated in a DataLoader worker, or in a DataLoader by which Accelerate divides a rank's cells among all
+        ranks.
 
     Notes
     -----
@@ -92,7 +93,7 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         self._loader = loader
         self._dtype = _torch_dtype(dtype, loader)
         if loader.output == "csr":
-            _use_up_beta_warning()
+            _hide_beta_warning()
 
     @property
     def loader(self) -> Loader:
@@ -124,11 +125,11 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
             raise PlanError(_NO_WORKERS)
         if self._loader.world_size > 1 and self._is_in_accelerate():
             raise PlanError(_TWICE_DIVIDED)
-        # No other reference to a minibatch is kept here, so that its memory is released after its last use.
+        # Keep no other reference to a minibatch here, so that its memory is released after its last use.
         return iter(partial(self._next, iter(self._loader)), None)
 
     def _is_in_accelerate(self) -> bool:
-        """Return whether the DataLoader that is being iterated is this dataset's, prepared by Accelerate."""
+        """Return whether the DataLoader being iterated is this dataset's and was prepared by Accelerate."""
         accelerate = sys.modules.get("accelerate.state")
         return accelerate is not None and getattr(accelerate.GradientState().active_dataloader, "dataset", None) is self
 
@@ -136,7 +137,7 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         self._loader.__reduce__()
 
     def __getitem__(self, index: Any) -> NoReturn:
-        """Raise PlanError: a dataset is iterated, and reads given cells by `take`."""
+        """Raise PlanError: a dataset is iterated over; `take` reads given cells."""
         raise PlanError(
             "CellDataset: it is iterated, not indexed; read given cells with dataset.take(rows), and to train on cells "
             "of your choice, give open_loader where= or a sampler."
@@ -203,8 +204,8 @@ def _torch_dtype(dtype: torch.dtype | str | None, loader: Loader) -> torch.dtype
     return torch.bfloat16
 
 
-def _use_up_beta_warning() -> None:
-    """Trigger torch's one-time warning that sparse CSR tensors are in beta, unseen; else it appears mid-training."""
+def _hide_beta_warning() -> None:
+    """Trigger torch's one-time warning that sparse CSR tensors are in beta, and hide it, lest it appear later."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1))
@@ -214,12 +215,12 @@ def _tensor(array: Any) -> torch.Tensor:
     """Return a tensor that shares an array's memory, on any device."""
     if isinstance(array, np.ndarray):
         return torch.from_numpy(array)
-    return from_dlpack(array.__dlpack__(stream=-1))  # made on the stream that torch reads it on: no sync needed
+    return from_dlpack(array.__dlpack__(stream=-1))  # made on the stream on which torch reads it: no sync needed
 
 
 def _csr_tensor(matrix: Any) -> torch.Tensor:
-    if isinstance(matrix.data, np.ndarray):  # on a GPU this would synchronize at each minibatch
-        matrix.sum_duplicates()  # torch needs increasing columns; a no-op if the backend found them so
+    if isinstance(matrix.data, np.ndarray):  # on a GPU this would synchronize for every minibatch
+        matrix.sum_duplicates()  # torch needs increasing columns; a no-op if the backend found that they are
     return torch.sparse_csr_tensor(
         _tensor(matrix.indptr),
         _tensor(matrix.indices),

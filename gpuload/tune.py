@@ -25,7 +25,7 @@ from gpuload.alignment import check_join
 from gpuload.backends.cpu import far_nbytes, scratch_nbytes
 from gpuload.errors import PlanError
 from gpuload.formats import open_store
-from gpuload.outlook import Outlook, Outlooks, is_less_mixed, measure_pace, open_part
+from gpuload.outlook import Outlook, Outlooks, is_worse, measure_pace, open_part
 from gpuload.plan import DEFAULT_BLOCK_SIZE
 from gpuload.tables import check_rows
 from gpuload.types import Form
@@ -59,7 +59,6 @@ _HELD_BATCHES = 12
 _TUNED = ("block_size", "fetch_factor", "num_threads", "prefetch")
 """The settings that a trial's key holds."""
 
-_CALIBRATION_CELLS = 2_048
 _WHOLE_FETCHES = 2
 
 
@@ -102,11 +101,6 @@ class Trial:
     def key(self) -> tuple[int | str, int, int, int]:
         """The values that identify the trial."""
         return self.block_size, self.fetch_factor, self.num_threads, self.prefetch
-
-    def is_worse(self, other: Trial) -> bool:
-        """Return whether this is both slower and less mixed than `other`."""
-        mix, other_mix = (self.entropy_bits, self.n_blocks), (other.entropy_bits, other.n_blocks)
-        return self.cells_per_s < other.cells_per_s and is_less_mixed(mix, other_mix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +202,7 @@ def choose(trials: Iterable[Trial], default: Trial | None = None) -> Trial:
     listed = list(trials)
     fastest = max(t.cells_per_s for t in listed)
     alike = [t for t in listed if t.cells_per_s >= (1 - SAME) * fastest]
-    alike = [t for t in alike if default is None or not t.is_worse(default)]
+    alike = [t for t in alike if default is None or not is_worse(t, default)]
     return min(alike, key=lambda t: (t.memory_nbytes, t.num_threads, -t.cells_per_s))
 
 
@@ -278,11 +272,10 @@ class Bench:
         """
         wish = self._wish
         factors = self.fetch_factors()
-        few = max(1, min(factors[0], _CALIBRATION_CELLS // wish.batch_size))
-        pace = measure_pace(self.outlooks, self.cores, few)
+        pace = measure_pace(self.outlooks, self.cores, factors[0])
         seen = [self.outlooks.of(size, factor, pace) for factor in factors for size in self.outlooks.sizes(factor)]
         seen = [o for o in seen if self._trial(o).memory_nbytes <= wish.memory_nbytes]
-        good = [o for o in seen if o.mixes(wish.batch_size, self.least_bits)]
+        good = [o for o in seen if o.mixes(self.least_bits)]
         if not good:
             raise PlanError(self._nothing_mixes(seen) if seen else self._too_little_memory())
         good.sort(key=lambda o: -o.cells_per_s)
@@ -382,9 +375,8 @@ class Bench:
 
     def _trial(self, outlook: Outlook) -> Trial:
         nbytes = self.memory_nbytes(outlook.fetch_factor, self.cores, PREFETCH, outlook.read_nbytes)
-        n_blocks = outlook.blocks(self._wish.batch_size)
         sizes = outlook.block_size, outlook.fetch_factor, self.cores, PREFETCH
-        return Trial(*sizes, nbytes, outlook.entropy_bits, n_blocks=n_blocks, read_nbytes=outlook.read_nbytes)
+        return Trial(*sizes, nbytes, outlook.entropy_bits, (), outlook.n_blocks, outlook.read_nbytes)
 
     def _too_little_memory(self) -> str:
         wish, of_threads = self._wish, self.cores * self._thread_nbytes

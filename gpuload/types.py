@@ -281,7 +281,7 @@ class Column(Protocol):
 
 
 def kind_of(categories: NDArray[Any]) -> str:
-    """Return what categories are: ``"booleans"``, ``"numbers"``, ``"text"``; or ``"categories"``, if none or mixed."""
+    """Return the kind of categories: ``"booleans"``, ``"numbers"``, ``"text"``; ``"categories"`` if mixed or empty."""
     types = set(map(type, categories))
     for kind, of_kind in (("booleans", (bool, np.bool_)), ("numbers", (int, float, np.number)), ("text", str)):
         if types and all(issubclass(one, of_kind) for one in types):
@@ -319,7 +319,7 @@ class Source(Protocol):
         """
 
     def where_is(self, offset: int) -> tuple[str, int]:
-        """Return the name for error messages of the file at an offset, and the position in it."""
+        """Return the file at an offset, named for error messages, and the position in it."""
 
     def hold(self, numbers: Sequence[int]) -> AbstractContextManager[list[int]]:
         """Keep files open for positional reads and yield their descriptors; a few dozen at a time."""
@@ -386,6 +386,6 @@ def expand_ranges(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def consecutive(first: NDArray[np.int64], n: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return n consecutive integers from each first one on, concatenated; `first` and `n` have shape (n_ranges,)."""
+    """Return the runs of ``n[i]`` consecutive integers from ``first[i]``, concatenated; both are (n_ranges,)."""
     ends = np.cumsum(n)
     return np.repeat(first - (ends - n), n) + np.arange(ends[-1] if ends.size else 0, dtype=np.int64)

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import io
 import os
+import pickle
 import signal
 import threading
 import time
@@ -41,16 +42,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def store_variant(tmp_path_factory: pytest.TempPathFactory) -> StoreVariant:
-    """Return a function that writes a variant once per session, by name, and returns what must be read from it."""
+def store_variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StoreVariant:
+    """Return a function that returns a variant and what must be read from it, by name; written once for all workers."""
     folder = tmp_path_factory.mktemp("stored")
     by_name = {variant.name: variant for variant in VARIANTS}
-    written: dict[str, Stored] = {}
+    known: dict[str, Stored] = {}
+    of_all_workers = tmp_path_factory.getbasetemp().parent if hasattr(request.config, "workerinput") else folder
 
     def get(name: str) -> Stored:
-        if name not in written:
-            written[name] = variants.store(by_name[name], folder)
-        return written[name]
+        if name not in known:
+            described = of_all_workers / f"stored-{name}.pickle"
+            if not described.exists():
+                made = folder / f"{name}.pickle"
+                made.write_bytes(pickle.dumps(variants.store(by_name[name], folder)))
+                with contextlib.suppress(FileExistsError):  # if another worker was faster, its file is used
+                    os.link(made, described)
+            known[name] = variants.read_only(pickle.loads(described.read_bytes()))
+        return known[name]
 
     return get
 

@@ -71,10 +71,16 @@ def store(variant: Variant, folder: Path) -> Stored:
     variant.write(path)
     path.chmod(0o444)
     expected = read_matrix(path, variant.layer)
+    return read_only(Stored(variant.name, path, variant.layer, expected, writers.cells_frame(expected.shape[0])))
+
+
+def read_only(stored: Stored) -> Stored:
+    """Return the same, after making its arrays read-only."""
+    expected = stored.expected
     arrays = [expected.data, expected.indices, expected.indptr] if isinstance(expected, csr_matrix) else [expected]
     for array in arrays:
         array.flags.writeable = False
-    return Stored(variant.name, path, variant.layer, expected, writers.cells_frame(expected.shape[0]))
+    return stored
 
 
 def read_matrix(path: Path, layer: str) -> csr_matrix | NDArray[np.float32]:

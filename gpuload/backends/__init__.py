@@ -85,7 +85,7 @@ def open_backend(
 
 
 def device_name(device: Any) -> Any:
-    """Return the name of a torch.device; anything else as it is."""
+    """Return the name of a torch.device; anything else unchanged."""
     kind = type(device)
     return str(device) if (kind.__module__, kind.__qualname__) == ("torch", "device") else device
 
@@ -97,7 +97,7 @@ def device_number(device: object) -> int | None:
         return int(found[1])
     if found is not None:
         rank = int(os.environ.get("LOCAL_RANK", "0"))
-        return 0 if rank and _n_gpus() == 1 else rank  # the launcher may show each process only its own GPU
+        return 0 if rank and _n_gpus() == 1 else rank  # the launcher may make only its own GPU visible to each process
     if not (isinstance(device, str) and device in ("auto", "cpu")):
         raise PlanError(f"device={shown(device)}: expected 'auto', 'cpu', 'cuda' or 'cuda:<number>'.")
     return None

@@ -96,9 +96,9 @@ class Backend(Protocol):
         """
 
     def busy(self) -> Callable[[], bool]:
-        """Return a function that tells whether the consumer is still busy with work given to it before this call.
+        """Return a function that tells whether the consumer is still busy with work it got before this call.
 
-        The consumer's thread may wait while its GPU is busy, without holding anything up.
+        As long as its GPU is busy, a wait of the consumer's thread delays nothing.
         """
 
     def use_stream(self, number: int) -> None:

@@ -1,9 +1,9 @@
-"""Recycled host memory: a fresh page must first be mapped and cleared, a used one need not be.
+"""Recycled host memory: unlike a fresh page, a used one need not be mapped and cleared first.
 
-A minibatch of 64 x 62,710 float32 is 16 MB; allocating it anew each time page-faults each time. So buffers are leased,
-and return when the last array or tensor over them is gone, however the consumer keeps it: the lease is the *exporter*
-of the memory (`__array_interface__`), so every view, slice, DLPack capsule or tensor keeps it alive, and no explicit
-release is needed.
+A minibatch of 64 x 62,710 float32 is 16 MB; a fresh allocation would page-fault each time. So buffers are leased, and
+return to the pool when the last array or tensor over them is gone, however the consumer kept it: the lease is the
+*exporter* of the memory (`__array_interface__`), so every view, slice, DLPack capsule or tensor keeps it alive, and no
+explicit release is needed.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class BufferPool:
         self._idle: dict[int, NDArray[np.uint8]] = {}
         self._nbytes: dict[int, int] = {}  # of all buffers, leased or idle
         self.peak_nbytes = 0
-        """Most bytes that were leased or idle at one time."""
+        """Peak number of bytes leased or idle."""
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return an uninitialised buffer of `nbytes`, aligned to a cache line; it returns to the pool by itself."""
+        """Return an uninitialised buffer of `nbytes`, aligned to a cache line; it returns to the pool automatically."""
         for key, buffer in self._idle.copy().items():
             if nbytes <= buffer.size <= 2 * nbytes + ALIGNMENT:
-                found = self._idle.pop(key, None)  # another thread may have been faster
+                found = self._idle.pop(key, None)  # another thread may have taken it
                 if found is not None:
                     return np.asarray(_Lease(self, found, nbytes))
         new = _allocate(nbytes + nbytes // 16)

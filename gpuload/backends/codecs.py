@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import gzip
+import io
 import logging
 import struct
 from functools import cache
@@ -39,7 +40,7 @@ Bytes = Any
 """bytes or a (n,) uint8 array: decoders accept and return either."""
 
 _ADDED = {"shuffle": 0, "fletcher32": 4, "crc32c": 4}
-"""How many bytes filters add, of which this is known."""
+"""Filters that add a known number of bytes, and that number."""
 
 
 class DecodeError(Exception):
@@ -69,7 +70,7 @@ def decode(
     itemsize
         Bytes per element.
     wanted : (k, 2) int64
-        Half-open ranges of the decoded bytes that are wanted, whole elements, disjoint and ascending; None: all.
+        Half-open ranges of the decoded bytes that are wanted: whole elements, disjoint and ascending. None: all.
 
     Returns
     -------
@@ -155,7 +156,7 @@ def _check_blosc_size(data: Bytes, nbytes: int) -> None:
 
 
 def _gzip(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    """Decode gzip members, one after the other; nearly always there is one, which imagecodecs decodes faster."""
+    """Decode gzip members in turn; there is nearly always just one, which imagecodecs decodes faster."""
     import imagecodecs
 
     del values, itemsize
@@ -163,7 +164,10 @@ def _gzip(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> B
         plain = imagecodecs.gzip_decode(data, out=_room(nbytes))
         if len(plain) == nbytes:
             return plain
-    return gzip.decompress(data)
+    plain = gzip.GzipFile(fileobj=io.BytesIO(data)).read(nbytes + 1 if nbytes >= 0 else -1)  # to the end, to verify it
+    if len(plain) > nbytes >= 0:
+        raise DecodeError(f"it decodes to more than {nbytes} bytes")
+    return plain
 
 
 def _lz4(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
@@ -275,7 +279,7 @@ DECODERS: dict[str, Decoder] = {
 }
 
 IN_PART = ("tiledb", "tiledb-band")
-"""Decoders that can leave out bytes that are not wanted; a pipeline has no other filter then."""
+"""Decoders that can skip unwanted bytes; a pipeline with one of them has no other filter."""
 
 
 def encode_zstd(plain: Any, level: int) -> bytes:
@@ -303,15 +307,15 @@ _FUNCTIONS = {
     frames.ZSTD: ("_zstd", "ZSTD_decompressDCtx"),
     frames.BLOSC: ("_blosc", "blosc_decompress_ctx"),
 }
-"""In the order of the address table: a module of imagecodecs, and a function of the library that it links."""
+"""By place in the address table: a module of imagecodecs, and a function of the library that it links."""
 
 
 @cache
 def _functions() -> dict[int, int] | None:
     """Return the addresses of the libraries' functions; None, with a warning, if they cannot be found.
 
-    They are looked up in the extension modules, and thereby in the libraries those have loaded, whatever names and
-    places a build of imagecodecs gives them.
+    They are looked up through the extension modules, and thus in the libraries these have loaded, whatever a build of
+    imagecodecs names them and wherever it puts them.
     """
     try:
         return {place: _address(_library(module), name) for place, (module, name) in _FUNCTIONS.items()}

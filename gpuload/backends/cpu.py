@@ -51,17 +51,17 @@ TASK_NBYTES = 8 << 20
 """Decoded bytes per task: long compared with a task's overhead, short compared with a fetch (some 200 MB decoded)."""
 
 FAR_PARTS = 16
-"""Tasks whose bytes are in transfer over a network, or waiting to be decoded: some 100 MB."""
+"""Maximum number of tasks whose bytes are in transfer over a network or waiting to be decoded: some 100 MB."""
 
 THREAD_NBYTES = 16 << 20
-"""Scratch memory of a thread that chunks of usual sizes do not exceed."""
+"""Scratch memory of a thread, which chunks of usual sizes do not exceed."""
 
 _OUTPUTS = {
     "float32": (np.float32, np.float32),
     "float16": (np.uint16, np.float16),
     "bfloat16": (np.int16, np.uint16),
 }
-"""By dtype of a form: the dtype used in the kernels, and the dtype returned."""
+"""For each dtype of a form: the dtype used in the kernels, and the dtype returned."""
 
 _NO_COLUMNS = np.empty(0, dtype=np.int32)
 _NO_SCRATCH = np.empty(0, dtype=np.float32)
@@ -188,7 +188,7 @@ class CpuBackend:
         return self._takes.submit(self._take, resident, positions, form)
 
     def busy(self) -> Callable[[], bool]:
-        """Return a function that returns False: the waiting thread is the consumer."""
+        """Return a function that returns False: a waiting thread is an idle consumer."""
         return bool
 
     def use_stream(self, number: int) -> None:
@@ -210,7 +210,7 @@ class CpuBackend:
         """Stop the threads, after the running tasks, and free idle memory."""
         # The garbage collector may close a forgotten loader in one of these threads, which cannot join itself.
         is_own_thread = threading.current_thread().name.startswith(_THREADS)
-        self._far_reads.close(0)  # a request may take long; its bytes are dropped
+        self._far_reads.close(0)  # a request may take long, and its bytes are dropped
         self._loads.shutdown(wait=not is_own_thread, cancel_futures=True)
         self._takes.close(wait=not is_own_thread)
         for buffers in (self._stored, self._residents, self._outputs):
@@ -230,7 +230,7 @@ class CpuBackend:
         )
 
     def _run(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:
-        """Read and decode extents lo..hi of one array into the resident."""
+        """Read and decode extents ``lo:hi`` of one array into the resident."""
         layout = read.layout
         start = time.perf_counter()
         offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
@@ -245,13 +245,13 @@ class CpuBackend:
         self._decode(read, lo, hi, buffer, place - offset, resident)
 
     def _run_far(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:
-        """Read extents lo..hi of one array over a network, and have them decoded into the resident.
+        """Read extents ``lo:hi`` of one array over a network, and have them decoded into the resident.
 
-        This thread waits for the decoding, so that there are never more parts in memory than such threads.
+        This thread waits for the decoding, so there are never more parts in memory than such threads.
         """
-        read_again_if_far(read, partial(self._bring_far, read, lo, hi, resident))
+        read_again_if_far(read, partial(self._load_far, read, lo, hi, resident))
 
-    def _bring_far(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:
+    def _load_far(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:
         start = time.perf_counter()
         offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
         place = np.cumsum(nbytes) - nbytes
@@ -269,7 +269,7 @@ class CpuBackend:
         moved: NDArray[np.int64],
         resident: HostResident,
     ) -> None:
-        """Decode extents lo..hi of one array; each is in the buffer, `moved` bytes from its place in the source."""
+        """Decode extents ``lo:hi`` of one array; each is in the buffer, `moved` bytes after its place in the source."""
         start = time.perf_counter()
         first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
         shift = np.repeat(moved, np.diff(read.extent_chunks[lo : hi + 1]))
@@ -336,7 +336,7 @@ class CpuBackend:
         return matrix
 
     def _row_scratch(self, form: Form, resident: HostResident, positions: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Return memory for the values and places of the longest row, if rows are not gathered as stored."""
+        """Return memory for the values and places of the longest row, unless rows are gathered as stored."""
         if form.transform is None and form.columns is None:
             return _NO_SCRATCH
         longest = int((resident.indptr[positions + 1] - resident.indptr[positions]).max(initial=0))
@@ -344,7 +344,7 @@ class CpuBackend:
 
 
 def scratch_nbytes(layouts: Iterable[ArrayLayout]) -> int:
-    """Return the most scratch memory that a thread takes for these arrays, in bytes.
+    """Return the maximum scratch memory of a thread for these arrays, in bytes.
 
     It holds the stored chunks of a task, and one decoded chunk twice, or three times if chunks are decoded in pairs.
     """
@@ -359,23 +359,23 @@ def scratch_nbytes(layouts: Iterable[ArrayLayout]) -> int:
 
 
 def far_nbytes(layouts: Iterable[ArrayLayout], under_way: float) -> float:
-    """Return the most memory that bytes in transfer over a network take, in bytes.
+    """Return the maximum memory taken by data in transfer over a network, in bytes.
 
-    They are there twice: as the bodies of responses, and put together for decoding.
+    Data are in memory twice: as the bodies of responses, and assembled for decoding.
 
     Parameters
     ----------
     layouts
         The arrays.
     under_way
-        Bytes that the fetches under way read.
+        Bytes to be read by the fetches in progress.
     """
     most = 0.0
     for layout in layouts:
         if layout.source.ranges is None or not layout.chunk_offset.size:
             continue
         task = float(TASK_NBYTES)
-        if not layout.is_raw:  # what lies between the chunks of an extent is read, but not decoded
+        if not layout.is_raw:  # gaps between the chunks of an extent are read but not decoded
             decoded = int(layout.decoded_nbytes(np.arange(layout.chunk_offset.size)).sum())
             task = TASK_NBYTES * int(layout.chunk_nbytes.sum()) / max(1, decoded) + layout.source.ranges.max_extent
         most = max(most, 2 * min(FAR_PARTS * task, under_way))

@@ -1,4 +1,4 @@
-"""What every backend says, in the same words, of bad chunks and of values that do not fit; when it reads once more."""
+"""Messages shared by all backends about bad chunks and values that do not fit, and the rule for reading again."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _log = logging.getLogger("gpuload")
 
 
 def read_again_if_far(read: ArrayRead, run: Callable[[], T]) -> T:
-    """Return what a function returns that reads and decodes; if it finds damage in a far source, call it once more.
+    """Return the result of a function that reads and decodes; if it finds damage in a far source, call it once more.
 
-    The bytes may have been damaged in transfer, or in a cached copy since dropped.
+    The bytes may have been damaged in transfer, or in a cached copy that has since been dropped.
     """
     try:
         return run()
@@ -44,7 +44,7 @@ def reason(code: int) -> str:
 
 
 def bad_chunk(read: ArrayRead, chunk: int, code: int) -> GpuloadError:
-    """Return the error for chunk `chunk` of a read, of which a decoder or kernel returned a status code below 0."""
+    """Return the error for chunk `chunk` of a read, for which a decoder or kernel returned a status code below 0."""
     if code != pieces.BAD_VALUE:
         return corrupt(read, chunk, reason(code))
     path, at = read.layout.source.where_is(int(read.chunk_offset[chunk]))
@@ -68,7 +68,7 @@ def corrupt(read: ArrayRead, chunk: int, why: str) -> CorruptDataError:
 
 
 def too_large_for_half(row: int) -> str:
-    """Return the message that a minibatch cannot be float16."""
+    """Return the error message for a minibatch that float16 cannot hold."""
     return (
         f"dtype='float16': row {row} of a minibatch holds a value beyond 65504, which float16 cannot hold; use "
         "dtype='float32', or a transform that makes the values smaller."

@@ -1,4 +1,4 @@
-"""Decode stored chunks on the host into a resident: natively if their filters are supported, else with libraries.
+"""Decode stored chunks on the host into a resident: natively if the kernels support their filters, else by libraries.
 
 Each thread decodes into its own scratch chunk, from which only the wanted rows are copied.
 """
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from gpuload.types import ArrayRead
 
 TWO_AHEAD_NBYTES = 4 << 20
-"""Chunks up to this size are decoded in pairs where that is faster; larger ones would take too much scratch memory."""
+"""Chunks up to this size are decoded in pairs if that is faster; larger ones would take too much scratch memory."""
 
-_NO_TABLES = np.empty(0, dtype=np.uint8)  # avoids compiling the inflater's when there is no codec
+_NO_TABLES = np.empty(0, dtype=np.uint8)  # without a codec, the inflater need not be compiled to make its tables
 
 VERIFY = {"never": chunks.NEVER, "once": chunks.ONCE, "always": chunks.ALWAYS}
 
@@ -45,7 +45,7 @@ class Part:
     buffer : uint8
         Holds their stored bytes.
     shift : (last - first,) int64
-        Distance of each chunk's place in the buffer from its place in the source.
+        Each chunk's place in the buffer minus its place in the source.
     out
         The flat array of the resident that the read fills.
     """
@@ -66,7 +66,7 @@ class Scratch(Workspace):
         self._sizes = sizes
 
     def zeros(self, name: str, nbytes: int) -> NDArray[np.uint8]:
-        """Return zeroed memory; whoever writes to it must zero it again."""
+        """Return zeroed memory; the caller must leave it zeroed."""
         memory = self._memory.get(name)
         if memory is None or memory.size < nbytes:
             memory = self._keep(name, np.zeros(nbytes, dtype=np.uint8))
@@ -212,7 +212,7 @@ def _native_steps(layout: ArrayLayout) -> tuple[NDArray[np.int64], str] | None:
 
 
 def _of_numbers(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype that the kernels take for a stored one: for booleans, that of their bytes."""
+    """Return the dtype that the kernels take for a stored one: that of the bytes for booleans."""
     return np.dtype(np.uint8) if dtype.kind == "b" else dtype
 
 

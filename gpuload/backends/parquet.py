@@ -21,7 +21,7 @@ SLACK = native.SLACK
 """Bytes that must follow those given to a `RowFinder`."""
 
 WINDOW = 64 << 10
-"""Bytes that it asks for at a time: several small pages. A request over a network takes longer than their transfer."""
+"""Bytes that it asks for at a time: several small pages, as a request's latency exceeds their transfer time."""
 
 
 class MissingError(codecs.DecodeError):
@@ -29,7 +29,7 @@ class MissingError(codecs.DecodeError):
 
 
 class _Work(Workspace):
-    """Working memory of one thread, and what snappy needs."""
+    """Working memory of one thread, with what snappy needs."""
 
     @cached_property
     def libraries(self) -> tuple[NDArray[np.uint8], NDArray[np.int64], int]:
@@ -129,7 +129,7 @@ def row_starts(
 
 
 class RowFinder:
-    """Find where the rows of a column chunk begin, from the beginnings of its pages, given one after the other.
+    """Find where the rows of a column chunk begin, from the fronts of its pages, given one after another.
 
     Parameters
     ----------

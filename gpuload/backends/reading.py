@@ -1,4 +1,4 @@
-"""Read byte ranges of a source into host memory: one native call, or one set of requests, for many of them."""
+"""Read byte ranges of a source into host memory: many in one native call or one set of requests."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 MAX_HELD = 32
-"""Files that one thread holds open at the same time."""
+"""Number of files that one thread holds open at a time."""
 
 TOGETHER = 64 << 20
-"""Bytes that `read_each` reads at a time: at 30 ms per round of requests, 2 GB/s, as `remote_source.IN_FLIGHT`."""
+"""Bytes that `read_each` reads at a time: at 30 ms per round of requests, 2 GB/s, like `remote_source.IN_FLIGHT`."""
 
 
 def read_ranges(
@@ -60,7 +60,7 @@ def read_ranges(
     if not source.has_files:
         return 0
     some = np.flatnonzero(nbytes)
-    if some.size < nbytes.size:  # an empty range (chunks never written) is in no file
+    if some.size < nbytes.size:  # empty ranges (chunks never written) are in no file
         done = read_ranges(source, offset[some], nbytes[some], place[some], buffer)
         return int(some[done]) if done < some.size else int(nbytes.size)
     number, at, _ = source.locate(offset)
@@ -150,7 +150,7 @@ def read_each(
 def _in_parts(
     offset: NDArray[np.int64], nbytes: NDArray[np.int64], place: NDArray[np.int64], longest: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the offset, length and place of ranges, none empty, cut into parts that are not too long."""
+    """Cut non-empty ranges into parts of at most `longest` bytes; return the offset, length and place of each part."""
     n_parts = -(-nbytes // longest)
     number = np.repeat(np.arange(nbytes.size), n_parts)
     skipped = (np.arange(number.size) - np.repeat(np.cumsum(n_parts) - n_parts, n_parts)) * longest

@@ -30,8 +30,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from gpuload.cache.reading import read_copy
-from gpuload.errors import BusyError, PlanError, StoreError, shown
+from gpuload.errors import PlanError, StoreError, shown
 from gpuload.layout import MAX_EXTENT, MAX_GAP
+from gpuload.object_errors import check_length
 from gpuload.remote import RemoteObject
 
 if TYPE_CHECKING:
@@ -249,10 +250,7 @@ class BlockCache:
 
     def _fetched(self, block: RemoteObject, start: int, stop: int) -> NDArray[np.uint8]:
         body = np.frombuffer(self._blocks.get(block, start, stop), dtype=np.uint8)
-        if body.size != stop - start:
-            raise BusyError(
-                f"{self.name}/{block.key}: short read at byte {start}: wanted {stop - start} bytes, got {body.size}."
-            )
+        check_length(body, stop - start, f"{self.name}/{block.key}", start)
         self._store.reads.add_remote()
         with self._lock:
             self.n_remote_nbytes += body.size

@@ -20,7 +20,7 @@ from gpuload.errors import PlanError
 from gpuload.remote import RemoteObject
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from sqlite3 import Connection
 
     from numpy.typing import NDArray
@@ -75,21 +75,17 @@ class Catalogue(Database):
 
     # --- what the remote has ---
 
-    def begin_listing(self, lease: str, relist_s: float, is_alive: Any) -> int:
+    def begin_listing(self, lease: str, relist_s: float, is_alive: Callable[[str], bool]) -> int:
         """Return the number of a new listing, or 0 if none is due or another process is at it."""
         now = time.time()
         with self.transaction() as db:
-            meta = dict(db.execute("SELECT name, value FROM meta"))
-            is_listed = meta["listed_at"] > 0
-            if is_listed and 0 <= now - meta["listed_at"] < relist_s:  # the last one may be by a clock that was ahead
+            listed_at, holder = self.meta("listed_at"), self.meta("listing_lease")
+            if listed_at and 0 <= now - listed_at < relist_s:  # the last one may be by a clock that was ahead
                 return 0
-            if meta["listing_lease"] not in ("", lease) and is_alive(meta["listing_lease"]):
+            if holder not in ("", lease) and is_alive(holder):
                 return 0
-            number = int(meta["listing"]) + 1
-            db.executemany(
-                "UPDATE meta SET value = ? WHERE name = ?",
-                [(number, "listing"), (lease, "listing_lease")],
-            )
+            number = int(self.meta("listing")) + 1
+            db.executemany("UPDATE meta SET value = ? WHERE name = ?", [(number, "listing"), (lease, "listing_lease")])
             return number
 
     def add_listed(self, number: int, found: Sequence[RemoteObject]) -> None:
@@ -133,11 +129,10 @@ class Catalogue(Database):
 
     def reserve(self, lease: str, budget: int) -> File | Full | None:
         """Reserve the next object to download; or return what must be evicted first; or None: nothing to do."""
-        now = time.time()
         with self.transaction() as db:
-            row = db.execute(_NEXT, (now, now + _OF_ANOTHER_CLOCK_S)).fetchone()
+            row = self._next(db)
             if row is None:
-                above = self._held_nbytes(db) - budget  # of a store that had a larger one before
+                above = self.held_nbytes - budget  # of a store that had a larger one before
                 return Full(above) if above > 0 else None
             key_id, wanted = row[0], RemoteObject(*row[1:])
             cost = cost_of(wanted.nbytes)
@@ -145,13 +140,13 @@ class Catalogue(Database):
                 fault = f"it has {wanted.nbytes} bytes, but the whole budget is {budget}"
                 db.execute("UPDATE keys SET fault = ?, is_too_large = 1 WHERE id = ?", (fault, key_id))
                 return Full(0)
-            lacking = self._held_nbytes(db) + cost - budget
+            lacking = self.held_nbytes + cost - budget
             return Full(lacking) if lacking > 0 else self._insert(db, key_id, wanted, name_of(wanted), lease)
 
     def reserve_known(self, wanted: RemoteObject, lease: str, budget: int) -> File | None:
         """Reserve the bytes for an object at hand; None if it is already here, or there is no room."""
         with self.transaction() as db:
-            if self._held_nbytes(db) + cost_of(wanted.nbytes) > budget:
+            if self.held_nbytes + cost_of(wanted.nbytes) > budget:
                 return None
             db.execute(
                 "INSERT INTO keys (key, etag, nbytes, digest, place, listing)"
@@ -171,10 +166,7 @@ class Catalogue(Database):
                 (crc, time.time(), file.id, lease),
             ).rowcount
             if changed:
-                db.execute(
-                    "UPDATE keys SET n_fetched = n_fetched + 1, n_failed = 0 WHERE id = ?",
-                    (file.key_id,),
-                )
+                db.execute("UPDATE keys SET n_fetched = n_fetched + 1, n_failed = 0 WHERE id = ?", (file.key_id,))
                 if is_fetched:
                     self._count(db, n_fetched=1, fetched_nbytes=file.wanted.nbytes)
             return bool(changed)
@@ -228,33 +220,21 @@ class Catalogue(Database):
 
     def outdated(self) -> list[int]:
         """Return the numbers of files whose object now has other content in the remote."""
-        return [
-            row[0]
-            for row in self.rows(
-                "SELECT f.id FROM files f JOIN keys k ON k.id = f.key_id WHERE f.state = 1 AND f.etag != k.etag"
-            )
-        ]
+        query = "SELECT f.id FROM files f JOIN keys k ON k.id = f.key_id WHERE f.state = 1 AND f.etag != k.etag"
+        return [row[0] for row in self.rows(query)]
 
     def other_copies(self, first: str, stop: str, etag: str) -> list[tuple[int, str]]:
         """Return the numbers and keys of the files with another ETag, of the keys from `first` to before `stop`."""
         return self.rows(_OTHERS, first, stop, etag)
 
-    def take_leaving(self, file_id: int, lease: str) -> File | None:
-        """Hide a file, so that it may be removed; None if it may no longer go."""
+    def take_leaving(self, file_id: int, lease: str, *, is_damaged: bool = False) -> File | None:
+        """Hide a file, so that it may be removed; None if it may no longer go. A damaged one may, whoever needs it."""
         with self.transaction() as db:
             changed = db.execute(
                 "UPDATE files SET state = 2, lease = ? WHERE id = ? AND state = 1"
-                " AND NOT EXISTS (SELECT 1 FROM pinned p WHERE p.key_id = files.key_id)"
-                " AND NOT (SELECT is_gone FROM keys k WHERE k.id = files.key_id)",
-                (lease, file_id),
-            ).rowcount
-            return self._files(db, "f.id = ?", file_id)[0] if changed else None
-
-    def take_damaged(self, file_id: int, lease: str) -> File | None:
-        """Hide a damaged file, whoever needs it, so that it may be removed; None if it is no longer published."""
-        with self.transaction() as db:
-            changed = db.execute(
-                "UPDATE files SET state = 2, lease = ? WHERE id = ? AND state = 1", (lease, file_id)
+                " AND (? OR NOT EXISTS (SELECT 1 FROM pinned p WHERE p.key_id = files.key_id)"
+                " AND NOT (SELECT is_gone FROM keys k WHERE k.id = files.key_id))",
+                (lease, file_id, is_damaged),
             ).rowcount
             return self._files(db, "f.id = ?", file_id)[0] if changed else None
 
@@ -365,9 +345,8 @@ class Catalogue(Database):
         """Record that objects were used; this epoch no longer needs them."""
         now = time.time()
         with self.transaction() as db:
-            values = [(key,) for key in key_ids]
             db.executemany("DELETE FROM pinned WHERE key_id = ? AND pin = ?", [(key, pin) for key in key_ids])
-            db.executemany("UPDATE keys SET visits = visits + 1 WHERE id = ?", values)
+            db.executemany("UPDATE keys SET visits = visits + 1 WHERE id = ?", [(key,) for key in key_ids])
             db.executemany(_VISITED, [(now, key) for key in key_ids])
 
     def unpin(self, pin: int) -> None:
@@ -439,16 +418,14 @@ class Catalogue(Database):
         Then nothing is being downloaded or removed, may be evicted, or is to be read by a running epoch. The state is
         the number of files, of downloads so far, and of snapshots so far.
         """
-        now = time.time()
         with self.transaction() as db:
-            row = db.execute(_NEXT, (now, now + _OF_ANOTHER_CLOCK_S)).fetchone()
-            if row is None or self._held_nbytes(db) + cost_of(row[2]) <= budget:
+            row = self._next(db)
+            if row is None or self.held_nbytes + cost_of(row[2]) <= budget:
                 return None
             if db.execute(_MAY_CHANGE, {"visits": min_visits}).fetchone()[0]:
                 return None
             n_files = db.execute("SELECT count(*) FROM files WHERE state = 1").fetchone()[0]
-            meta = dict(db.execute("SELECT name, value FROM meta"))
-            return n_files, meta["n_fetched"], meta["generation"]
+            return n_files, self.meta("n_fetched"), self.meta("generation")
 
     def wants_room(self) -> bool:
         """Return whether downloads wait for room, which nothing evictable can make."""
@@ -511,13 +488,20 @@ class Catalogue(Database):
         """Reserve bytes for a file without a row; None if it cannot be kept."""
         with self.transaction() as db:
             row = db.execute("SELECT id FROM keys WHERE key = ? AND etag = ?", (wanted.key, wanted.etag)).fetchone()
-            if row is None or self._held_nbytes(db) + cost_of(wanted.nbytes) > budget:
+            if row is None or self.held_nbytes + cost_of(wanted.nbytes) > budget:
                 return None
             return self._insert(db, row[0], wanted, name, lease)
 
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes on disk and reserved, in whole disk blocks."""
+        return int(self.meta("held_nbytes"))
+
     @staticmethod
-    def _held_nbytes(db: Connection) -> int:
-        return int(db.execute("SELECT value FROM meta WHERE name = 'held_nbytes'").fetchone()[0])
+    def _next(db: Connection) -> Any:
+        """Return the row of the next object to download, (id, key, nbytes, etag, digest), or None."""
+        now = time.time()
+        return db.execute(_NEXT, (now, now + _OF_ANOTHER_CLOCK_S)).fetchone()
 
     @staticmethod
     def _insert(db: Connection, key_id: int, wanted: RemoteObject, name: str, lease: str) -> File | None:

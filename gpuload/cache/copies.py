@@ -64,8 +64,7 @@ class Copies:
     def has_room(self, nbytes: int) -> bool:
         """Return whether the budget and the disk have room for so many more bytes."""
         has_disk = self._settings.min_free + nbytes <= self._folders.free_nbytes()
-        held_nbytes = int(self._catalogue.meta("held_nbytes"))
-        return has_disk and held_nbytes + cost_of(nbytes) <= self._settings.budget
+        return has_disk and self._catalogue.held_nbytes + cost_of(nbytes) <= self._settings.budget
 
     def keep(self, wanted: RemoteObject, whole: NDArray[np.uint8]) -> str | None:
         """Keep an object that was read from the remote anyway; return its path, or None if there is no room for it."""
@@ -95,7 +94,7 @@ class Copies:
     def drop(self, sample: Sample, fault: str) -> None:
         """Remove a damaged local copy; it will be downloaded again."""
         _log.warning("%s: its local copy is unusable: %s; reading from the remote", sample.key, fault)
-        file = self._catalogue.take_damaged(sample.file_id, self._holder)
+        file = self._catalogue.take_leaving(sample.file_id, self._holder, is_damaged=True)
         if file is None:
             return
         try:
@@ -125,4 +124,4 @@ class Copies:
                 self.evict(oldest)
 
     def _is_above_budget(self) -> bool:
-        return int(self._catalogue.meta("held_nbytes")) > self._settings.budget
+        return self._catalogue.held_nbytes > self._settings.budget

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from gpuload.cache import leases
 from gpuload.cache.catalogue import Full
 from gpuload.cache.files import Download, adopt_strays, given_up, repair, stray_names
 from gpuload.errors import BusyError, CorruptDataError, GpuloadError, ReadError
-from gpuload.object_errors import BUSY
+from gpuload.object_errors import BUSY, check_length
 from gpuload.remote import Patience
 from gpuload.threads import PATIENCE_S
 
@@ -146,11 +147,7 @@ def get_patiently(
     def ask() -> Any:
         try:
             piece = remote.get(wanted, start, stop)
-            got = memoryview(piece).nbytes
-            if got != stop - start:
-                raise BusyError(
-                    f"{remote.name}/{wanted.key}: short read at byte {start}: wanted {stop - start} bytes, got {got}."
-                )
+            check_length(piece, stop - start, f"{remote.name}/{wanted.key}", start)
         except BUSY:
             window.was_busy()
             raise
@@ -281,7 +278,7 @@ class Fetcher:
         """List the remote, if that is due and no other process does; return whether it was done."""
         catalogue, is_first = self._catalogue, not self._catalogue.meta("listed_at")
         number = catalogue.begin_listing(
-            self._lease, self._settings.relist_s, lambda name: leases.is_alive(self._folders.leases, name)
+            self._lease, self._settings.relist_s, partial(leases.is_alive, self._folders.leases)
         )
         if not number:
             return False
@@ -325,13 +322,6 @@ class Fetcher:
 
     def _fetch(self, file: File) -> bool:
         try:
-            return self._bring(file)
-        finally:
-            with self._lock:
-                self._under_way.pop(file.name, None)
-
-    def _bring(self, file: File) -> bool:
-        try:
             crc = self._download(file)
             self._folders.publish(file.name)
         except BaseException as error:
@@ -339,12 +329,16 @@ class Fetcher:
             self._catalogue.give_up(file, self._lease)
             if self._stop.is_set():
                 return False
-            if isinstance(error, OSError) and error.errno in DISK_FULL:
-                return self._meet_full_disk(file)
+            if isinstance(error, OSError) and error.errno in DISK_FULL:  # others fill it too
+                self._catalogue.count(n_disk_full=1)
+                return self.make_room(file.cost) > 0  # if nothing can be removed, wait
             if not isinstance(error, Exception):
                 raise
             self._note_failure(file, error)
             return True
+        finally:
+            with self._lock:
+                self._under_way.pop(file.name, None)
         return self._catalogue.publish(file, self._lease, crc)
 
     def _download(self, file: File) -> int:
@@ -402,11 +396,6 @@ class Fetcher:
         else:
             self._catalogue.add_listed(self._catalogue.meta("listing"), [found])
         return True
-
-    def _meet_full_disk(self, file: File) -> bool:
-        """Make room on a disk that others fill too; if nothing can be removed, wait."""
-        self._catalogue.count(n_disk_full=1)
-        return self.make_room(file.cost) > 0
 
     def make_room(self, nbytes: int) -> int:
         """Evict files until so many bytes are free, or no more may go; return the bytes freed."""

@@ -23,7 +23,7 @@ _MAX_DEATHS = 3
 
 
 class Fetchers:
-    """The fetchers of one store, which run until `close`.
+    """The fetchers of one store, which run from `start` until `close`.
 
     Parameters
     ----------
@@ -31,56 +31,51 @@ class Fetchers:
         Those of the store.
     holder
         Name of this process's lease.
-    n_processes
-        Fetcher processes; 0 fetches in threads of this process.
-    hung_s
-        Seconds without any progress after which a fetcher process is killed and replaced.
-
-    Raises
-    ------
-    PlanError
-        The remote cannot be sent to another process.
     """
 
-    def __init__(
-        self,
-        folders: Folders,
-        catalogue: Catalogue,
-        holder: str,
-        remote: Remote,
-        settings: Settings,
-        n_processes: int,
-        hung_s: float,
-    ) -> None:
-        self._remote_name = remote.name
+    def __init__(self, folders: Folders, catalogue: Catalogue, holder: str, remote: Remote, settings: Settings) -> None:
+        self._folders, self._catalogue, self._holder = folders, catalogue, holder
+        self._remote, self._settings = remote, settings
         self._stop = threading.Event()
         self._keeper: threading.Thread | None = None
         self.thread_fetcher: Fetcher | None = None
         """The one whose threads are this process's, if there are no processes."""
         self.processes: list[FetcherProcess] = []
         """Fetcher processes."""
-        try:
-            if n_processes == 0:
-                self.thread_fetcher = Fetcher(folders, catalogue, holder, remote, settings)
-                self.thread_fetcher.start()
-                return
-            for _ in range(n_processes):
-                self.processes.append(FetcherProcess(folders.root, remote, settings, hung_s))
-            keeper = threading.Thread(
-                target=_keep, args=(self.processes, self._stop), name="gpuload-keeper", daemon=True
-            )
-            keeper.start()
-            self._keeper = keeper
-        except BaseException:
-            self.close()
-            raise
+        self.are_started = False
+
+    def start(self, n_processes: int, hung_s: float) -> None:
+        """Start fetching. If that fails, `close` ends those that were started.
+
+        Parameters
+        ----------
+        n_processes
+            Fetcher processes; 0 fetches in threads of this process.
+        hung_s
+            Seconds without any progress after which a fetcher process is killed and replaced.
+
+        Raises
+        ------
+        PlanError
+            The remote cannot be sent to another process.
+        """
+        self.are_started = True
+        if n_processes == 0:
+            self.thread_fetcher = Fetcher(self._folders, self._catalogue, self._holder, self._remote, self._settings)
+            self.thread_fetcher.start()
+            return
+        for _ in range(n_processes):
+            self.processes.append(FetcherProcess(self._folders.root, self._remote, self._settings, hung_s))
+        keeper = threading.Thread(target=_keep, args=(self.processes, self._stop), name="gpuload-keeper", daemon=True)
+        keeper.start()
+        self._keeper = keeper
 
     def check(self) -> None:
         """Raise ReadError if fetcher processes keep ending as soon as they are started."""
         for process in self.processes:
             if process.n_died_in_a_row >= _MAX_DEATHS:
                 raise ReadError(
-                    f"{self._remote_name}: the fetcher process has ended {process.n_died_in_a_row} times; its last "
+                    f"{self._remote.name}: the fetcher process has ended {process.n_died_in_a_row} times; its last "
                     f"output: {process.last_words()}"
                 )
 

@@ -7,8 +7,9 @@ from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
+from gpuload.cache.order import MODES
 from gpuload.cache.reading import Sample, SampleReader, assemble, check_reading
-from gpuload.checks import check_share, check_whole, is_whole
+from gpuload.checks import check_choice, check_int64, check_seed, check_share, check_whole, is_whole
 from gpuload.errors import BusyError, CorruptDataError, PlanError, ReadError, StoreError
 from gpuload.threads import PATIENCE_S, DaemonThreads, OneAtATime
 
@@ -299,7 +300,43 @@ class _Pending:
                 future.cancel()
 
 
-def check_order_settings(settings: dict[str, Any], given: Any) -> None:
+def settled(
+    given: dict[str, Any], generation: int | None, state: dict[str, Any] | None
+) -> tuple[dict[str, Any], int | None, int]:
+    """Return what determines an order, the generation and the position: those of a state, if there is one.
+
+    Raises
+    ------
+    PlanError
+        One of them is invalid.
+    """
+    settings, position = given, 0
+    if state is not None:
+        _check_state(given, state)
+        settings = given | {name: state[name] for name in ("seed", "mode", "n_samples", "echo_max")}
+        generation, position = state["generation"], int(state["position"])
+    if state is not None or generation is not None:
+        generation = check_int64("generation", generation, 0)
+    check_choice("mode", settings["mode"], MODES)
+    check_seed(settings["seed"])
+    for name in ("n_samples", "echo_max"):
+        if settings[name] is not None:
+            check_whole(name, settings[name], 1)
+    n_samples, rank, world_size = (settings[name] for name in ("n_samples", "rank", "world_size"))
+    if n_samples is not None and n_samples < world_size:
+        raise PlanError(
+            f"n_samples={n_samples}: there are world_size={world_size} ranks, and each needs a sample; use at least as "
+            "many."
+        )
+    if rank and generation is None:
+        raise PlanError(
+            f"rank={rank}, world_size={world_size}: without generation, this rank would take another snapshot than "
+            "rank 0; pass generation=, the number of the one that rank 0 took."
+        )
+    return settings, generation, position
+
+
+def _check_state(settings: dict[str, Any], given: Any) -> None:
     """Raise PlanError if a state is incomplete, has another number of ranks, or an invalid position."""
     needed = {*settings, "generation", "position"} - {"rank"}
     if not isinstance(given, dict) or not needed <= given.keys():

@@ -17,12 +17,12 @@ from gpuload.cache.fetch import Settings, Window, get_patiently
 from gpuload.cache.fetchers import Fetchers
 from gpuload.cache.files import Folders, check_digest, digest_of, repair, stray_names, usable
 from gpuload.cache.leases import Lease
-from gpuload.cache.order import MODES, visiting_order
+from gpuload.cache.order import visiting_order
 from gpuload.cache.reading import no_copy
 from gpuload.cache.reads import Reads
 from gpuload.cache.room import Room
-from gpuload.cache.snapshot import Snapshot, check_order_settings
-from gpuload.checks import check_choice, check_int64, check_seconds, check_seed, check_share, check_whole, parse_nbytes
+from gpuload.cache.snapshot import Snapshot, settled
+from gpuload.checks import check_choice, check_int64, check_seconds, check_share, check_whole, parse_nbytes
 from gpuload.distributed import rank_and_world_size
 from gpuload.errors import BusyError, GpuloadError, PlanError, ReadError, StoreError, first_line, shown
 from gpuload.object_errors import BUSY
@@ -174,14 +174,7 @@ class SampleStore:
         self._max_bad = check_share("max_bad", max_bad)
         self._check_apart()
         self._opened_at = time.time()
-        with usable(self.root):
-            self._folders = Folders(self.root)
-            self._catalogue = Catalogue(self._folders.catalogue)
-            try:
-                self._lease = Lease(self._folders.leases)
-            except BaseException:
-                self._catalogue.close()
-                raise
+        self._folders, self._catalogue, self._lease = _opened(self.root)
         self.copies = Copies(self._folders, self._catalogue, self._lease.name, self._settings)
         """The samples on the local disk."""
         self.reads = Reads()
@@ -190,12 +183,12 @@ class SampleStore:
         """Files whose crc was verified since the store was opened."""
         self._stop = threading.Event()
         self._window = Window(in_flight)
-        self._fetchers: Fetchers | None = None
+        self._fetchers = Fetchers(self._folders, self._catalogue, self._lease.name, self.remote, self._settings)
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._waited_s = 0.0
         self._warned: set[str] = set()
         self._may_have_strays = True
-        self._closer = Closer(self, _close, self._stop, None, self._lease, self._catalogue)
+        self._closer = Closer(self, _close, self._stop, self._fetchers, self._lease, self._catalogue)
         try:
             self._check_remote()
             with usable(self.root):
@@ -203,17 +196,7 @@ class SampleStore:
             *_, self._fault_before = self._catalogue.listing_fault() or ("",)
             if fetch:
                 self._catalogue.forgive_size(self._settings.budget)
-                self._fetchers = Fetchers(
-                    self._folders,
-                    self._catalogue,
-                    self._lease.name,
-                    self.remote,
-                    self._settings,
-                    n_processes=n_processes,
-                    hung_s=hung_s,
-                )
-                self._closer.drop()
-                self._closer = Closer(self, _close, self._stop, self._fetchers, self._lease, self._catalogue)
+                self._fetchers.start(n_processes, hung_s)
         except BaseException:
             self.close()
             raise
@@ -236,7 +219,7 @@ class SampleStore:
         ago_s = time.time() - listed_at
         if not listed_at or ago_s < 0:  # never, or by a clock that was ahead
             return False
-        is_due = self._fetchers is not None and ago_s >= self._settings.relist_s
+        is_due = self._fetchers.are_started and ago_s >= self._settings.relist_s
         return listed_at >= self._opened_at or not is_due
 
     def _check_remote(self) -> None:
@@ -330,40 +313,22 @@ class SampleStore:
             `min_free`, will never have room for so many; or too many are in quarantine.
         """
         rank, world_size = rank_and_world_size(rank, world_size)
-        settings: dict[str, Any] = {
-            "seed": seed,
-            "mode": mode,
-            "n_samples": n_samples,
-            "echo_max": echo_max,
-            "rank": rank,
-            "world_size": world_size,
-        }
-        position = 0
-        if state is not None:
-            check_order_settings(settings, state)
-            settings |= {name: state[name] for name in ("seed", "mode", "n_samples", "echo_max")}
-            generation, position = state["generation"], int(state["position"])
-        if state is not None or generation is not None:
-            generation = check_int64("generation", generation, 0)
-        check_choice("mode", settings["mode"], MODES)
-        check_seed(settings["seed"])
-        for name in ("n_samples", "echo_max"):
-            if settings[name] is not None:
-                check_whole(name, settings[name], 1)
+        settings, generation, position = settled(
+            {
+                "seed": seed,
+                "mode": mode,
+                "n_samples": n_samples,
+                "echo_max": echo_max,
+                "rank": rank,
+                "world_size": world_size,
+            },
+            generation,
+            state,
+        )
         if wait_s is not None:
             check_seconds("wait_s", wait_s)
         if check_int64("min_samples", min_samples, 0):
             min_samples = max(min_samples, world_size)
-        if settings["n_samples"] is not None and settings["n_samples"] < world_size:
-            raise PlanError(
-                f"n_samples={settings['n_samples']}: there are world_size={world_size} ranks, and each needs a sample; "
-                "use at least as many."
-            )
-        if rank and generation is None:
-            raise PlanError(
-                f"rank={rank}, world_size={world_size}: without generation, this rank would take another snapshot than "
-                "rank 0; pass generation=, the number of the one that rank 0 took."
-            )
         pin = -1
         if generation is None:
             generation, pin, ids, visits = self._take(min_samples, wait_s)
@@ -410,24 +375,7 @@ class SampleStore:
                 if taken is not None:
                     self._waited_s += time.monotonic() - start
                     return taken
-            is_listed = self._is_listed()  # before counting: a listing may end in between
-            n_known = self._catalogue.n_known()
-            if is_listed and n_known < min_samples:
-                raise ReadError(
-                    f"min_samples={min_samples}: {self.remote.name} has only {n_known} samples that can be fetched; "
-                    "use fewer."
-                )
-            if self._fetchers is not None:
-                self._fetchers.check()
-            fault, may_pass, _ = self._catalogue.listing_fault(self._fault_before) or ("", True, "")
-            if not may_pass:
-                raise ReadError(
-                    f"no sample can arrive, because the remote cannot be listed: {fault.rstrip('.')}. Fix that, and "
-                    "open the store again."
-                )
-            why = f"the remote could not be listed: {fault.rstrip('.')}" if fault else ""
-            if self._fetchers is not None:
-                why = room.check(min_samples, is_listed=is_listed) or why
+            why = self._hindrance(room, min_samples)
             waited_s = time.monotonic() - start
             if why and waited_s > _TOLD_S and not is_told:
                 _log.warning("%s: still waiting for min_samples=%d: %s", self.root, min_samples, why)
@@ -440,6 +388,25 @@ class SampleStore:
                 )
             time.sleep(pause_s)
             pause_s = min(0.2, pause_s * 1.5)
+
+    def _hindrance(self, room: Room, min_samples: int) -> str:
+        """Return why samples may be late, or nothing; raise ReadError if so many will never come."""
+        is_listed = self._is_listed()  # before counting: a listing may end in between
+        n_known = self._catalogue.n_known()
+        if is_listed and n_known < min_samples:
+            raise ReadError(
+                f"min_samples={min_samples}: {self.remote.name} has only {n_known} samples that can be fetched; use "
+                "fewer."
+            )
+        self._fetchers.check()
+        fault, may_pass, _ = self._catalogue.listing_fault(self._fault_before) or ("", True, "")
+        if not may_pass:
+            raise ReadError(
+                f"no sample can arrive, because the remote cannot be listed: {fault.rstrip('.')}. Fix that, and open "
+                "the store again."
+            )
+        lacks_room = room.check(min_samples, is_listed=is_listed) if self._fetchers.are_started else ""
+        return lacks_room or (f"the remote could not be listed: {fault.rstrip('.')}" if fault else "")
 
     def _check_quarantine(self) -> None:
         n_bad, n_all = self._catalogue.n_bad()
@@ -469,7 +436,7 @@ class SampleStore:
 
         It looks for them only the first time: each file of a data set may ask.
         """
-        if self._may_have_strays and self._fetchers is None and not self._catalogue.meta("listing"):
+        if self._may_have_strays and not self._fetchers.are_started and not self._catalogue.meta("listing"):
             self._may_have_strays = False
             with usable(self.root):
                 for name in stray_names(self._folders, self._catalogue):
@@ -559,7 +526,7 @@ class SampleStore:
     @property
     def held_nbytes(self) -> int:
         """Bytes on disk and reserved, in whole disk blocks: never above the budget."""
-        return int(self._catalogue.meta("held_nbytes"))
+        return self._catalogue.held_nbytes
 
     def stats(self) -> dict[str, Any]:
         """Return bytes, counts and waits so far: of the store over all processes, and of this process's reading."""
@@ -573,12 +540,10 @@ class SampleStore:
             "n_disk_full",
             "generation",
         )
-        of_store = {name: meta[name] for name in names}
-        processes = self._fetchers.processes if self._fetchers is not None else []
-        n_in_flight = self._catalogue.rows("SELECT count(*) FROM files WHERE state = 0")[0][0]
+        processes = self._fetchers.processes
         return {
-            **of_store,
-            "n_in_flight": n_in_flight,
+            **{name: meta[name] for name in names},
+            "n_in_flight": self._catalogue.rows("SELECT count(*) FROM files WHERE state = 0")[0][0],
             "n_quarantined": len(self.quarantine()),
             "n_fetchers_killed": sum(process.n_killed for process in processes),
             "n_fetchers_died": sum(process.n_died for process in processes),
@@ -602,9 +567,19 @@ def _checked_root(root: object) -> str:
     return os.path.abspath(path)
 
 
-def _close(stop: threading.Event, fetchers: Fetchers | None, lease: Lease, catalogue: Catalogue) -> None:
+def _opened(root: str) -> tuple[Folders, Catalogue, Lease]:
+    with usable(root):
+        folders = Folders(root)
+        catalogue = Catalogue(folders.catalogue)
+        try:
+            return folders, catalogue, Lease(folders.leases)
+        except BaseException:
+            catalogue.close()
+            raise
+
+
+def _close(stop: threading.Event, fetchers: Fetchers, lease: Lease, catalogue: Catalogue) -> None:
     stop.set()
-    if fetchers is not None:
-        fetchers.close()
+    fetchers.close()
     catalogue.close()
     lease.release()

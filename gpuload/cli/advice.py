@@ -9,13 +9,7 @@ import numpy as np
 
 from gpuload.cli import text
 from gpuload.cli.machine import usable_cores
-from gpuload.outlook import (
-    BLOCKS_PER_FETCH,
-    MAX_FETCH_FACTOR,
-    Outlook,
-    Outlooks,
-    measure_pace,
-)
+from gpuload.outlook import BLOCKS_PER_FETCH, MAX_FETCH_FACTOR, Outlook, Outlooks, is_worse, measure_pace
 from gpuload.plan import DEFAULT_BLOCK_SIZE
 
 if TYPE_CHECKING:
@@ -32,8 +26,6 @@ MIN_ENTROPY = 0.99
 
 SAME = 0.05
 """Speeds that differ by less count as equal: shorter blocks, which mix better, and the smaller fetch then win."""
-
-_CALIBRATION_CELLS = 2_048
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +74,10 @@ def advise(
     most, limit = _fetch_factor(outlooks.largest(), batch_size, per_cell, memory_nbytes)
     candidates: tuple[Outlook, ...] = ()
     if store.n_obs:
-        few = max(1, min(most, _CALIBRATION_CELLS // batch_size))
-        pace = measure_pace(outlooks, usable_cores(), few)
+        pace = measure_pace(outlooks, usable_cores(), most)
         factors = sorted({most, max(1, most // 4), max(1, most // 16)}, reverse=True)
         candidates = tuple(outlooks.of(size, factor, pace) for factor in factors for size in outlooks.sizes(factor))
-    chosen, why = _choose(candidates, batch_size, label, outlooks.random_bits, min_entropy)
+    chosen, why = _choose(candidates, label, outlooks.random_bits, min_entropy)
     block_size, factor = (DEFAULT_BLOCK_SIZE, most) if chosen is None else (chosen.block_size, chosen.fetch_factor)
     fetch_cells = min(store.n_obs, batch_size * factor)
     fetch_nbytes = int(fetch_cells * per_cell)
@@ -117,7 +108,7 @@ def _fetch_factor(largest: int, batch_size: int, per_cell: float, memory_nbytes:
 
 
 def _choose(
-    candidates: tuple[Outlook, ...], batch_size: int, label: str | None, random_bits: float, min_entropy: float
+    candidates: tuple[Outlook, ...], label: str | None, random_bits: float, min_entropy: float
 ) -> tuple[Outlook | None, str]:
     """Return the cheapest candidate that mixes as well as required, and why it was chosen."""
     if not candidates:
@@ -127,7 +118,7 @@ def _choose(
     else:
         least = f"{100 * min_entropy:g} % of true random order's {text.bits(random_bits)} bits"
         wanted = f"a {label} entropy in minibatches of at least {least}"
-    good = [c for c in candidates if c.mixes(batch_size, min_entropy * random_bits)]
+    good = [c for c in candidates if c.mixes(min_entropy * random_bits)]
     if not good:
         best = candidates[0] if label is None else max(candidates, key=lambda c: c.entropy_bits)
         return best, f"no candidate reaches {wanted}; the most mixed one has {_cost(best)}."
@@ -135,7 +126,7 @@ def _choose(
     alike = [c for c in good if not c.cells_per_s < (1 - SAME) * fastest]
     default = DEFAULT_BLOCK_SIZE, candidates[0].fetch_factor
     defaults = [c for c in good if (c.block_size, c.fetch_factor) == default]
-    alike = [c for c in alike if not any(c.is_worse(d, batch_size) for d in defaults)]
+    alike = [c for c in alike if not any(is_worse(c, d) for d in defaults)]
     best = min(alike, key=lambda c: (c.cells_per_block, c.fetch_factor))
     return best, f"the cheapest with {wanted}: {_cost(best)}."
 

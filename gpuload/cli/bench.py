@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import numpy as np
 from gpuload.alignment import check_join
 from gpuload.cli import bench_cache, settings, text
 from gpuload.cli.machine import peak_memory, usable_cores, versions
+from gpuload.cli.stages import HEADER, MEASURED, Round, rows, stages, together
 from gpuload.cli.utilisation import Utilisation
 from gpuload.diversity import MinibatchEntropy
 from gpuload.errors import PlanError
@@ -58,24 +59,8 @@ examples:
 PACKAGES = ("gpuload", "numpy", "numba", "h5py", "torch")
 """Packages whose versions a page lists."""
 
-COUNTED = ("read_nbytes", "decoded_nbytes", "n_rows", "n_chunks", "n_chunks_partial")
-TIMED = ("plan_s", "read_s", "decode_s", "take_s", "wait_s")
-
 LOOK_EVERY = 37
 """Minibatches between checks of what is ready; not a divisor of a fetch's usual length."""
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One repeat: wall time in seconds, and what the loader did meanwhile."""
-
-    seconds: float
-    stats: dict[str, float]
-
-    @property
-    def cells_per_s(self) -> float:
-        """Cells returned per second."""
-        return self.stats["n_rows"] / self.seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +141,9 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Bu
             rounds = _rounds(args, loader, batches, entropy, codes, ahead)
         batches.close()  # so that the epoch in progress is recorded too
         parts, hit_ratio = loader.memory(), loader.hit_ratio
-        waits, verdict = loader.stats.waits(), _verdict(args, rounds)
+        waits, cores = loader.stats.waits(), usable_cores()
+        threads, whole = args.num_threads or cores, together(rounds)
+        verdict = Stats.verdict(whole.stats, whole.seconds, threads)
         spans = loader.stats.take_spans()
         dtype = np.dtype("uint16" if loader.dtype == "bfloat16" else loader.dtype)  # NumPy has no bfloat16
         batch_nbytes = loader.batch_size * loader.n_vars * dtype.itemsize
@@ -164,6 +151,7 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Bu
     peak = peak_memory()  # before measuring the ceilings takes memory
     ceilings, random_bits = _ceilings_and_random_entropy(args, batch_nbytes, taken["device"])
     rates = [r.cells_per_s for r in rounds]
+    row_nbytes = batch_nbytes / loader.batch_size if args.output == "dense" else float("nan")
     mix = None if entropy is None else {"mean": entropy.mean, "sd": entropy.sd, "true_random": random_bits}
     result = {
         "paths": args.paths,
@@ -171,7 +159,9 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Bu
         **settings.as_dict(args),
         "first_batch_s": first_batch_s,
         "cells_per_s": {"median": float(np.median(rates)), "min": min(rates), "max": max(rates), "repeats": rates},
-        "stages": _stages(rounds, ceilings, batch_nbytes / loader.batch_size, args, taken["device"]),
+        "stages": stages(  # no more threads run at once than there are cores
+            whole, ceilings, row_nbytes, min(threads, cores), is_on_gpu=taken["device"] != "cpu"
+        ),
         "ceilings_bytes_per_s": asdict(ceilings),
         "waits_s": waits,
         "ahead": {name: float(np.mean([some[name] for some in ahead])) for name in ahead[0]},
@@ -255,7 +245,7 @@ def _rounds(
                     _step(args.step, loader.stats, batch["X"], gpu)
                 progress.reach(number * args.seconds + elapsed)
             after = loader.stats.as_dict()
-            rounds.append(Round(elapsed, {k: after[k] - before[k] for k in (*COUNTED, *TIMED)}))
+            rounds.append(Round(elapsed, {k: after[k] - before[k] for k in MEASURED}))
     return rounds
 
 
@@ -289,80 +279,22 @@ def _ceilings_and_random_entropy(args: argparse.Namespace, batch_nbytes: int, de
         return measure(recipes, batch_nbytes), outlooks.random_bits
 
 
-def _stages(
-    rounds: list[Round], ceilings: Ceilings, row_nbytes: float, args: argparse.Namespace, device: str
-) -> dict[str, Any]:
-    """Return seconds, rate, ceiling and fraction of each stage, and the rate with all stages at their ceilings.
-
-    For decoding and gathering on a GPU, host seconds give no rate: the host only launches them.
-    """
-    seconds = sum(r.seconds for r in rounds)
-    total = {key: sum(r.stats[key] for r in rounds) for key in (*COUNTED, *TIMED)}
-    is_known = device == "cpu"
-    taken_nbytes = total["n_rows"] * row_nbytes if args.output == "dense" and is_known else float("nan")
-    decoded_nbytes = total["decoded_nbytes"] if is_known else float("nan")
-    threads = min(args.num_threads or usable_cores(), usable_cores())  # no more run at once
-    stages: dict[str, Any] = {
-        "plan": _stage(total["plan_s"], seconds),
-        "read": _stage(total["read_s"], seconds, total["read_nbytes"], ceilings.read),
-        "decode": _stage(total["decode_s"], seconds, decoded_nbytes, ceilings.decode),
-        "take_rows": _stage(total["take_s"], seconds, taken_nbytes, ceilings.fill),
-        "wait": _stage(total["wait_s"], seconds),
-    }
-    work = [
-        (total["read_nbytes"], ceilings.read),
-        (total["decoded_nbytes"], ceilings.decode),
-        (taken_nbytes, ceilings.fill),
-    ]
-    ideal_s = sum(n / rate for n, rate in work if n / rate >= 0) / threads
-    bound = total["n_rows"] / ideal_s if ideal_s else float("nan")
-    partial = total["n_chunks_partial"] / total["n_chunks"] if total["n_chunks"] else 0.0
-    decoded_per_cell = total["decoded_nbytes"] / max(1.0, total["n_rows"])
-    rate = total["n_rows"] / seconds
-    return {
-        **stages,
-        "threads": threads,
-        "decoded_nbytes_per_cell": decoded_per_cell,
-        "chunks_inflated_in_part": partial,
-        "at_ceilings_cells_per_s": bound,
-        "fraction_of_ceilings": rate / bound,
-    }
-
-
-def _verdict(args: argparse.Namespace, rounds: list[Round]) -> str:
-    """Return what held the consumer up over all rounds."""
-    total = {key: sum(r.stats[key] for r in rounds) for key in (*COUNTED, *TIMED)}
-    return Stats.verdict(total, sum(r.seconds for r in rounds), args.num_threads or usable_cores())
-
-
-def _stage(
-    stage_s: float, wall_s: float, nbytes: float = float("nan"), ceiling: float = float("nan")
-) -> dict[str, float]:
-    rate = nbytes / stage_s if stage_s else float("nan")
-    return {
-        "thread_share": stage_s / wall_s,
-        "bytes_per_s": rate,
-        "ceiling_bytes_per_s": ceiling,
-        "fraction": rate / ceiling,
-    }
-
-
 def _report(result: dict[str, Any]) -> str:
-    stages, entropy = result["stages"], result["entropy_bits"]
+    found, entropy = result["stages"], result["entropy_bits"]
     pairs = [("end to end", _rates(result["cells_per_s"]))]
     if entropy is not None:
         mean, sd, random = (text.bits(entropy[key]) for key in ("mean", "sd", "true_random"))
         pairs.append((f"{result['label']} entropy", f"{mean} +- {sd} bits; true random order {random}"))
-    partial = text.share(stages["chunks_inflated_in_part"])
+    partial = text.share(found["chunks_inflated_in_part"])
     pairs += [
-        ("all stages at their ceilings", _bound(stages)),
+        ("all stages at their ceilings", _bound(found)),
         (
             "first minibatch",
             f"{result['first_batch_s']:.2f} s after opening (with compiling, where it was the first time)",
         ),
         (
             "decoded per cell",
-            f"{text.size(stages['decoded_nbytes_per_cell'])}; {partial} of chunks only as far as needed",
+            f"{text.size(found['decoded_nbytes_per_cell'])}; {partial} of chunks only as far as needed",
         ),
         ("peak memory", _memory(result["peak_memory_nbytes"], result["memory_parts_nbytes"], result["device"])),
         ("waits for a minibatch", _waits(result["waits_s"])),
@@ -372,10 +304,8 @@ def _report(result: dict[str, Any]) -> str:
         *((gpu["name"], _busy(gpu)) for gpu in result.get("gpus", ())),
         ("path", f"{result['device']}, {result['io_mode']}"),
     ]
-    rows = [_stage_row(name, stages[name]) for name in ("plan", "read", "decode", "take_rows", "wait")]
-    header = ("stage", "threads busy", "bytes/s a thread", "ceiling", "of ceiling")
-    note = _note(result["paths"], result["device"]) + _above(stages)
-    return "\n\n".join([", ".join(result["paths"]), text.facts(pairs), text.table(header, rows), note])
+    note = _note(result["paths"], result["device"]) + _above(found)
+    return "\n\n".join([", ".join(result["paths"]), text.facts(pairs), text.table(HEADER, rows(found)), note])
 
 
 _NOTE = """\
@@ -406,8 +336,8 @@ _WHY_ABOVE = {
 """Notes on stages whose rate is above their ceiling."""
 
 
-def _above(stages: dict[str, Any]) -> str:
-    return "".join(f"\n  {why}" for name, why in _WHY_ABOVE.items() if stages[name]["fraction"] > 1)
+def _above(found: dict[str, Any]) -> str:
+    return "".join(f"\n  {why}" for name, why in _WHY_ABOVE.items() if found[name]["fraction"] > 1)
 
 
 def _memory(peak: float, parts: dict[str, int], device: str) -> str:
@@ -437,22 +367,11 @@ def _rates(rates: dict[str, Any]) -> str:
     return f"{median} cells/s (median of {len(rates['repeats'])}, {low} to {high})"
 
 
-def _bound(stages: dict[str, Any]) -> str:
-    bound = stages["at_ceilings_cells_per_s"]
+def _bound(found: dict[str, Any]) -> str:
+    bound = found["at_ceilings_cells_per_s"]
     if not np.isfinite(bound):
         return "-"
-    reached = f"{text.share(stages['fraction_of_ceilings'])} of it reached"
-    if stages["fraction_of_ceilings"] > 1 and _above(stages):
+    reached = f"{text.share(found['fraction_of_ceilings'])} of it reached"
+    if found["fraction_of_ceilings"] > 1 and _above(found):
         reached += ", as stages are above their ceilings (see below)"
-    return f"{text.number(round(bound))} cells/s on {text.count(stages['threads'], 'thread')}; {reached}"
-
-
-def _stage_row(name: str, stage: dict[str, float]) -> tuple[str, ...]:
-    rate, ceiling = (stage[k] for k in ("bytes_per_s", "ceiling_bytes_per_s"))
-    return (
-        name,
-        f"{stage['thread_share']:.2f}",
-        text.size(rate) if np.isfinite(rate) else "-",
-        text.size(ceiling) if np.isfinite(ceiling) else "-",
-        text.share(stage["fraction"]) if np.isfinite(stage["fraction"]) else "-",
-    )
+    return f"{text.number(round(bound))} cells/s on {text.count(found['threads'], 'thread')}; {reached}"

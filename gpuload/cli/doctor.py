@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,11 @@ def run(args: argparse.Namespace) -> int:
     return int(is_broken)
 
 
+def _noted(name: str, value: str, cure: str) -> Finding:
+    """Return a finding that could be better if there is a cure for it."""
+    return Finding(name, value, "note" if cure else "ok", cure)
+
+
 def _required(package: str) -> Finding:
     found = machine.version_of(package)
     if found is None:
@@ -147,24 +153,16 @@ def _machine() -> list[Finding]:
     limit = machine.open_file_limit()
     return [
         Finding("cores", f"{machine.usable_cores()} usable of {os.cpu_count()}"),
-        Finding(
+        _noted(
             "memory",
             f"{text.size(memory)} available of {text.size(machine.total_memory())}",
-            *(
-                ("ok",)
-                if memory >= LOW_MEMORY
-                else ("note", "Choose a smaller fetch_factor; `gpuload inspect` advises one.")
-            ),
+            "" if memory >= LOW_MEMORY else "Choose a smaller fetch_factor; `gpuload inspect` advises one.",
         ),
         Finding("pages", f"{os.sysconf('SC_PAGESIZE')} bytes; transparent huge pages: {machine.huge_pages()}"),
-        Finding(
+        _noted(
             "open files",
             f"at most {limit}",
-            *(
-                ("ok",)
-                if limit > LOW_FILE_LIMIT
-                else ("note", "Each file of a loader takes one: ulimit -n 65536, for many files.")
-            ),
+            "" if limit > LOW_FILE_LIMIT else "Each file of a loader takes one: ulimit -n 65536, for many files.",
         ),
         _numba_cache(),
     ]
@@ -195,7 +193,7 @@ def _path() -> list[Finding]:
         )
     return [
         Finding("GPUs", ", ".join(gpus) or "none seen"),
-        Finding("device='auto'", device, "note" if cure else "ok", cure),
+        _noted("device='auto'", device, cure),
         *([] if device == "cpu" else [_self_test(device)]),
         Finding("I/O path", path),
     ]
@@ -239,27 +237,21 @@ def _gpu_path(number: int) -> str:
 
 def _gpus() -> list[str]:
     """Return the CUDA devices that CuPy or PyTorch sees; with a missing or broken driver there are none."""
-    return _gpus_by_cupy() or _gpus_by_torch()
+    for seen, packages in ((_seen_by_cupy, GPU_PACKAGES["CuPy"]), (_seen_by_torch, ("torch",))):
+        with suppress(Exception):  # each has errors of its own for that
+            if machine.version_of(*packages) is not None and (found := seen()):
+                return found
+    return []
 
 
-def _gpus_by_cupy() -> list[str]:
-    if machine.version_of(*GPU_PACKAGES["CuPy"]) is None:
-        return []
-    try:
-        runtime = import_module("cupy.cuda.runtime")
-        return [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
-    except Exception:  # noqa: BLE001 - CuPy raises its own errors without a driver
-        return []
+def _seen_by_cupy() -> list[str]:
+    runtime = import_module("cupy.cuda.runtime")
+    return [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
 
 
-def _gpus_by_torch() -> list[str]:
-    if machine.version_of("torch") is None:
-        return []
-    try:
-        cuda = import_module("torch.cuda")
-        return [cuda.get_device_name(i) for i in range(cuda.device_count())]
-    except Exception:  # noqa: BLE001 - a broken driver may raise anything
-        return []
+def _seen_by_torch() -> list[str]:
+    cuda = import_module("torch.cuda")
+    return [cuda.get_device_name(i) for i in range(cuda.device_count())]
 
 
 def _report(sections: dict[str, list[Finding]]) -> str:

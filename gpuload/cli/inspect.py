@@ -91,8 +91,7 @@ def run(args: argparse.Namespace) -> int:
             column, form = store.obs[args.label], text.form_of(args.plot)
             page.save(Path(args.plot), figure.draw_inspection(advised, args.label, column, per_chunk, form))
     if args.json:
-        advice_given = {**asdict(advised), "label": args.label}
-        text.print_json({**found, "advice": advice_given})
+        text.print_json({**found, "advice": {**asdict(advised), "label": args.label}})
     else:
         print(_report(found, advised, args.label))
         text.print_saved(args.plot)
@@ -305,24 +304,22 @@ def _choices(advised: advice.Advice, label: str | None) -> list[str]:
     """Return the table of block sizes for the advised fetch factor, and one of the other fetch factors."""
     header = ["block_size", "cells a block", "blocks a fetch", "decoded per wanted"]
     header += [f"{label} entropy, bits", "of random"] if label else []
-    chosen = [c for c in advised.candidates if c.fetch_factor == advised.fetch_factor]
-    rows = [_choice_row(c, advised, label) for c in chosen]
-    title = f"block sizes, with batch_size={advised.batch_size} and fetch_factor={advised.fetch_factor}\n"
-    tables = [title + text.table((*header, "cells/s, modelled"), rows)]
-    for factor in sorted({c.fetch_factor for c in advised.candidates} - {advised.fetch_factor}, reverse=True):
-        others = [c for c in advised.candidates if c.fetch_factor == factor]
-        rows = [_choice_row(c, advised, label) for c in others]
-        tables.append(f"the same with fetch_factor={factor}\n" + text.table((*header, "cells/s, modelled"), rows))
+    title, tables = f"block sizes, with batch_size={advised.batch_size} and fetch_factor=", []
+    others = sorted({c.fetch_factor for c in advised.candidates} - {advised.fetch_factor}, reverse=True)
+    for factor in (advised.fetch_factor, *others):
+        rows = [_choice_row(c, advised, label) for c in advised.candidates if c.fetch_factor == factor]
+        tables.append(f"{title}{factor}\n" + text.table((*header, "cells/s, modelled"), rows))
+        title = "the same with fetch_factor="
     return tables
 
 
 def _choice_row(choice: Outlook, advised: advice.Advice, label: str | None) -> tuple[str, ...]:
     is_advised = (choice.block_size, choice.fetch_factor) == (advised.block_size, advised.fetch_factor)
-    n_blocks = choice.blocks(advised.batch_size)
+    n_blocks = choice.n_blocks
     row = [
         f"{choice.block_size}{' <-' if is_advised else ''}",
         text.number(round(choice.cells_per_block, 1)),
-        "all" if choice.holds_all else text.number(round(n_blocks) if n_blocks >= 10 else n_blocks),
+        "all" if np.isinf(n_blocks) else text.number(round(n_blocks) if n_blocks >= 10 else n_blocks),
         f"{choice.amplification:.2f}",
     ]
     if label:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.cli import text
+from gpuload.cli.stages import HEADER, rows
 from gpuload.errors import ReadError
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def page(result: Mapping[str, Any], versions: Mapping[str, str], timeline: bytes
             if result["device"] == "cpu"
             else ["<h2>Stages</h2>", _NOTE_OF_A_GPU]
         ),
-        _stage_table(result["stages"]),
+        _table(HEADER, rows(result["stages"])),
         "<h2>Rounds</h2>",
         _bars([(f"round {k + 1}", rate) for k, rate in enumerate(result["cells_per_s"]["repeats"])], "cells/s"),
         *_cache(result.get("cache")),
@@ -168,22 +169,6 @@ def _stages(stages: Mapping[str, Any]) -> str:
             words += f", {text.share(fraction)} of {text.size(stage['ceiling_bytes_per_s'])}/s"
         drawn += [_label(top, 0, name), _label(top, 580, words)]
     return _svg(34 * len(STAGES) + 8, drawn)
-
-
-def _stage_table(stages: Mapping[str, Any]) -> str:
-    rows = [
-        (
-            name,
-            f"{stages[name]['thread_share']:.2f}",
-            *(text.size(v) if np.isfinite(v := stages[name][key]) else "-" for key in _RATES),
-            text.share(stages[name]["fraction"]) if np.isfinite(stages[name]["fraction"]) else "-",
-        )
-        for name in ("plan", *STAGES, "wait")
-    ]
-    return _table(("stage", "threads busy", "bytes/s a thread", "ceiling", "of ceiling"), rows)
-
-
-_RATES = ("bytes_per_s", "ceiling_bytes_per_s")
 
 
 def _bars(rows: Sequence[tuple[str, float]], unit: str) -> str:

@@ -16,7 +16,7 @@ the number of blocks per fetch: at four to eight times the number of classes, th
 
 Which function to use: `expected_entropy` takes only the shares and is exact under the model; `entropy_of_runs` takes
 the labels in file order, needs no model, and reports where the model fails; `entropy_bounds` and `closed_form` are
-rigorous; `first_order_entropy` is what papers print, but no bound; `measure_entropy` measures a running loader.
+rigorous; `first_order_entropy` is what papers print, but not a bound; `measure_entropy` measures a running loader.
 
 References
 ----------

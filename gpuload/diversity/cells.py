@@ -53,10 +53,10 @@ class InBatch:
         self._known = np.full(fetch + 1, np.nan)
 
     def mean(self, cells: NDArray[np.int64], chance: NDArray[np.float64]) -> float:
-        """Return the mean over numbers of cells in the fetch, weighted by their probabilities."""
+        """Return the mean over the numbers of cells in the fetch, weighted by their probabilities."""
         new = np.unique(cells[np.isnan(self._known[cells])])
         for some in np.array_split(new, -(-new.size // 256) or 1):
-            part = np.abs(some / self._fetch - 0.5).min(initial=0.5)  # variance is largest nearest to one half
+            part = np.abs(some / self._fetch - 0.5).min(initial=0.5)  # variance is largest near one half
             reach = reach_of(1, self._batch_size * (0.25 - part**2))
             self._known[some] = self._given(some[:, None], min(self._batch_size, 2 * math.ceil(reach) + 2) + 1)
         return float(chance @ self._known[cells])
@@ -78,9 +78,9 @@ def fetch_cuts(
 ) -> list[tuple[int, list[tuple[int, int]]]]:
     """Return the equally likely ways to cut a fetch from concatenated blocks: (whole blocks, ranges within a block).
 
-    Fetches begin at multiples of their size, hence at all multiples, within a block, of the divisor common to it, the
-    block size and the lengths of any `short` blocks before it, less the cells of known ones `before` it; at most `most`
-    are returned.
+    Fetches begin at multiples of their size. Within a block, they therefore begin at all multiples of the greatest
+    common divisor of that size, the block size and the lengths of `short` blocks that may precede them, shifted back by
+    the number of cells in short blocks known to come `before`. At most `most` cuts are returned.
     """
     step = math.gcd(fetch, block_size, *short)
     offsets = range(-before % step, block_size, step * -(-(block_size // step) // most))
@@ -119,7 +119,7 @@ def _binomial(n: int, share: float) -> tuple[NDArray[np.int64], NDArray[np.float
 
 
 def reach_of(step: float, variance: float) -> float:
-    """Bound the deviation of a sum of independent terms, each within `step` of its mean, but for ``2 exp(-45)``."""
+    """Bound the deviation of a sum of independent terms, each within `step` of its mean; the tail is ``2 exp(-45)``."""
     third = _LOG_TAIL * step / 3
     return third + math.sqrt(third**2 + 2 * _LOG_TAIL * variance)
 
@@ -161,7 +161,7 @@ class Composition:
     def _count(
         self, codes: NDArray[Any], starts: NDArray[np.int64], length: NDArray[np.int64], size: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the distinct ``(label + 1) * (size + 1) + cells`` of some ranges, and how many cells each spans."""
+        """Return the distinct ``(label + 1) * (size + 1) + cells`` of ranges, and the cells of the ranges with each."""
         if size == 1:
             self.n_one_label += starts.size
             found, n = np.unique(codes[starts], return_counts=True)

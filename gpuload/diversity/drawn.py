@@ -1,9 +1,9 @@
 """Exact distribution of a label's cells in a fetch whose blocks are drawn without replacement. NumPy and SciPy only.
 
-Of a file's B blocks a fetch takes k, each at most once. A label that lies in few of them, as long runs do, is then in
-far fewer fetches twice than independent draws would have it. The distribution is that of stratified sampling: the
-numbers of blocks taken that are full of the label, that hold some of its cells, and that hold none are multivariate
-hypergeometric [1]_; given these, cells are summed over all subsets of the blocks of the second kind.
+A fetch takes k of a file's B blocks, each at most once. A label that lies in few blocks, as long runs do, then occurs
+twice in far fewer fetches than with independent draws. The distribution is that of stratified sampling: the numbers of
+blocks taken that are full of the label, that hold some of its cells, and that hold none are multivariate hypergeometric
+[1]_; given these, cells are summed over all subsets of the partly filled blocks.
 
 References
 ----------
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     Cells = tuple[NDArray[np.int64], NDArray[np.float64]]
     """A distribution of a number of cells: the values, and the chance of each."""
 
-_MOST_MIXED = 32
-"""Limit on blocks shared with other labels: of a label in more of them, a fetch has many, which are nearly normal."""
+_MAX_MIXED = 32
+"""Limit on blocks shared with other labels: beyond it, a fetch holds so many that their sum is nearly normal."""
 
 _STEPS = 32
-"""Numbers of cells in a shared block are rounded at random to multiples of its size over this, which keeps the mean
-and adds to the variance less than a thousandth of a block's squared size."""
+"""Numbers of cells in a shared block are randomly rounded to multiples of the block size divided by this, which keeps
+the mean and adds less than a thousandth of the squared block size to the variance."""
 
 
 class DrawnBlocks:
@@ -43,7 +43,7 @@ class DrawnBlocks:
     cells, chance : (k,) int64, (k,) float64
         Possible numbers of the label's cells in a block, starting with 0, and their shares of the blocks.
     n_blocks
-        Blocks of all files; not whole if some are short, as these count in proportion to their length.
+        Blocks of all files; fractional if some are short, as these count in proportion to their length.
     size
         Cells per block.
     """
@@ -56,7 +56,7 @@ class DrawnBlocks:
         is_full, rest = cells == size, times - n_whole
         self._n_full = int(n_whole[is_full].sum())
         n_mixed = int(n_whole[~is_full].sum()) + np.count_nonzero(rest)
-        self.is_few = n_mixed <= _MOST_MIXED
+        self.is_few = n_mixed <= _MAX_MIXED
         """Whether `in_fetch` can be called."""
         self._step = max(1, size // _STEPS)
         if self.is_few:
@@ -64,9 +64,9 @@ class DrawnBlocks:
             self._ways = self._count_ways(mixed, np.append(np.ones(n_mixed - np.count_nonzero(rest)), rest[rest > 0]))
 
     def _count_ways(self, cells: NDArray[np.int64], weight: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return in how many ways each number of mixed blocks has each number of cells: (blocks, multiples of a step).
+        """Return the number of ways in which n mixed blocks hold c cells, by n and by c in multiples of a step.
 
-        A short block, with a weight below 1, is taken that much less often than a whole one.
+        A short block has a weight below 1, as it is taken that much less often than a whole one.
         """
         most = int((cells // self._step + 1).sum())
         ways = np.zeros((cells.size + 1, most + 1))
@@ -78,7 +78,7 @@ class DrawnBlocks:
         return ways
 
     def _rounded(self, cells: int) -> list[tuple[int, float]]:
-        """Return the multiples of a step around a number of cells, with the chances that keep its mean."""
+        """Return the multiples of a step next to a number of cells, with the probabilities that preserve its mean."""
         at, over = divmod(cells, self._step)
         part = over / self._step
         return [(at, 1 - part), (at + 1, part)] if over else [(at, 1.0)]
@@ -89,11 +89,11 @@ class DrawnBlocks:
         Parameters
         ----------
         fetch
-            Cells of the fetch.
+            Cells per fetch.
         n_whole
-            Blocks that are in it whole.
+            Whole blocks in it.
         ends
-            Of the parts of further blocks, at most two: numbers of cells, starting with 0, and their shares.
+            At most two parts of further blocks, each given by possible numbers of cells, from 0 up, and their shares.
         """
         full = self._likely_full(n_whole)
         mixed = np.arange(self._ways.shape[0])
@@ -127,7 +127,7 @@ class DrawnBlocks:
         n_whole: int,
         ends: Sequence[Cells],
     ) -> list[tuple[NDArray[np.float64], list[Cells]]]:
-        """Split the weights by which ends hold cells of the label; their blocks are none of those taken."""
+        """Split the weights by which ends hold cells of the label; an end's block is never one of the whole blocks."""
         split: list[tuple[NDArray[np.float64], int, list[Cells]]] = [(weight, 0, [])]
         for n_before, (cells, chance) in enumerate(ends):
             found = []
@@ -143,7 +143,7 @@ class DrawnBlocks:
     def _plus_end(
         self, ways: NDArray[np.float64], cells: NDArray[np.int64], chance: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Add the cells of an end, shape (k,), to the multiples of a step, the second axis."""
+        """Add the cells of an end, shape (k,), along the second axis, which counts multiples of a step."""
         width = ways.shape[1]
         added = np.zeros((ways.shape[0], width + int(cells[-1]) // self._step + 1))
         for n, share in zip(cells.tolist(), (chance / chance.sum()).tolist(), strict=True):
@@ -153,7 +153,7 @@ class DrawnBlocks:
 
 
 def _log_choose(n: float, k: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the logarithm of the ways to choose k of n, which need not be whole; -inf where there is none."""
+    """Return the logarithm of the number of ways to choose k of n, which may be fractional; -inf if there are none."""
     from scipy.special import gammaln
 
     can_be = (k >= 0) & (k < n + 1)

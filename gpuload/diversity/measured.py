@@ -33,7 +33,7 @@ def entropy_bits(labels: ArrayLike, n_classes: int) -> float:
     Raises
     ------
     PlanError
-        A code is out of range or no whole number.
+        A code is out of range or not a whole number.
     """
     codes = checked_codes(labels)
     if codes.size and not (codes.min() >= -1 and codes.max() < n_classes):
@@ -89,10 +89,10 @@ def measure_entropy(loader: Loader, column: str, n_batches: int) -> MinibatchEnt
     Parameters
     ----------
     loader
-        Opened with the column in `obs`. It is iterated from its next epoch on, over as many epochs as needed, which
-        then count as begun.
+        Opened with the column in `obs`. It is iterated from its next epoch on, over as many epochs as needed, which are
+        then used up.
     column
-        A column of categories, texts, whole numbers or booleans.
+        A column of categories, strings, whole numbers or booleans.
     n_batches
         Minibatches to measure. Short ones (the last of an epoch) are skipped.
 

@@ -29,7 +29,7 @@ def label_shares(codes: ArrayLike) -> NDArray[np.float64]:
     Raises
     ------
     PlanError
-        They are no whole numbers, or one is below -1.
+        They are not whole numbers, or one is below -1.
     """
     counts = label_counts(codes)
     shares: NDArray[np.float64] = counts / max(1, counts.sum())
@@ -48,7 +48,7 @@ def label_counts(codes: ArrayLike) -> NDArray[np.int64]:
 
 
 def checked_codes(codes: ArrayLike) -> NDArray[np.signedinteger[Any]]:
-    """Return label codes, shape (n,), as signed integers of 4 bytes or more; raise PlanError if they are none."""
+    """Return label codes, shape (n,), as signed integers of at least 4 bytes; raise PlanError if not integers."""
     found = np.asarray(codes)
     if not found.size:
         return np.empty(0, dtype=np.int64)
@@ -83,14 +83,14 @@ def iid_entropy(p: ArrayLike, batch_size: int) -> float:
     Raises
     ------
     PlanError
-        The shares are no distribution, or the size is below 1.
+        The shares are not a distribution, or the size is below 1.
     """
     check_at_least_one(batch_size=batch_size)
     return _entropy_of_blocks(_checked_shares(p), batch_size, 1)
 
 
 def _entropy_of_blocks(shares: NDArray[np.float64], batch_size: int, block_size: int) -> float:
-    """Return the expected entropy of minibatches that are independent blocks of one label each, the last one cut."""
+    """Return the expected entropy of minibatches made of independent single-label blocks, the last one cut to fit."""
     n_whole, rest = divmod(batch_size, block_size)
     total = 0.0
     for share in shares.tolist():
@@ -119,7 +119,7 @@ def expected_entropy(p: ArrayLike, *, batch_size: int, block_size: int, fetch_fa
     Raises
     ------
     PlanError
-        The shares are no distribution, or a size is below 1.
+        The shares are not a distribution, or a size is below 1.
     """
     check_at_least_one(batch_size=batch_size, block_size=block_size, fetch_factor=fetch_factor)
     shares, times = np.unique(_checked_shares(p), return_counts=True)
@@ -152,7 +152,7 @@ def entropy_bounds(p: ArrayLike, *, batch_size: int, block_size: int, fetch_fact
     Raises
     ------
     PlanError
-        The shares are no distribution, or a size is below 1.
+        The shares are not a distribution, or a size is below 1.
 
     Notes
     -----
@@ -178,7 +178,7 @@ def closed_form(p: ArrayLike, *, batch_size: int, block_size: int) -> tuple[floa
     Raises
     ------
     PlanError
-        The shares are no distribution, or a size is below 1.
+        The shares are not a distribution, or a size is below 1.
     """
     check_at_least_one(batch_size=batch_size, block_size=block_size)
     shares = _checked_shares(p)
@@ -198,7 +198,7 @@ def first_order_entropy(p: ArrayLike, n_draws: float) -> float:
     Raises
     ------
     PlanError
-        The shares are no distribution, or `n_draws` is not above 0.
+        The shares are not a distribution, or `n_draws` is not above 0.
     """
     if not n_draws > 0:
         raise PlanError(f"n_draws={n_draws!r}: expected a number above 0.")

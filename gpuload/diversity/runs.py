@@ -28,13 +28,13 @@ TOLERANCE_BITS = 0.05
 """The model is reported to fail if its error exceeds this; published measurements agree to within it."""
 
 _FEW = 0.01
-"""Blocks are taken as drawn independently if a fetch has less than this share of them, as that changes nothing then."""
+"""Blocks count as drawn independently if a fetch has less than this share of them: the difference is negligible."""
 
 _MAX_RUN_OFFSETS = 8
-"""Limit on positions within a block at which a fetch may begin: fewer than the model's, as each takes longer."""
+"""Limit on positions within a block at which a fetch may begin: fewer than in the model, as each takes longer."""
 
-_MOST_SHORT = 4
-"""Of at most so many short blocks, all sets that may precede a fetch are considered."""
+_MAX_SHORT = 4
+"""Up to this many short blocks, all subsets that may precede a fetch are considered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def entropy_of_runs(
     Raises
     ------
     PlanError
-        There are no cells, codes are no whole numbers of at least -1, `file_rows` do not add up, or a size is below 1.
+        There are no cells, codes are not whole numbers of at least -1, `file_rows` do not add up, or a size is below 1.
 
     Notes
     -----
@@ -138,7 +138,7 @@ def entropy_of_runs(
     )
     return RunsEntropy(
         min(max(bits, lower), upper),
-        min(lower, upper),  # of few blocks, short ones, approximated, can make it more
+        min(lower, upper),  # with few blocks, the approximation of short ones can make it exceed `upper`
         upper,
         model_bits,
         n_one_label / labels.size,
@@ -160,7 +160,7 @@ def _runs_totals(
     whole = Composition(labels, starts, stops, block_size)
     within = {end for _, _, ends in cuts for end in ends}
     parts = {}
-    for lo, hi in within:  # of a short block, the same fraction
+    for lo, hi in within:  # the same fraction of a short block
         first = starts + lo * (stops - starts) // block_size
         last = stops - (block_size - hi) * (stops - starts) // block_size
         parts[lo, hi] = Composition(labels, first, last, hi - lo)
@@ -190,11 +190,11 @@ def _runs_totals(
 def _cuts(fetch: int, block_size: int, lengths: NDArray[np.int64]) -> list[tuple[float, int, list[tuple[int, int]]]]:
     """Return the ways to cut a fetch from blocks of these lengths, with the probability of each.
 
-    The positions of short blocks are random: a fetch comes after any number of them, equally likely, and after any
-    ones. After some of many it begins anywhere.
+    The positions of short blocks are random: every number of them, and every subset of that size, is equally likely to
+    precede a fetch. If there are many, a fetch after any of them is taken to begin anywhere.
     """
     short, cut = lengths[lengths < block_size].tolist(), partial(fetch_cuts, fetch, block_size, _MAX_RUN_OFFSETS)
-    if (n := len(short)) > _MOST_SHORT:
+    if (n := len(short)) > _MAX_SHORT:
         found = [(1 / (n + 1), cut()), (n / (n + 1), cut(short=short))]
     else:
         each = [some for size in range(n + 1) for some in combinations(short, size)]
@@ -219,7 +219,7 @@ def fetch_entropy(codes: ArrayLike, batch_size: int) -> float:
     Raises
     ------
     PlanError
-        There are no cells, codes are no whole numbers of at least -1, or the size is below 1.
+        There are no cells, codes are not whole numbers of at least -1, or the size is below 1.
     """
     check_at_least_one(batch_size=batch_size)
     counts = label_counts(codes)

@@ -1,7 +1,7 @@
-"""A common interface to the three array libraries of the estimators, for the few operations that differ between them.
+"""A common interface to the estimators' three array libraries, for the few operations that differ between them.
 
-Like their front and backend, this module uses torch and CuPy directly: linear algebra here works on whole arrays,
-without streams or buffers of ours.
+Like the PyTorch front and the CUDA backend, this module uses torch and CuPy directly: its linear algebra works on whole
+arrays and needs none of the loader's streams and buffers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Engine:
     name
         ``"numpy"``, ``"torch"`` or ``"cupy"``.
     xp
-        Its module, for functions with the same name in all three.
+        The library's module, for functions with the same name in all three.
     put
         Copy an array of any of the three to the device, with a dtype (``"float32"`` or ``"float64"``).
     host
@@ -151,7 +151,7 @@ def open_engine(name: str, device: str, *, has_choice: bool = False) -> Engine:
 
 
 def multiplies_bfloat16(device: str) -> bool:
-    """Return whether a device multiplies bfloat16 natively: all GPUs that we support, and some CPUs."""
+    """Return whether a device multiplies bfloat16 natively: all supported GPUs and some CPUs do."""
     if device != "cpu":
         return True
     try:
@@ -231,5 +231,6 @@ def to_host(array: Any) -> NDArray[Any]:
         return array
     if hasattr(array, "detach"):
         found = array.detach().cpu()
-        return np.asarray((found.float() if str(found.dtype) == "torch.bfloat16" else found).numpy())  # NumPy has none
+        # NumPy has no bfloat16.
+        return np.asarray((found.float() if str(found.dtype) == "torch.bfloat16" else found).numpy())
     return np.asarray(array.get() if hasattr(array, "get") else array)

@@ -32,7 +32,7 @@ class Estimator:
 
     _kind = "transformer"
     _learnt: tuple[str, ...] = ()
-    """Attributes of a fitted estimator, without which it is not whole."""
+    """Attributes that a fitted estimator must have."""
     n_features_in_: int
     feature_names_in_: NDArray[np.str_]
     engine: str
@@ -56,7 +56,7 @@ class Estimator:
         ValueError
             There is no such parameter (scikit-learn's convention).
         """
-        for name in params:  # all of them first, since a call that fails must change none
+        for name in params:  # check all first: a call that fails must change none
             if name not in self._names():
                 raise ValueError(f"{name}: {type(self).__name__} has no such parameter; it has {self._names()}.")
         for name, value in params.items():
@@ -67,7 +67,7 @@ class Estimator:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.get_params().items())})"
 
     def __sklearn_tags__(self) -> Any:
-        """Return scikit-learn's tags of the estimator; only scikit-learn calls this, so it is installed."""
+        """Return scikit-learn's tags of the estimator; called only by scikit-learn, so it is installed."""
         from sklearn.utils import InputTags, Tags, TargetTags, TransformerTags
         from sklearn.utils._tags import RegressorTags
 
@@ -109,7 +109,7 @@ class Estimator:
                 about = json.loads(str(stored["about"]))
                 learnt = {k: stored[k] for k in stored.files if k != "about"}
                 kind, params = about["estimator"], dict(about["params"])
-        except Exception as error:  # whatever a damaged file makes NumPy, zipfile and zlib raise
+        except Exception as error:  # a damaged file can make NumPy, zipfile and zlib raise almost anything
             raise CorruptDataError(
                 f"{path}: not a saved {cls.__name__}, or a damaged one ({error}); write it again with save()."
             ) from error
@@ -127,14 +127,14 @@ class Estimator:
         return self
 
     def _opened(self, X: Any) -> Engine:
-        """Return the array library for `X`: on `device`, or else where a loader's minibatches are."""
+        """Return the array library for `X`: on `device` if given, else where the loader's minibatches are."""
         if self.device is not None:
             return open_engine(self.engine, self.device)
         device = X.device if isinstance(X, Loader) and self.engine != "numpy" else "cpu"
         return open_engine(self.engine, "cuda" if (self.engine, device) == ("cupy", "cpu") else device, has_choice=True)
 
     def _random(self) -> np.random.Generator:
-        """Return a new generator of the seed."""
+        """Return a new generator seeded with `random_state`."""
         try:
             return np.random.default_rng(self.random_state)
         except (TypeError, ValueError) as error:
@@ -145,7 +145,7 @@ class Estimator:
     def _checked(
         self, X: Any, engine: Engine, *, is_fitted: bool = False, of_bits: Callable[[Any], Any] = float32_of_bits
     ) -> Passes:
-        """Return the passes over a matrix, checked against the columns fitted if `is_fitted`."""
+        """Return the passes over a matrix; if `is_fitted`, check it against the columns that were fitted."""
         if is_fitted and not hasattr(self, "n_features_in_"):
             raise not_fitted(type(self).__name__)
         passes = Passes(X, engine, of_bits)
@@ -165,7 +165,7 @@ class Estimator:
         return passes
 
     def _check_names(self, names: NDArray[np.str_]) -> None:
-        """Raise PlanError if columns have other names than those fitted."""
+        """Raise PlanError if the columns' names differ from those fitted."""
         fitted = getattr(self, "feature_names_in_", names)
         if differing := np.flatnonzero(names != fitted).tolist():
             at = differing[0]
@@ -176,7 +176,7 @@ class Estimator:
             )
 
     def _remember(self, passes: Passes) -> None:
-        """Set what a fitted estimator knows of the columns."""
+        """Record the number and names of the columns."""
         self.n_features_in_ = passes.n_columns
         if passes.names is not None:
             self.feature_names_in_ = passes.names

@@ -1,4 +1,4 @@
-"""Kernel ridge regression, exact or by landmarks, for more cells than a float64 kernel matrix would allow."""
+"""Kernel ridge regression, exact or with landmarks, for more cells than a float64 kernel matrix would allow."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ PANEL = 3072
 _JITTER = 1e-6
 
 _EPSILON = 2.0**-23
-"""Of float32."""
+"""Machine epsilon of float32."""
 
-_MOST_ERROR = 1e-4
-"""Relative error of an entry of the kernel above which it is computed in float64."""
+_MAX_ERROR = 1e-4
+"""If kernel entries could have a larger relative error in float32, they are computed in float64."""
 
 _GRAM_PANEL = 512
 """Columns of a symmetric matrix accumulated at a time, from the diagonal down, so that little is computed twice."""
@@ -135,7 +135,7 @@ class KernelRidge(Estimator):
         rows, coefficients = (self._exact if is_exact else self._landmarks)(engine, passes, flat, halves, gamma)
         if not np.all(np.isfinite(coefficients)):
             raise PlanError("X or y holds NaN or infinite values; remove or fill them first.")
-        self._remember(passes)  # only now: a fit that fails leaves a fitted model as it was
+        self._remember(passes)  # only now, so that a failed fit leaves a fitted model unchanged
         self.X_fit_: NDArray[np.float32] = rows
         self.dual_coef_: NDArray[np.float32] = coefficients[:, 0] if targets.ndim == 1 else coefficients
         return self
@@ -159,7 +159,7 @@ class KernelRidge(Estimator):
         found = found.reshape(len(found), -1)
         targets = _checked_targets(y, len(found), X)
         wanted = targets.reshape(len(found), -1)
-        if wanted.shape != found.shape:  # of one and several NumPy would take the differences of all pairs
+        if wanted.shape != found.shape:  # NumPy would broadcast one target against several
             raise PlanError(
                 f"y has shape {targets.shape}, but there are predictions of {found.shape[1]} targets; give these."
             )
@@ -226,12 +226,12 @@ class KernelRidge(Estimator):
         m = min(self.n_landmarks, passes.n_rows)
         chosen = np.sort(self._random().permutation(passes.n_rows)[:m])
         known = engine.put(_rows_of(engine, passes, chosen), "float32")
-        exactly = engine.put(known, "float64")  # in float32 rounding errors can make it indefinite, however small
+        exactly = engine.put(known, "float64")  # in float32, rounding errors could make the kernel indefinite
         kernel = _kernel(engine, exactly, exactly, gamma)
         kernel[range(m), range(m)] += _JITTER * m
         lower = engine.put(cholesky(engine, kernel), "float32")
         del kernel
-        # A model is a sum over parts of the rows that lie entirely inside or outside each half.
+        # A model is a sum over parts of the rows, each entirely inside or outside of every half.
         part_of, members = np.unique(np.stack(halves, axis=1), axis=0, return_inverse=True)
         members = members.reshape(-1)
         kind, panels = "float32" if len(part_of) > 1 else "float64", list(_panels(m, _GRAM_PANEL))
@@ -260,7 +260,7 @@ class KernelRidge(Estimator):
 
 
 def _checked_targets(y: ArrayLike, n_rows: int, X: Any) -> NDArray[np.float32]:
-    """Return the targets of the rows of X as float32; those of a loader's cells are taken in the order of its rows."""
+    """Return the targets of the rows of X as float32; if X is a loader, targets are by row number."""
     if y is None:
         raise PlanError("y=None: this estimator requires y to be passed, but the target y is None; pass one.")
     if hasattr(y, "toarray"):
@@ -279,18 +279,18 @@ def _checked_targets(y: ArrayLike, n_rows: int, X: Any) -> NDArray[np.float32]:
 
 
 def _check_order(name: str, given: Any, X: Any) -> None:
-    """Raise PlanError for values of which a mask hides some, or that pandas says are of the rows of X elsewhere."""
+    """Raise PlanError for values that are partly masked, or whose pandas index has the rows of X in another order."""
     if isinstance(X, Loader):
         check_index(name, given, X.cell_names, "cell", "gpuload.obs_names(paths)")
         return
     check_unmasked(name, given)
-    if not hasattr(X, "columns") or not hasattr(given, "index") or callable(given.index):  # not both are data frames
+    if not hasattr(X, "columns") or not hasattr(given, "index") or callable(given.index):  # not both pandas objects
         return
     numbers = np.arange(len(given))
     if given.index.equals(X.index) or np.array_equal(given.index, numbers):
         return
     is_of_X = given.index.isin(X.index)
-    if is_of_X.all() if np.array_equal(X.index, numbers) else is_of_X.any():  # other names say nothing of the order
+    if is_of_X.all() if np.array_equal(X.index, numbers) else is_of_X.any():  # unrelated names say nothing about order
         at = int(np.argmax(np.asarray(given.index) != np.asarray(X.index)))
         raise PlanError(
             f"{name}: its value {at} is of {given.index.tolist()[at]!r}, but row {at} of X is "
@@ -313,14 +313,14 @@ def _rows_of(engine: Engine, passes: Passes, chosen: NDArray[np.int64]) -> NDArr
 def _kernel(engine: Engine, A: Any, B: Any, gamma: float) -> Any:
     """Return the Gaussian kernel of all pairs of rows, (len(A), len(B)).
 
-    Both are shifted to about 0 first: far from it the difference of squares loses all its digits in float32. Where it
-    still would, as between groups of rows that are far apart, it is computed in float64.
+    Both are first centred near 0: far from it, the difference of squares loses all its digits in float32. If it still
+    would, as with groups of rows that are far apart, it is computed in float64.
     """
     centre = B[:BATCH_SIZE].mean(0)
     A, B = A - centre, B - centre
     of_a, of_b = (A * A).sum(1), (B * B).sum(1)
     is_single = str(A.dtype).endswith("float32")
-    if is_single and gamma * _EPSILON * (float(of_a.max()) + float(of_b.max())) > _MOST_ERROR:
+    if is_single and gamma * _EPSILON * (float(of_a.max()) + float(of_b.max())) > _MAX_ERROR:
         return engine.put(_kernel(engine, engine.put(A, "float64"), engine.put(B, "float64"), gamma), "float32")
     squares = A @ B.T
     squares *= -2

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from gpuload.estimators.arrays import Engine
 
 BATCH_SIZE = 2048
-"""Rows made dense at a time: a matrix product of this many is as efficient as of more."""
+"""Rows made dense at a time: larger matrix products are no more efficient."""
 
 RUN = 128
-"""Neighbouring rows in a sample: with more it would have fewer places, with fewer matrix products take longer."""
+"""Length of a sample's runs of rows: longer runs cover fewer places, shorter ones slow down matrix products."""
 
 _SECTIONS = 8
-"""Parts of a matrix, each of which a sample must have rows of."""
+"""Parts of a matrix; a sample must have rows from each."""
 
 
 class Passes:
@@ -51,7 +51,7 @@ class Passes:
     is_bfloat16
         Whether its values have only bfloat16 precision.
     names : (n_columns,) str, or None
-        Names of the columns of a loader or a data frame, unless they only count.
+        Names of the columns of a loader or a data frame, unless they are just ``"0"``, ``"1"``, ...
     """
 
     def __init__(self, X: Any, engine: Engine, of_bits: Callable[[Any], Any] = float32_of_bits) -> None:
@@ -128,7 +128,7 @@ class Passes:
             yield from self._batches(self._X, share)
             return
         n_batches = -(-self.n_rows // BATCH_SIZE)
-        n_sampled = math.ceil(share * n_batches)  # as many rows as of these minibatches, but from more places
+        n_sampled = math.ceil(share * n_batches)  # sets the number of rows, which are taken from more places
         size = BATCH_SIZE if n_sampled == n_batches else RUN
         n_parts = -(-self.n_rows // size)
         n_chosen = min(n_parts, n_sampled * BATCH_SIZE // size)
@@ -150,7 +150,7 @@ class Passes:
                 part = self._dense(batch.X)
             is_seen[batch.rows] = True
             yield batch.rows, part
-        if not is_seen.all():  # an epoch has as many as there are: one lacks if another is there twice
+        if not is_seen.all():  # the epoch has the right size, so some rows are missing if others occurred twice
             raise _incomplete(int(is_seen.sum()), self.n_rows)
 
     def _dense(self, X: Any) -> Any:
@@ -180,33 +180,33 @@ def _incomplete(n: int, n_rows: int) -> PlanError:
     )
 
 
-_MOST = float(np.finfo(np.float32).max)
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 _NOT_FINITE = "X holds NaN or infinity, or values too large for float32; remove, fill or scale them first."
 
 
 def checked_finite(found: NDArray[Any]) -> NDArray[Any]:
-    """Return a result; raise PlanError if it is not finite, because of the values on a GPU, say, or of large sums."""
+    """Return a result; raise PlanError if it is not finite: GPU input is not checked, and sums may overflow."""
     if not np.isfinite(found).all():
         raise PlanError(_NOT_FINITE)
     return found
 
 
 def _is_finite(part: Any) -> bool:
-    """Return whether all values are finite as float32; usually the sum tells, without extra memory.
+    """Return whether all values are finite as float32; usually their sum shows it, without extra memory.
 
-    Those on a GPU are not looked at, since that would wait for it: results are.
+    Values on a GPU are not checked, since that would synchronize with it; results are checked instead.
     """
-    if hasattr(part, "detach"):  # torch's
+    if hasattr(part, "detach"):  # a torch tensor
         if part.device.type != "cpu" or not part.is_floating_point():
             return True
         least, most = part.detach().aminmax()
-        return bool(least >= -_MOST and most <= _MOST)
+        return bool(least >= -_MAX_FLOAT32 and most <= _MAX_FLOAT32)
     if not isinstance(part, np.ndarray) or part.dtype.kind in "biu":
         return True
     if part.dtype.kind != "f":
         part = part.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         if part.dtype.itemsize > np.float32().itemsize:
-            return bool(part.min() >= -_MOST and part.max() <= _MOST)
+            return bool(part.min() >= -_MAX_FLOAT32 and part.max() <= _MAX_FLOAT32)
         return bool(np.isfinite(part.sum()) or np.isfinite(part).all())

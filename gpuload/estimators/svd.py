@@ -1,4 +1,4 @@
-"""Truncated SVD of a matrix that is never in memory as a whole, in a few passes over minibatches."""
+"""Truncated SVD of a matrix that is never entirely in memory, in a few passes over minibatches."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 SAMPLE_ROWS = 20
 """A pass over a fraction of the rows takes at least this many per column of the basis."""
 
-_RESCALED, _LEAST, _MOST_SCALE = 2.0**40, 2.0**-80, 2.0**120
-"""Squares of large or small values leave float32's range: then a pass is made anew, with all values divided or
-multiplied by the first, up to the last; what it adds up is too small if below the second. Powers of 2 are exact."""
+_RESCALING, _MIN_SUM, _MAX_SCALE = 2.0**40, 2.0**-80, 2.0**120
+"""Squares of very large or small values leave float32's range. A pass is then repeated with all values divided or
+multiplied by the first factor, in total by at most the third; sums below the second are too small. Scaling by powers of
+2 is exact."""
 
 
 class TruncatedSVD(Estimator):
@@ -167,9 +168,9 @@ class TruncatedSVD(Estimator):
         return np.asarray(scores @ (turn * signs).astype(np.float32))
 
     def _basis(self, engine: Engine, passes: Passes, width: int, dtype: str) -> Any:
-        """Return an orthonormal basis of nearly the leading right singular vectors, (p, at most width) float32."""
+        """Return an orthonormal basis that nearly spans the leading right singular vectors, (p, <= width) float32."""
         n, p = passes.n_rows, passes.n_columns
-        if n <= width < p:  # few rows span all that there is
+        if n <= width < p:  # the rows themselves span everything
             rows = np.empty((n, p), dtype=np.float32)
             for numbers, part in passes:
                 rows[numbers] = engine.host(part)
@@ -188,9 +189,9 @@ class TruncatedSVD(Estimator):
     def _image(
         self, engine: Engine, passes: Passes, share: float, basis: Any, dtype: str, scale: float
     ) -> tuple[Any, float]:
-        """Return ``X.T @ (X @ basis)`` of a share of the rows, (p, width) float32, of X divided by a scale; and that.
+        """Return ``X.T @ (X @ basis)`` over a share of the rows, (p, width) float32, and the scale X was divided by.
 
-        It is `scale`, unless the result would leave the range of float32.
+        It is `scale` unless the result would leave float32's range.
         """
         used = scale
         while True:
@@ -202,12 +203,12 @@ class TruncatedSVD(Estimator):
                     projected /= used
                     image += part.T @ projected
             largest = float(abs(image).max())
-            if largest >= _LEAST and np.isfinite(largest):
+            if largest >= _MIN_SUM and np.isfinite(largest):
                 return image, used
-            used *= 1 / _RESCALED if largest < _LEAST else _RESCALED
-            if not 1 / _MOST_SCALE <= used <= _MOST_SCALE:
+            used *= 1 / _RESCALING if largest < _MIN_SUM else _RESCALING
+            if not 1 / _MAX_SCALE <= used <= _MAX_SCALE:
                 checked_finite(np.array(largest))
-                return basis, scale  # zeros, which turn nothing
+                return basis, scale  # X is all zeros, and leaves the basis as it is
 
     def _check(self, n: int, p: int) -> None:
         """Raise PlanError if a parameter is invalid for a matrix of n x p."""

@@ -44,7 +44,8 @@ from gpuload.formats.arrays import (
 from gpuload.formats.index import Index, indptr_of
 from gpuload.formats.recognise import HDF5
 from gpuload.layout import ArrayLayout, Filter
-from gpuload.remote_source import RemoteFile, RemoteSource
+from gpuload.remote_file import RemoteFile
+from gpuload.remote_source import RemoteSource
 from gpuload.source import BufferSource, FileSource
 from gpuload.store import CsrMatrix
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import BusyError, ReadError
+from gpuload.errors import ReadError
+from gpuload.object_errors import check_length
 from gpuload.remote import OUTAGE_S, Patience, open_remote
 from gpuload.source import read_at
 
@@ -59,9 +60,7 @@ class RemoteSamples:
         if found is None:
             raise ReadError(f"{self._remote.name}/{key}: no such object. Check the ID and the suffix.")
         whole = self._remote.get(found, 0, found.nbytes)
-        got = memoryview(whole).nbytes
-        if got != found.nbytes:
-            raise BusyError(f"{self._remote.name}/{key}: short read: wanted {found.nbytes} bytes, got {got}.")
+        check_length(whole, found.nbytes, f"{self._remote.name}/{key}")
         return whole
 
 

@@ -1,4 +1,4 @@
-"""The protocols of samplers and of strategies (bound samplers), and `Cells`, what a sampler may know of the cells."""
+"""The protocols of samplers and strategies (bound samplers), and `Cells`: what a sampler may know about the cells."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Classes:
     names: Names
 
     def shares(self, sampler: str, given: Mapping[Any, float] | str, counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return each class's share of the draws, shape (n_classes,), as a sampler's `shares` asks for.
+        """Return each class's share of the draws, shape (n_classes,), from a sampler's `shares`.
 
         Parameters
         ----------
         sampler
-            Its name, for errors.
+            The sampler's name, for errors.
         given
             ``"equal"``, or ``{label: share}``, with a tuple of labels for classes by several columns.
         counts : (n_classes,) int64
-            What can be drawn of each class; one of which there is none has no share.
+            How many cells or sets of each class can be drawn; a class of none has no share.
         """
         if isinstance(given, str):
             return (counts > 0).astype(np.float64)
@@ -78,7 +78,7 @@ class Classes:
 
 
 def check_shares(sampler: str, given: Any) -> None:
-    """Raise PlanError unless a sampler's `shares` of classes are valid as far as can be told without the cells."""
+    """Raise PlanError if a sampler's `shares` of classes are invalid, as far as is known without the cells."""
     if isinstance(given, str) and given == "equal":
         return
     if not isinstance(given, Mapping) or not given:
@@ -88,14 +88,14 @@ def check_shares(sampler: str, given: Any) -> None:
 
 
 def check_share(sampler: str, of: str, share: object) -> None:
-    """Raise PlanError unless a share of draws, `of` which is named in the error, is valid."""
+    """Raise PlanError unless a share of draws is valid; `of` says whose share it is."""
     if not is_number(share) or not 0 < share < float("inf"):
         raise PlanError(f"{sampler}: the share of {of} is {share!r}; expected a finite number above 0.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cells:
-    """The cells that a sampler draws from, all or some of a store's, as far as it may know them.
+    """The cells that a sampler draws from, all or some of a store's: what it may know about them.
 
     Attributes
     ----------
@@ -154,7 +154,7 @@ class Cells:
         return out
 
     def check_index(self, sampler: str, given: Any) -> None:
-        """Raise PlanError for a Series of pandas with a value for each cell of the store, but in another order."""
+        """Raise PlanError for a pandas Series with a value for each cell of the store, but in another order."""
         check_index(sampler, given, self.cell_names, "cell", "gpuload.obs_names(paths)")
 
     def part(self, rows: RowList) -> Cells:
@@ -266,12 +266,12 @@ def about_column(column: Any) -> list[str]:
 
 
 def _labels(given: Any) -> tuple[NDArray[np.integer], Names]:
-    """Return the codes of labels, -1 if missing, and the names they stand for."""
+    """Return the codes of labels, -1 = missing, and the names they stand for."""
     import pandas as pd
 
     codes, found = factorize(given)
     names = np.asarray(found)
-    if names.dtype.kind in "mM":  # NumPy would make whole numbers of them
+    if names.dtype.kind in "mM":  # NumPy's tolist() would make integers of them
         names = pd.Index(names).to_numpy(dtype=object)
     return codes.astype(np.int32), names_of(names)
 

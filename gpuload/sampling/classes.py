@@ -1,6 +1,6 @@
-"""The class of each cell, by one column of obs or by several: numbers and booleans are classes too.
+"""The class of each cell, by one obs column or several: numbers and booleans are classes too.
 
-Computed by slices, as there may be 100 million cells; a class is named only when asked, as there may be millions.
+Computed in slices, as there may be 100 million cells; classes are named only on demand, as there may be millions.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Names:
     def __getitem__(self, index: int) -> str:
         return self.text(self.label(range(self._n)[index]))
 
-    def and_missing(self) -> Names:
-        """Return these names and, as the last, that of the class without a value, whose labels are None."""
+    def with_missing(self) -> Names:
+        """Return these names followed by that of the class without a value, whose labels are None."""
         missing = (None,) * max(1, len(self.columns))
         return Names(self._n + 1, lambda place: self.label(place) if place < self._n else missing, self.columns)
 
 
 def coded(values: NDArray[Any], categories: NDArray[Any] | None, *column: str) -> tuple[NDArray[np.integer], Names]:
-    """Return the class of each cell by a column, (n,) integers, -1 if it has no value; and the names of the classes.
+    """Return the class of each cell by a column, (n,) integers, -1 = no value; and the names of the classes.
 
     Parameters
     ----------
@@ -78,14 +78,16 @@ def coded(values: NDArray[Any], categories: NDArray[Any] | None, *column: str) -
 
 
 def factorize(values: Any, *, sort: bool = False) -> tuple[NDArray[np.integer], Any]:
-    """Return codes, -1 if missing, and what they stand for, as pandas does, which ends a text at a NUL character.
+    """Return codes, -1 = missing, and what they stand for, as pandas.factorize does, but correctly for NUL characters.
+
+    pandas ends a string at its first NUL.
 
     Parameters
     ----------
     values : (n,)
-        An array of NumPy or pandas, a Series or an Index.
+        A NumPy or pandas array, a Series or an Index.
     sort
-        Whether codes are in the order of what they stand for; else, but for NUL characters, in that of appearance.
+        Whether codes follow the order of their values; else they follow that of appearance, unless there are NULs.
     """
     import pandas as pd
 
@@ -104,12 +106,12 @@ def factorize(values: Any, *, sort: bool = False) -> tuple[NDArray[np.integer], 
 
 
 def _has_nul(values: NDArray[Any]) -> bool:
-    """Return whether a text has a NUL character; looked for in many at once, as Python is slow in each."""
+    """Return whether any string has a NUL character; many are searched at once, as a Python loop would be slow."""
     for start in range(0, values.size, SLICE):
         part = values[start : start + SLICE]
         try:
             text = "".join(part)
-        except TypeError:  # not all of them are texts
+        except TypeError:  # not all are strings
             text = "".join(value for value in part if isinstance(value, str))
         if "\0" in text:
             return True
@@ -117,14 +119,14 @@ def _has_nul(values: NDArray[Any]) -> bool:
 
 
 def names_of(values: NDArray[Any], *column: str) -> Names:
-    """Return the names of classes that are one value each."""
+    """Return the names of classes with one label each."""
     return Names(values.size, lambda place: tuple(values[place : place + 1].tolist()), column)
 
 
 def joint(
     codes: NDArray[np.integer], names: Names, more: NDArray[np.integer], more_names: Names
 ) -> tuple[NDArray[np.integer], Names]:
-    """Return the joint classes of two columns, only those that occur."""
+    """Return the joint classes of two columns; only those that occur."""
     n_more = len(more_names)
     n = len(names) * n_more
 
@@ -158,7 +160,7 @@ def joint(
 
 
 def _distinct(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the distinct values of a long array, ascending; computed by slices, as few are expected."""
+    """Return the distinct values of a long array, ascending; computed in slices, as few are expected."""
     return np.unique(
         np.concatenate([np.unique(values[start : start + SLICE]) for start in range(0, max(1, values.size), SLICE)])
     )

@@ -104,7 +104,7 @@ class Given:
     n_store_rows
         Number of rows in the store.
     within
-        The rows of the store that there are here, ascending; None for all.
+        The rows of the store that may be used, ascending; None for all.
     is_mixed
         Whether the cells of a fetch are shuffled.
     """
@@ -115,7 +115,7 @@ class Given:
     is_mixed: bool = True
 
     def per_rank(self, epoch_seed: int, rank: int, world_size: int) -> NDArray[np.int64]:
-        """Return a rank's blocks, shape (n, 2), of rows numbered consecutively among those that there are."""
+        """Return a rank's blocks, shape (n, 2), with rows numbered consecutively within `within`."""
         blocks = as_blocks(self.function(epoch_seed, rank, world_size), rank, self.n_store_rows)
         if self.within is None:
             return blocks
@@ -149,7 +149,7 @@ class Given:
 
 
 def as_blocks(given: Any, rank: int, n_rows: int) -> NDArray[np.int64]:
-    """Return what a function gave for a rank as blocks that are not empty, shape (n, 2).
+    """Return a function's result for a rank as non-empty blocks, shape (n, 2).
 
     Raises
     ------

@@ -95,7 +95,7 @@ class ClassBalanced:
             )
         counts = np.diff(edges)
         shares = classes.shares("ClassBalanced", self.shares, counts)[counts > 0]
-        edges = edges[np.append(True, counts > 0)]  # without the classes that have no cells
+        edges = edges[np.append(True, counts > 0)]  # drops classes without cells
         queues = Queues(rows, edges, cells.block_size)
         n_samples = cells.n_rows if self.num_samples is None else int(self.num_samples)
         about = {"name": "ClassBalanced", "columns": about_column(self.column)}

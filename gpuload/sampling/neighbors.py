@@ -1,4 +1,4 @@
-"""Cells, each paired with neighbours of a graph."""
+"""Cells, each paired with its neighbours in a graph."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PairedNeighbor:
 
     The first part of a minibatch holds the cells, in shuffled blocks; then come their neighbours, in the same order
     (`gpuload.split_pairs` returns the two parts). The neighbours of a cell are drawn uniformly and without
-    replacement, anew each epoch. In a `Subset`, or with ``where=``, only its cells are neighbours.
+    replacement, and redrawn each epoch. In a `Subset`, or with ``where=``, only its cells are neighbours.
 
     Parameters
     ----------
@@ -36,15 +36,15 @@ class PairedNeighbor:
         Rows and columns are the cells of all files, in the order of the paths: for several files with a graph each,
         pass ``scipy.sparse.block_diag(graphs)``.
     n_neighbors
-        Neighbours drawn for each cell: ``neighbours.X.reshape(-1, n_neighbors, n_vars)``. Of a cell that has fewer,
-        some are repeated.
+        Neighbours drawn for each cell: ``neighbours.X.reshape(-1, n_neighbors, n_vars)``. If a cell has fewer, some are
+        repeated.
     alone
         Cells without a neighbour are paired with themselves (``"self"``), or left out (``"drop"``).
 
     Raises
     ------
     PlanError
-        `graph` is no sparse matrix, is damaged, or has not one row and one column per cell; `batch_size` is not a
+        `graph` is not a sparse matrix, is damaged, or lacks one row and one column per cell; `batch_size` is not a
         multiple of ``1 + n_neighbors``; with ``alone="drop"``, no cell has a neighbour.
 
     Notes
@@ -104,7 +104,7 @@ class PairedNeighbor:
         )
 
     def _rows(self) -> Any:
-        """Return the graph in CSR form; a neighbour that it stores twice is one neighbour."""
+        """Return the graph in CSR form, with neighbours stored twice merged into one."""
         graph = self.graph.tocsr()
         try:
             graph.check_format(full_check=True)
@@ -125,18 +125,18 @@ class Neighbors:
     Attributes
     ----------
     indptr : (n_rows + 1,) int64
-        Where those of each cell begin.
+        Where each cell's neighbours begin in `indices`.
     indices : (n,) uint32 or int64
-        Their rows.
+        Rows of the neighbours.
     """
 
     indptr: NDArray[np.int64]
     indices: NDArray[np.integer]
 
     def take(self, queue: NDArray[np.int64], place: NDArray[np.int64], key: int) -> NDArray[np.int64]:
-        """Return neighbours of the cells `queue`, shape (n,) int64: number `place` of each one's random order."""
+        """Return neighbours of the cells `queue`, shape (n,) int64: number `place` in each cell's random order."""
         n_there = (self.indptr[queue + 1] - self.indptr[queue]).astype(np.int64)
-        rows = queue.copy()  # a cell without a neighbour is its own
+        rows = queue.copy()  # a cell without neighbours is its own partner
         has = np.flatnonzero(n_there)
         cell, n_there = queue[has], n_there[has]
         keys = hash64(hash64(cell.astype(np.uint64)) ^ np.uint64(key))
@@ -149,7 +149,7 @@ class Neighbors:
 
 
 def _neighbors(graph: Any, cells: Cells) -> Neighbors:
-    """Return the neighbours of cells among themselves, by slices of cells, so that little else is held."""
+    """Return the neighbours of cells among the given cells; computed in slices, to use little further memory."""
     local = None
     if cells.chosen is not None:
         local = np.full(cells.n_store_rows, -1, dtype=np.int64)

@@ -208,7 +208,7 @@ class PairedControl:
 
 
 class Partners(Protocol):
-    """What `Pairs` draws partners from, as `gpuload.sampling.queues.Queues`."""
+    """What `Pairs` draws partners from, such as `gpuload.sampling.queues.Queues`."""
 
     def take(self, queue: NDArray[np.int64], place: NDArray[np.int64], key: int) -> NDArray[np.int64]:
         """Return the rows at positions of queues, shape (n,) int64."""
@@ -228,7 +228,7 @@ class Pairs:
     shuffle, file_rows
         Their order, by index into `perturbed`.
     queue, place
-        The queue of each one's controls, and how many perturbed cells before it take theirs from that queue.
+        The queue of each cell's controls, and how many earlier perturbed cells draw from that queue.
     controls
         The queues.
     n_partners
@@ -253,12 +253,12 @@ class Pairs:
         return (1 + self.n_partners) * getattr(self.shuffle, "unit", 1)
 
     def largest_block(self, file_rows: tuple[int, ...]) -> int:
-        """Return the number of cells of the largest block with their controls; 0 for cells in sets."""
+        """Return the number of cells in the largest block, with their controls; 0 for cells in sets."""
         del file_rows
         return (1 + self.n_partners) * int(getattr(self.shuffle, "largest_block", lambda _: 0)(self.file_rows))
 
     def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the number of cells in one epoch, over all ranks: with the controls."""
+        """Return the number of cells in one epoch, over all ranks, including controls."""
         del file_rows
         return (1 + self.n_partners) * self.shuffle.n_rows(self.file_rows)
 
@@ -291,7 +291,7 @@ class _PairOrder:
         self._key = int(key)
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rows at positions start..stop as ranges, shape (n, 2)."""
+        """Return the row ranges at positions ``start:stop``, shape (n, 2)."""
         pairs, first = self._pairs, start // self._n_together
         number = expand_ranges(self._shuffled.ranges(first, -(-stop // self._n_together)))
         rows = np.empty((number.size, self._n_together), dtype=np.int64)
@@ -328,10 +328,10 @@ def split_pairs(batch: Any, n_partners: int | None = None) -> tuple[Any, Any]:
     Parameters
     ----------
     batch : Batch or dict
-        A minibatch of a loader, or of its PyTorch or DALI front (a dict of tensors).
+        A minibatch from a loader, or from its PyTorch or DALI front (a dict of tensors).
     n_partners
-        Partners of each cell: the sampler's `n_controls` or `n_neighbors`. None: as ``batch.n_partners`` says; a dict
-        does not say it.
+        Partners of each cell: the sampler's `n_controls` or `n_neighbors`. None: ``batch.n_partners``, which a dict
+        lacks.
 
     Returns
     -------
@@ -342,8 +342,8 @@ def split_pairs(batch: Any, n_partners: int | None = None) -> tuple[Any, Any]:
     Raises
     ------
     PlanError
-        The minibatch is of another type, or of a sampler that makes no pairs; it does not say how many partners each
-        cell has, and neither does `n_partners`; they say two things; or the number of cells is not a multiple of
+        The minibatch is of another type, or of a sampler that makes no pairs; neither it nor `n_partners` says how many
+        partners each cell has, or they contradict each other; or the number of cells is not a multiple of
         ``1 + n_partners``.
     """
     if n_partners is not None:
@@ -408,7 +408,7 @@ def _cut(values: Any, part: slice) -> Any:
 
 
 def _hashed(values: list[Any]) -> Collection[Any]:
-    """Return values as a set for fast lookup: thousands of controls and as many categories are too many to compare."""
+    """Return values as a set for fast lookup: there may be thousands of controls and as many categories."""
     try:
         return frozenset(values)
     except TypeError:  # unhashable: no category equals it

@@ -3,9 +3,9 @@
 A stratum (a class, a weight, a mixture component) is a set of equally likely rows. The stratum at each position of an
 epoch is drawn independently, by a hash of (key, position), so the counts of each stratum in a minibatch have exactly
 the distribution of independent draws. The row is the next in the stratum's queue: the stratum's rows in file order, cut
-into blocks, with the blocks shuffled anew in each pass, which begins at a random position, also within a block. So the
+into blocks that are reshuffled in each pass, which begins at a random position, possibly within a block. So the
 rows of a stratum that a fetch needs are adjacent in the file, no row repeats before all rows of its stratum have been
-drawn, and each row is equally likely at each position: also if an epoch ends in the middle of a block, or needs only a
+drawn, and each row is equally likely at each position, even if an epoch ends in the middle of a block or needs only a
 few rows of a stratum.
 
 Everything is random access by position: passes and blocks by division, permutations by a cipher per (stratum, pass).
@@ -44,11 +44,11 @@ _SLICE = 1 << 14
 """Positions drawn at a time: arrays of this size stay in the processor's caches."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-"""2**64 divided by the golden ratio: any number of its multiples, modulo 2**64, are evenly spread."""
+"""2**64 divided by the golden ratio: its first n multiples, modulo 2**64, are evenly spread for any n."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Unlike:
+class RowWeights:
     """Weights of the rows of each stratum, for systematic sampling.
 
     Attributes
@@ -77,17 +77,17 @@ class Queues:
     rows
         Rows sorted by stratum, in file order within each.
     edges : (n_strata + 1,) int64
-        Stratum s has the rows at indices edges[s]..edges[s + 1]; at least one.
+        Stratum s has the rows at indices ``edges[s]:edges[s + 1]``; at least one.
     block_size
         Draws per block.
-    unlike
+    row_weights
         The weights, if rows of one stratum differ in weight. None: every row once per pass.
     """
 
     rows: RowList
     edges: NDArray[np.int64]
     block_size: int
-    unlike: Unlike | None = None
+    row_weights: RowWeights | None = None
 
     @property
     def n_strata(self) -> int:
@@ -106,7 +106,7 @@ class Queues:
         """
         if not stratum.size:
             return np.empty(0, dtype=np.int64)
-        draws = np.diff(self.edges if self.unlike is None else self.unlike.draw_edges)[stratum]
+        draws = np.diff(self.edges if self.row_weights is None else self.row_weights.draw_edges)[stratum]
         turn = place // draws
         heads, owner = _heads(stratum, turn)
         keys = hash64(hash64(stratum[heads].astype(np.uint64) ^ np.uint64(key)) ^ turn[heads].astype(np.uint64))
@@ -114,13 +114,13 @@ class Queues:
         within = place - turn * draws + first[owner]
         within -= np.where(within >= draws, draws, 0)
         index = self._shuffled(within, draws, heads, owner, keys)
-        if self.unlike is not None:
-            return self.rows.take(self._systematic(self.unlike, index, stratum[heads], turn[heads], owner, key))
+        if self.row_weights is not None:
+            return self.rows.take(self._systematic(self.row_weights, index, stratum[heads], turn[heads], owner, key))
         return self.rows.take(self.edges[stratum] + index)
 
     def digest(self) -> str:
         """Return a digest of the rows and their weights, for a state's fingerprint."""
-        running = None if self.unlike is None else self.unlike.running
+        running = None if self.row_weights is None else self.row_weights.running
         return digest(self.rows.starts, self.rows.ends, self.edges, running)
 
     def _shuffled(
@@ -133,7 +133,7 @@ class Queues:
     ) -> NDArray[np.int64]:
         """Return, for each position in a pass with shuffled blocks, the index of its draw in file order.
 
-        As in `gpuload.order.EqualBlocks`: full blocks precede a position, less what a short one among them lacks.
+        As in `gpuload.order.EqualBlocks`: full blocks precede a position, less what a short block among them lacks.
         """
         size = self.block_size
         n_blocks = -(-draws[heads] // size)
@@ -150,7 +150,7 @@ class Queues:
 
     def _systematic(
         self,
-        unlike: Unlike,
+        row_weights: RowWeights,
         index: NDArray[np.int64],
         stratum: NDArray[np.int64],
         turn: NDArray[np.int64],
@@ -163,14 +163,14 @@ class Queues:
         pass of a stratum starts at a random point; each later pass advances it by the golden ratio, so that rows are
         hit as evenly as possible over the passes.
         """
-        low, step = spacing(unlike.running, self.edges, unlike.draw_edges)
+        low, step = spacing(row_weights.running, self.edges, row_weights.draw_edges)
         offset = hash64(hash64(stratum.astype(np.uint64)) ^ np.uint64(key)) + turn.astype(np.uint64) * _GOLDEN
         point = index + tosses_of(offset)[owner]
         at = low[stratum][owner] + point * step[stratum][owner]
         last = (self.edges[stratum + 1] - 1)[owner]
-        hit: NDArray[np.int64] = unlike.first[unlike.draw_edges[stratum][owner] + index].astype(np.int64)
+        hit: NDArray[np.int64] = row_weights.first[row_weights.draw_edges[stratum][owner] + index].astype(np.int64)
         for _ in range(2):
-            hit = np.minimum(hit + (at >= unlike.running[hit]), last)
+            hit = np.minimum(hit + (at >= row_weights.running[hit]), last)
         return hit
 
 
@@ -193,7 +193,7 @@ class DrawnOrder(MixedFetches):
         self._draws, self._queue_key = Draws(queues.n_strata, shares, int(place_key)), int(queue_key)
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rows at positions start..stop as ranges, shape (n, 2)."""
+        """Return the row ranges at positions ``start:stop``, shape (n, 2)."""
         order, stratum, place = self._draws.by_stratum(start, stop)
         rows = np.empty(stratum.size, dtype=np.int64)
         rows[order] = self._queues.take(stratum, place, self._queue_key)
@@ -201,7 +201,7 @@ class DrawnOrder(MixedFetches):
 
 
 class Draws:
-    """Independent draws of strata by position, and how often each stratum was drawn before.
+    """Independent draws of strata by position, and the number of earlier draws of the same stratum.
 
     Parameters
     ----------
@@ -219,13 +219,13 @@ class Draws:
         self._step = GRID
         while self._step < 8 * n_strata:
             self._step *= 2
-        self._noted = [np.zeros(n_strata, dtype=np.int64)]
-        self._place, self._counts = 0, self._noted[0].copy()
+        self._recorded = [np.zeros(n_strata, dtype=np.int64)]
+        self._place, self._counts = 0, self._recorded[0].copy()
 
     def by_stratum(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the draws at positions start..stop, sorted by stratum, as three arrays of shape (stop - start,).
+        """Return the draws at positions ``start:stop``, sorted by stratum, as three arrays of shape (stop - start,).
 
-        The position of each, less `start`; its stratum; and how often that stratum is drawn before that position.
+        Each draw's position relative to `start`, its stratum, and how often that stratum is drawn at earlier positions.
         """
         self._go_to(start)
         drawn = self._drawn(start, stop)
@@ -238,24 +238,24 @@ class Draws:
 
     def _go_to(self, place: int) -> None:
         """Set the counts to the number of positions of each stratum before a position."""
-        noted = min(place // self._step, len(self._noted) - 1)
-        if not noted * self._step <= self._place <= place:
-            self._place, self._counts = noted * self._step, self._noted[noted].copy()
+        recorded = min(place // self._step, len(self._recorded) - 1)
+        if not recorded * self._step <= self._place <= place:
+            self._place, self._counts = recorded * self._step, self._recorded[recorded].copy()
         while self._place < place:
             self._pass(self._drawn(self._place, min(place, self._place + self._step // 8)))
 
     def _pass(self, drawn: NDArray[np.integer]) -> None:
-        """Count the strata of the next positions, and note the counts at the end of each step."""
+        """Count the strata of the next positions, and record the counts at the end of each step."""
         while drawn.size:
             part = drawn[: self._step - self._place % self._step]
             np.add.at(self._counts, part, 1)
             self._place += part.size
-            if self._place == len(self._noted) * self._step:
-                self._noted.append(self._counts.copy())
+            if self._place == len(self._recorded) * self._step:
+                self._recorded.append(self._counts.copy())
             drawn = drawn[part.size :]
 
     def _drawn(self, start: int, stop: int) -> NDArray[np.integer]:
-        """Return the strata of positions start..stop."""
+        """Return the strata at positions ``start:stop``."""
         edges = [*range(start, stop, _SLICE), stop]
         places = (np.arange(first, last, dtype=np.uint64) for first, last in pairwise(edges))
         return np.concatenate([self._shares.draw(hash64(p ^ self._key)) for p in places])

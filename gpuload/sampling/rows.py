@@ -51,13 +51,13 @@ class RowList:
         return np.asarray(last + self._run_lengths(run) + index, dtype=np.int64)
 
     def slice(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rows at indices start..stop, int64."""
+        """Return the rows at indices ``start:stop``, int64."""
         if self.ends is None:
             return self.starts[start:stop].astype(np.int64)
         return self.take(np.arange(start, stop))
 
     def map_ranges(self, ranges: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row ranges at ranges of the index, in their order, shape (n, 2)."""
+        """Return the row ranges at ranges of indices, in the order given, shape (n, 2)."""
         ranges = ranges[ranges[:, 0] < ranges[:, 1]]
         if self.ends is None:
             return as_ranges(self.take(expand_ranges(ranges)))
@@ -76,7 +76,7 @@ class RowList:
         return ((start, self.slice(start, min(start + SLICE, self.n_rows))) for start in range(0, self.n_rows, SLICE))
 
     def rank(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of rows of this list, which must be ascending, that are less than each of `rows`."""
+        """Return, for each of `rows`, the number of smaller rows in this list, which must be ascending."""
         if self.ends is None:
             return np.searchsorted(self.starts, rows, side="left")
         run = np.searchsorted(self.starts, rows, side="right")
@@ -154,13 +154,13 @@ def group_rows(
     Returns
     -------
     RowList, (n_groups + 1,) int64
-        Group g has the rows at indices edges[g]..edges[g + 1].
+        Group g has the rows at indices ``edges[g]:edges[g + 1]``.
     """
     counts = np.zeros(n_groups + 1, dtype=np.int64)
     n_runs = min(1, codes.size)
     step = max(SLICE, 4 * n_groups)
     for start in range(0, codes.size, step):
-        part = codes[start : start + step + 1]  # with the first of the next
+        part = codes[start : start + step + 1]  # includes the first code of the next part
         counts += np.bincount(part[:step].astype(np.int64) + 1, minlength=n_groups + 1)
         n_runs += int(np.count_nonzero(part[1:] != part[:-1]))
     edges = np.concatenate([[0], np.cumsum(counts[1:])])
@@ -174,7 +174,7 @@ def group_rows(
 
 
 def group_of(edges: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
-    """Return the group of each index start..stop, where group g has the indices edges[g]..edges[g + 1]."""
+    """Return the group of each index in ``start:stop``, where group g has the indices ``edges[g]:edges[g + 1]``."""
     first, last = np.searchsorted(edges, (start, stop - 1), side="right") - 1
     return np.repeat(np.arange(first, last + 1), np.diff(edges[first : last + 2].clip(start, stop)))
 

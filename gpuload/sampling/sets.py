@@ -108,7 +108,7 @@ class Grouped:
         if not n_sets.sum():
             most = f"the largest has {counts.max()}" if counts.any() else "the label is missing in all"
             raise PlanError(f"Grouped({shown(self.column)}, size={self.size}): no class has that many cells; {most}.")
-        edges = edges[np.append(True, counts > 0)]  # without the classes that have no cells
+        edges = edges[np.append(True, counts > 0)]  # drops classes without cells
         queues = Queues(rows, edges, cells.block_size)
         about = {"name": "Grouped", "columns": about_column(self.column), "remainder": self.remainder}
         sets = Sets(queues, n_sets[counts > 0], int(self.size), about)
@@ -141,7 +141,7 @@ class Sets:
     shares
         The probability of each class, if the class of each set is drawn.
     num_samples
-        Cells per epoch then; None: as many as in one pass.
+        Cells per epoch if classes are drawn; None: as many as in one pass.
     """
 
     queues: Queues
@@ -173,9 +173,9 @@ class Sets:
         return {**self.about, **sizes, "rows": self.queues.digest(), **drawn}
 
     def rows(self, group: NDArray[np.int64], number: NDArray[np.int64], key: int) -> NDArray[np.int64]:
-        """Return the rows of sets, shape (n_sets, size): of the `number`-th set of class `group`, for each.
+        """Return the rows of sets, shape (n_sets, size): set number ``number[i]`` of class ``group[i]``.
 
-        A set is a slice of its queue: of the first pass, or, with as many sets before it as fill one, of a later pass.
+        A set is a slice of its class's queue, in the first pass over the class or a later one.
         """
         turn, within = np.divmod(number, self.n_sets[group])
         n_there = np.diff(self.queues.edges)[group]
@@ -192,10 +192,10 @@ class _SetOrder(ABC):
 
     @abstractmethod
     def _rows(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return the rows of the sets at positions first..last of the order, shape (last - first, size)."""
+        """Return the rows of the sets at positions ``first:last`` of the order, shape (last - first, size)."""
 
     def ranges(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the rows at positions start..stop as ranges, shape (n, 2)."""
+        """Return the row ranges at positions ``start:stop``, shape (n, 2)."""
         size = self._sets.size
         first, last = start // size, -(-stop // size)
         return as_ranges(self._rows(first, last).ravel()[start - first * size : stop - first * size])

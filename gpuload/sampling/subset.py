@@ -127,7 +127,7 @@ class Part:
         return getattr(self.inner, "n_partners", 0)
 
     def largest_block(self, file_rows: tuple[int, ...]) -> int:
-        """Return that of the inner strategy; 0 if its rows are not in shuffled blocks."""
+        """Return the inner strategy's largest block; 0 if its rows are not in shuffled blocks."""
         del file_rows
         return int(getattr(self.inner, "largest_block", lambda _: 0)(self.file_rows))
 

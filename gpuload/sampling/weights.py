@@ -10,7 +10,7 @@ import numpy as np
 from gpuload.errors import PlanError
 from gpuload.order import MappedOrder, shuffled_blocks
 from gpuload.permute import hash64, log_hash, random_keys, unit_hash
-from gpuload.sampling.queues import Queues, Unlike, spacing
+from gpuload.sampling.queues import Queues, RowWeights, spacing
 from gpuload.sampling.rows import SLICE, group_of, group_rows, list_of_mask
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_DISTINCT = 1024
 """Up to this many distinct weights, each is its own stratum."""
 
-_LEAST = np.finfo(np.float64).tiny
+_MIN_WEIGHT = np.finfo(np.float64).tiny
 """Weights below this count as 0."""
 
 _STEP_BITS = 48
@@ -49,7 +49,7 @@ def check_weights(given: Any, cells: Cells) -> NDArray[Any]:
         if bad.size:
             at = start + int(bad[0]) if cells.chosen is None else int(cells.chosen.slice(start, start + SLICE)[bad[0]])
             raise PlanError(f"Weighted: weights[{at}]={part[bad[0]]}; expected finite numbers of at least 0.")
-        total_is_zero &= not (part >= _LEAST).any()
+        total_is_zero &= not (part >= _MIN_WEIGHT).any()
     if total_is_zero:
         raise PlanError("Weighted: all weights are 0; at least one must be above 0.")
     return weights
@@ -57,7 +57,7 @@ def check_weights(given: Any, cells: Cells) -> NDArray[Any]:
 
 def count_above_0(weights: NDArray[Any]) -> int:
     """Return the number of cells that can be drawn."""
-    return sum(int(np.count_nonzero(part >= _LEAST)) for _, part in _slices(weights))
+    return sum(int(np.count_nonzero(part >= _MIN_WEIGHT)) for _, part in _slices(weights))
 
 
 def weight_queues(weights: NDArray[Any], block_size: int) -> tuple[Queues, NDArray[np.float64]]:
@@ -68,7 +68,7 @@ def weight_queues(weights: NDArray[Any], block_size: int) -> tuple[Queues, NDArr
         return Queues(rows, edges, block_size), np.diff(edges) * (distinct / distinct[-1])
     present, n_drawable = np.zeros(1 << (64 - _STEP_BITS), dtype=bool), 0
     for _, part in _slices(weights):
-        drawable = part[part >= _LEAST]
+        drawable = part[part >= _MIN_WEIGHT]
         present[_step(drawable)] = True
         n_drawable += drawable.size
     steps = np.flatnonzero(present)
@@ -86,8 +86,8 @@ def weight_queues(weights: NDArray[Any], block_size: int) -> tuple[Queues, NDArr
     # No weight exceeds 17/16 of the lowest in its stratum; points further apart than that never hit a cell twice.
     draws = np.maximum(1, np.floor(masses / (17 / 16))).astype(np.int64)
     draw_edges = np.concatenate([[0], np.cumsum(draws)])
-    unlike = Unlike(running, draw_edges, _first_hits(running, edges, draw_edges))
-    return Queues(rows, edges, block_size, unlike), masses * (least / least[-1])
+    row_weights = RowWeights(running, draw_edges, _first_hits(running, edges, draw_edges))
+    return Queues(rows, edges, block_size, row_weights), masses * (least / least[-1])
 
 
 def _sort(
@@ -99,7 +99,7 @@ def _sort(
     """Return the cells of positive weight sorted by stratum, and the edges of the strata; fill `sorted_weights`."""
     codes = np.empty(weights.size, dtype=np.int16)
     for start, part in _slices(weights):
-        codes[start : start + part.size] = np.where(part >= _LEAST, stratum_of(part), -1)
+        codes[start : start + part.size] = np.where(part >= _MIN_WEIGHT, stratum_of(part), -1)
     moved = None if sorted_weights is None else (weights, sorted_weights)
     return group_rows(codes, n_strata, moved)
 
@@ -145,7 +145,7 @@ class Chosen:
         return self.n_samples
 
     def largest_block(self, file_rows: tuple[int, ...]) -> int:
-        """Return the most rows that a block may have."""
+        """Return the maximum number of rows in a block."""
         del file_rows
         return min(self.block_size, self.n_samples)
 
@@ -161,10 +161,10 @@ class Chosen:
         return {**self.about, "num_samples": self.n_samples, "block_size": self.block_size}
 
     def _choose(self, key: np.uint64) -> NDArray[np.bool_]:
-        """Return a mask of the rows with the `n_samples` smallest exponential keys, the first ones of equal keys.
+        """Return a mask of the rows with the `n_samples` smallest exponential keys; of equal keys, the first ones.
 
-        The first pass over the cells counts rough keys by their leading bits, which locates the last one wanted to
-        within a step; the second computes only the keys that near to it exactly.
+        The first pass over the cells counts rough keys by their leading bits, which locates the largest key wanted to
+        within a step; the second computes exactly only the keys that close to it.
         """
         counts = np.zeros(1 << (64 - _STEP_BITS), dtype=np.int64)
         leading = np.empty(self.weights.size, dtype=np.uint16)
@@ -195,13 +195,13 @@ def _hashes(rows: NDArray[np.int64], key: np.uint64) -> NDArray[np.uint64]:
 
 
 def _keys(logs: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return exponential keys, over 64, from logarithms of random numbers; infinite for rows of weight 0.
+    """Return exponential keys, divided by 64, from logarithms of random numbers; infinite for rows of weight 0.
 
-    The logarithms are above -64, so the key of no weight of at least `_LEAST` is infinite.
+    The logarithms are above -64, so keys of weights of at least `_MIN_WEIGHT` are finite.
     """
     with np.errstate(divide="ignore", over="ignore"):
         keys = logs / -64 / weights
-    return np.where(weights >= _LEAST, keys, np.inf)
+    return np.where(weights >= _MIN_WEIGHT, keys, np.inf)
 
 
 def _slices(weights: NDArray[Any]) -> Iterator[tuple[int, NDArray[np.float64]]]:
@@ -212,7 +212,7 @@ def _few_distinct(weights: NDArray[Any]) -> NDArray[np.float64] | None:
     """Return the distinct weights above 0, ascending; None if there are more than `MAX_DISTINCT`."""
     found = np.empty(0)
     for _, part in _slices(weights):
-        found = np.union1d(found, part[part >= _LEAST])
+        found = np.union1d(found, part[part >= _MIN_WEIGHT])
         if found.size > MAX_DISTINCT:
             return None
     return found

@@ -303,10 +303,18 @@ def test_the_path_is_that_of_the_counters(wide: Path) -> None:
         assert loader.io_mode in ("gds", "compat")
 
 
-def test_device_memory_is_a_bound(wide: Path) -> None:
-    settings = {"device": "cuda:0", "batch_size": 1024, "fetch_factor": 4, "device_memory": "64MiB"}
+def test_device_memory_is_a_bound(tmp_path: Path) -> None:
+    import anndata
+
+    from gpuload.synthetic import tahoe_shaped
+
+    X, obs, var = tahoe_shaped(1_000)
+    path = tmp_path / "cells.h5ad"
+    anndata.AnnData(X, obs, var).write_h5ad(path, compression="gzip")
+    settings = {"device": "cuda:0", "batch_size": 512, "fetch_factor": 2, "device_memory": "64MiB"}
+    assert 512 * X.shape[1] * 4 > 64 << 20
     told = r"^cuda:0: out of memory: .*\. Lower fetch_factor, prefetch or device_cache, or set device_memory\.$"
-    with gpuload.open_loader(wide, **settings) as loader, pytest.raises(gpuload.DeviceError, match=told) as error:
+    with gpuload.open_loader(path, **settings) as loader, pytest.raises(gpuload.DeviceError, match=told) as error:
         next(iter(loader))
     pool = loader._backend._device._memory  # type: ignore[attr-defined]
     assert error.value.__traceback__ is not None  # which keeps no memory

@@ -575,7 +575,7 @@ def test_dali_without_a_usable_dynamic_mode_copies_and_says_so_once(
     plain: Stored, dali: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     module, reason = DYNAMIC_MODULES[name]
-    dali._say_once.cache_clear()
+    dali._warn_once.cache_clear()
     monkeypatch.setitem(sys.modules, "nvidia.dali.experimental.dynamic", module)
     monkeypatch.setattr(importlib.import_module("nvidia.dali.experimental"), "dynamic", module, raising=False)
     obs = ["passed"] if name == "copies bool only" else []
@@ -596,7 +596,7 @@ def test_dali_without_a_usable_dynamic_mode_copies_and_says_so_once(
 def test_dali_says_nothing_of_a_dynamic_mode_that_works(
     plain: Stored, dali: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dali._say_once.cache_clear()
+    dali._warn_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="gpuload"), gpuload.open_loader(plain.path, **SETTINGS) as loader:
         next(dali.CellIterator(loader))
     assert not [r for r in caplog.records if "DALI" in r.getMessage()]

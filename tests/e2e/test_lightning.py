@@ -345,6 +345,10 @@ def test_a_state_of_other_data_is_refused_by_the_loader(front, train):
         module.load_state_dict(saved)
     with pytest.raises(gpuload.PlanError, match="expected what a loader's state_dict"):
         module.load_state_dict({"train": 3})
+    whole = module.state_dict()["train"]
+    for history in (3, [4], [[1]], [[2, 1, 1]], ["ab"]):
+        with pytest.raises(gpuload.PlanError, match=r"^state: .* is not a position in an epoch"):
+            module.load_state_dict({"train": {**whole, "history": history}})
     module.teardown("fit")
 
 

@@ -117,9 +117,8 @@ def test_whole_numbers_are_labels_and_fractions_are_not(store, tmp_path):
 
 
 def test_without_a_label_blocks_are_counted():
-    outlook = Outlook(16, 16, 16.0, 1.0, 1.0, 1.0, float("nan"))
-    assert outlook.mixes(64, float("nan"))
-    assert not outlook.mixes(63, float("nan"))
+    assert Outlook(16, 16, 16.0, 1.0, 1.0, 1.0, float("nan"), n_blocks=64.0).mixes(float("nan"))
+    assert not Outlook(16, 16, 16.0, 1.0, 1.0, 1.0, float("nan"), n_blocks=63.9).mixes(float("nan"))
 
 
 def test_a_fetch_of_the_whole_file_is_true_random_order(store):
@@ -132,8 +131,8 @@ def test_a_fetch_of_the_whole_file_is_true_random_order(store):
     assert {o.entropy_bits for o in found.values()} == {found[64].entropy_bits}
     assert found[64].entropy_bits == pytest.approx(outlooks.random_bits, abs=0.005)
     unlabelled = Outlooks(store, 30, None)
-    assert unlabelled.of("chunk", 50).mixes(30, float("nan"))  # of few blocks, but of all cells
-    assert not unlabelled.of("4 chunks", 49).mixes(30, float("nan"))
+    assert unlabelled.of("chunk", 50).mixes(float("nan"))  # of few blocks, but of all cells
+    assert not unlabelled.of("4 chunks", 49).mixes(float("nan"))
     assert Outlooks(store, 1, None).largest() == 256
 
 
@@ -309,6 +308,8 @@ def test_the_defaults_are_timed_as_often_as_the_finalists(path, label, monkeypat
 @pytest.mark.parametrize("label", ["plate", None])
 def test_tune_advises_nothing_both_slower_and_less_mixed_than_the_defaults(path, label, monkeypatch):
     """All but the defaults are 2 % slower, which is as fast, and some take less memory."""
+    # Measured on a busy machine, it may rule all others out; blocks of 1 mix as well as the defaults.
+    monkeypatch.setattr(Pace, "cells_per_s", lambda self, o: 1.0 if o.block_size == 1 else 100.0)
     monkeypatch.setattr(Bench, "time", lambda self, t, *_: 1_000.0 if t.key == self.default else 980.0)
     monkeypatch.setattr(Bench, "neighbours", lambda self, trial: [])
     tuned = tune(path, Wish(200 * MIB, label, 0.5, batch_size=16, device="cpu"))

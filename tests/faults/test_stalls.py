@@ -353,7 +353,7 @@ def test_garbage_of_h5py_does_not_stop_an_opening(
     import h5py
 
     from gpuload import threads
-    from gpuload.remote_source import RemoteFile
+    from gpuload.remote_file import RemoteFile
 
     file = h5py.File(plain.path, "r")
     read, carry_out = RemoteFile.readinto, threads._carry_out

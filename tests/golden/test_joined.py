@@ -50,12 +50,21 @@ def totals_of(parts: list[anndata.AnnData]) -> np.ndarray:
     return np.concatenate([dense(cells.X).sum(axis=1, dtype=np.float64) for cells in parts])
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["csr", "dense"])
+def fifty(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Path], list[anndata.AnnData]]:
+    """Return files with different genes, for several tests, and the cells in them."""
+    parts = [part(seed, is_dense=request.param, n_obs=5 + seed % 4) for seed in range(50)]
+    return write(tmp_path_factory.mktemp("fifty"), parts), parts
+
+
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("join", ["inner", "outer"])
-@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
-def test_fifty_files_with_different_genes(tmp_path: Path, is_dense: bool, join: str, output: str) -> None:
-    parts = [part(seed, is_dense=is_dense, n_obs=5 + seed % 4) for seed in range(50)]
-    paths = write(tmp_path, parts)
+def test_fifty_files_with_different_genes(
+    fifty: tuple[list[Path], list[anndata.AnnData]], join: str, output: str
+) -> None:
+    paths, parts = fifty
     whole = joined(parts, join)
     with gpuload.open_loader(paths, join=join, output=output, obs=["donor", "depth"], **SMALL) as loader:
         assert sorted(loader.var_names) == sorted(whole.var_names)

@@ -74,11 +74,9 @@ def assert_same(paths: list[Path], X: csr_matrix, **settings: Any) -> None:
             np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(len(expected)))
 
 
-@pytest.mark.parametrize("output", ["dense", "csr"])
-@pytest.mark.parametrize("block_size", [1, 3, "chunk", "2 chunks", 1000])
-@pytest.mark.parametrize(
-    "options",
-    [
+@pytest.fixture(
+    scope="module",
+    params=[
         {},
         {"shuffle": True, "fletcher32": True},
         {"compression": "lzf"},
@@ -88,8 +86,15 @@ def assert_same(paths: list[Path], X: csr_matrix, **settings: Any) -> None:
     ],
     ids=["gzip", "checksums", "lzf", "of one length", "not compressed", "contiguous"],
 )
-def test_as_if_they_were_one(tmp_path: Path, options: dict[str, Any], block_size: int | str, output: str) -> None:
-    paths, X = write(tmp_path, 9, **options)
+def alike(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], csr_matrix]:
+    """Return files that are stored alike, for several tests, and the cells in them."""
+    return write(tmp_path_factory.mktemp("alike"), 9, **request.param)
+
+
+@pytest.mark.parametrize("output", ["dense", "csr"])
+@pytest.mark.parametrize("block_size", [1, 3, "chunk", "2 chunks", 1000])
+def test_as_if_they_were_one(alike: tuple[list[Path], csr_matrix], block_size: int | str, output: str) -> None:
+    paths, X = alike
     with closing(open_store([str(path) for path in paths], layer="X", obs=())) as store:
         assert len(store.joined.groups) == 1
     assert_same(paths, X, block_size=block_size, output=output)
@@ -128,11 +133,9 @@ def write_dense(folder: Path, *, grow: int = 0, **options: Any) -> tuple[list[Pa
     return paths, np.concatenate(parts)
 
 
-@pytest.mark.parametrize("output", ["dense", "csr"])
-@pytest.mark.parametrize("block_size", [1, 3, "chunk"])
-@pytest.mark.parametrize(
-    ("options", "is_one"),
-    [
+@pytest.fixture(
+    scope="module",
+    params=[
         ({}, True),
         ({"chunks": (4, N_VARS), "compression": "gzip"}, True),
         ({"chunks": (4, 25), "compression": "gzip", "fletcher32": True}, True),
@@ -141,10 +144,20 @@ def write_dense(folder: Path, *, grow: int = 0, **options: Any) -> tuple[list[Pa
     ],
     ids=["contiguous", "rows", "tiles", "tiles, not compressed", "tiles that grow"],
 )
+def dense_files(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Path], np.ndarray, bool]:
+    """Return dense files, for several tests, the cells in them, and whether the files are stored alike."""
+    options, is_one = request.param
+    return *write_dense(tmp_path_factory.mktemp("dense"), **options), is_one
+
+
+@pytest.mark.parametrize("output", ["dense", "csr"])
+@pytest.mark.parametrize("block_size", [1, 3, "chunk"])
 def test_dense_files_as_if_they_were_one(
-    tmp_path: Path, options: dict[str, Any], is_one: bool, block_size: int | str, output: str
+    dense_files: tuple[list[Path], np.ndarray, bool], block_size: int | str, output: str
 ) -> None:
-    paths, X = write_dense(tmp_path, **options)
+    paths, X, is_one = dense_files
     with closing(open_store([str(path) for path in paths], layer="X", obs=())) as store:
         assert (len(store.joined.groups) == 1) == is_one
         if is_one:

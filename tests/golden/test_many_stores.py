@@ -53,11 +53,9 @@ def is_joined(paths: list[Path], join: Any = None) -> bool:
         return len(store.joined.groups) == 1
 
 
-@pytest.mark.parametrize(("block_size", "output"), [(3, "dense"), ("chunk", "csr")])
-@pytest.mark.parametrize("n_in_shard", [0, 3])
-@pytest.mark.parametrize(
-    ("codec", "lengthen", "is_one"),
-    [
+@pytest.fixture(
+    scope="module",
+    params=[
         (ZSTD, 0, True),
         (ZSTD, 7, True),
         ([zc.GzipCodec(level=5), zc.Crc32cCodec()], 7, True),
@@ -66,10 +64,24 @@ def is_joined(paths: list[Path], join: Any = None) -> bool:
     ],
     ids=["zstd", "zstd-lengths", "gzip-lengths", "blosc", "blosc-lengths"],
 )
-def test_as_if_they_were_one(
-    tmp_path: Path, codec: Any, lengthen: int, is_one: bool, n_in_shard: int, block_size: int | str, output: str
-) -> None:
-    paths, X = write(tmp_path, 9, codec, lengthen=lengthen, n_in_shard=n_in_shard)
+def form(request: pytest.FixtureRequest) -> Any:
+    """Return codecs, by how much chunks are longer in each next store, and whether the stores are one plan."""
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[0, 3])
+def alike(
+    form: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Path], csr_matrix, bool]:
+    """Return stores for several tests, the cells in them, and whether they are one plan."""
+    codec, lengthen, is_one = form
+    folder = tmp_path_factory.mktemp("alike")
+    return *write(folder, 9, codec, lengthen=lengthen, n_in_shard=request.param), is_one
+
+
+@pytest.mark.parametrize(("block_size", "output"), [(3, "dense"), ("chunk", "csr")])
+def test_as_if_they_were_one(alike: tuple[list[Path], csr_matrix, bool], block_size: int | str, output: str) -> None:
+    paths, X, is_one = alike
     assert is_joined(paths) == is_one
     assert_same(paths, X, block_size=block_size, output=output)
 

@@ -146,7 +146,7 @@ def test_what_is_balanced_does_not_depend_on_the_numbers_of_classes(drawn: Cells
         kinds = [names.index(k) if k is not None else -1 for k in column(drawn, "kind")]
         kind = ObsColumn(np.array(kinds, dtype=np.int32), np.array(names, dtype=object))
         groups = group_by([store_of(drawn).obs["sample"]])
-        classes = group_by([kind], is_missing_one=True)
+        classes = group_by([kind], has_missing_group=True)
         tables.append(_table(groups, np.arange(len(groups.labels)), classes).toarray())
     np.testing.assert_array_equal(*tables)
 

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import subprocess
 import sys
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -230,6 +231,19 @@ def test_gzip_of_several_members() -> None:
     ):
         got = frames.gunzip(as_array(damaged), 0, len(damaged), out, len(raw), len(raw), TABLES, True)
         assert wrong in reason(got) if wrong else got == len(raw)
+
+
+def test_gzip_of_several_members_is_not_inflated_beyond_its_size() -> None:
+    """Bytes that decode to more than the index says are damaged, and may decode to more than there is memory for."""
+    zeros = as_array(gzip.compress(bytes(4)) + gzip.compress(bytes(64 << 20)))
+    tracemalloc.start()
+    try:
+        for stored, nbytes in ((zeros, 5), (zeros[:-9], 5), (zeros, 4 + (1 << 20))):
+            with pytest.raises(codecs.DecodeError):
+                codecs.decode((Filter("gzip"),), 0, stored, nbytes, 1)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_one_codec_after_another() -> None:

@@ -16,7 +16,7 @@ import pytest
 from gpuload.backends.native import inflate
 from gpuload.backends.native.checksums import adler32
 from gpuload.backends.native.huffman import new_tables
-from gpuload.backends.native.inflate import are_by_turns, describe, inflate_two, inflate_zlib
+from gpuload.backends.native.inflate import describe, inflate_two, inflate_zlib, suit_interleaving
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -237,8 +237,8 @@ def test_checksum(tables: NDArray[np.uint8]) -> None:
 
 
 def test_streams_of_short_matches_are_decoded_by_turns() -> None:
-    assert are_by_turns(len(deflate(PLAIN["columns"])), len(deflate(PLAIN["noise"])), 4 * 36_558)
-    assert not are_by_turns(len(deflate(PLAIN["counts"])), len(deflate(PLAIN["counts"])), len(PLAIN["counts"]))
+    assert suit_interleaving(len(deflate(PLAIN["columns"])), len(deflate(PLAIN["noise"])), 4 * 36_558)
+    assert not suit_interleaving(len(deflate(PLAIN["counts"])), len(deflate(PLAIN["counts"])), len(PLAIN["counts"]))
 
 
 def test_headers(tables: NDArray[np.uint8]) -> None:

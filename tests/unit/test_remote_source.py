@@ -17,7 +17,8 @@ from gpuload.backends import reading
 from gpuload.backends.reading import read_each
 from gpuload.errors import BusyError, PlanError, ReadError
 from gpuload.remote import Patience, RemoteObject
-from gpuload.remote_source import RemoteFile, RemoteSource, Requests, _Piece
+from gpuload.remote_file import RemoteFile
+from gpuload.remote_source import RemoteSource, Requests, _Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

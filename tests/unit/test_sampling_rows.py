@@ -164,8 +164,8 @@ def test_first_hits_are_what_a_search_finds(kind: str) -> None:
         "steps": 1 + rng.integers(0, 1_200, 40_000) / 1024,
     }[kind]
     queues, _ = weight_queues(weights, 16)
-    assert queues.unlike is not None
-    running, draw_edges, first = queues.unlike.running, queues.unlike.draw_edges, queues.unlike.first
+    assert queues.row_weights is not None
+    running, draw_edges, first = queues.row_weights.running, queues.row_weights.draw_edges, queues.row_weights.first
     low, step = spacing(running, queues.edges, draw_edges)
     for stratum in range(queues.n_strata):
         n = int(draw_edges[stratum + 1] - draw_edges[stratum])

@@ -262,13 +262,6 @@ def test_an_object_is_closed_once_and_by_whoever_closes_it() -> None:
     assert names == [threading.current_thread().name]
 
 
-def test_an_object_that_is_dropped_is_not_closed() -> None:
-    thing, names = closed_by()
-    thing.closer.drop()
-    thing.closer()
-    assert not names
-
-
 def test_a_forgotten_object_is_closed_although_its_lock_is_held() -> None:
     """A collection may happen in a thread that holds what the closing takes, as here."""
     lock, found = threading.Lock(), SimpleQueue[bool]()

@@ -65,7 +65,7 @@ def open_cuda(
 
 
 def kvikio_facts(number: int) -> dict[str, Any]:
-    """Return the facts that decide how bytes reach a GPU; see `kvikio.KvikioReader.facts`."""
+    """Return the facts that determine how bytes reach a GPU; see `kvikio.KvikioReader.facts`."""
     from gpuload.backends.cuda.device import CupyDevice
     from gpuload.backends.cuda.kvikio import KvikioReader
 

@@ -77,7 +77,7 @@ class CudaResident:
     map_start : (n_rows,) int64, optional
         Offset of each row's map in `Form.columns`.
     leases
-        Leases of its memory, to be told which streams use it.
+        Leases of its memory, which must be told which streams use it.
     kept_counts : (n_rows,) int64, optional
         Number of values of each row that a minibatch stores, once counted; see `CudaBackend._kept_counts`.
     may_be_large : (n_rows,) int64, optional
@@ -183,7 +183,7 @@ class CudaBackend:
         self._counting = device.stream(is_urgent=True)
         self._counted = DevicePool(device, 16, self._pools)
         self._chosen_stream: Any = None
-        self._stream: Any = None  # the consumer's, as of its last use
+        self._stream: Any = None  # the consumer's stream when last used
         self._uploads = _Uploads(device)
         self._never_bad = device.typed(device.empty(4), np.int32, (1,))
         self._has_warned_of_rounding = False
@@ -246,8 +246,8 @@ class CudaBackend:
     def _consumer_stream(self) -> Any:
         """Return the consumer's stream.
 
-        If it is another than before, it waits for the work given to that one, which uploads the obs columns of fetches
-        in flight.
+        If it has changed, the new stream waits for the work on the old one, which includes uploads of obs columns for
+        fetches in flight.
         """
         stream = self._device.current_stream() if self._chosen_stream is None else self._chosen_stream
         before, self._stream = self._stream, stream
@@ -272,12 +272,12 @@ class CudaBackend:
         try:
             return self._filled(recipe, outcomes)
         except BaseException as error:
-            self._device.wait(self._device.record(self._lane.stream))  # what the launches use must outlive them
+            self._device.wait(self._device.record(self._lane.stream))  # memory that launches use must outlive them
             for outcome in outcomes:
                 if outcome.kept is not None:
                     self._cache.release(outcome.read, outcome.kept[0])
-            # Else whoever keeps the error, as notebooks do, keeps the device memory in the frames of its traceback. (In
-            # closures it would stay: there are none on the way.)
+            # Otherwise whoever keeps the error, as notebooks do, keeps the device memory that its traceback's frames
+            # refer to. (Clearing frames would not free memory held by closures; none are involved.)
             traceback.clear_frames(error.__traceback__)
             outcomes.clear()
             raise
@@ -329,11 +329,11 @@ class CudaBackend:
         return made
 
     def _run(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident, outcomes: list[Outcome]) -> None:
-        """Read extents lo..hi into an arena, launch the decoding of their chunks, and append the outcome."""
+        """Read extents ``lo:hi`` into an arena, launch the decoding of their chunks, and append the outcome."""
         lane = self._lane
         arena = next(lane.arenas)
         begun = time.perf_counter()
-        self._device.wait(self._device.record(arena.stream))  # or the reader would wait, with its buffers full
+        self._device.wait(self._device.record(arena.stream))  # else the reader would wait while holding full buffers
         start = time.perf_counter()
         source, name = read.layout.source, read.layout.name
         offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
@@ -355,7 +355,7 @@ class CudaBackend:
         self._count(read, numbers, int(nbytes.sum()), middle - start, time.perf_counter() - middle + start - begun)
 
     def _run_on_host(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident, outcomes: list[Outcome]) -> None:
-        """Read extents lo..hi into host memory and decode their chunks there, launch the upload; append the outcome."""
+        """Read and decode extents ``lo:hi`` on the host, launch the upload, and append the outcome."""
         outcomes.append(read_again_if_far(read, partial(self._decoded_on_host, read, lo, hi, resident)))
 
     def _decoded_on_host(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident) -> Outcome:
@@ -415,7 +415,7 @@ class CudaBackend:
         self._arena_nbytes[id(arena)] = arena.memory.nbytes
 
     def _settle(self, outcome: Outcome, resident: CudaResident) -> None:
-        """Decode again on the host what the device found bad, and record what is good."""
+        """Decode again on the host the chunks that the device found bad, and record the good ones."""
         read, suspects = outcome.read, outcome.suspects()
         is_rounded = outcome.rounds(suspects)
         for chunk in suspects:
@@ -454,14 +454,14 @@ class CudaBackend:
         if host_bad is not None:
             self._device.download(bad, host_bad, stream)
             self._device.wait(self._device.record(stream))
-            if host_bad[0] != _NONE_BAD:
+            if host_bad[0] != _NO_BAD_ROW:
                 raise PlanError(too_large_for_half(int(host_bad[0])))
         return out
 
     def _bad(self, stream: Any) -> tuple[Any, NDArray[np.int32]]:
         """Return the device and host memory in which the kernel records a row that float16 cannot hold."""
         host = self._device.pinned(4).view(np.int32)
-        host[0] = _NONE_BAD
+        host[0] = _NO_BAD_ROW
         bad, _ = self._small.array((1,), np.int32, stream)
         self._device.upload(host, bad, stream)
         return bad, host
@@ -491,7 +491,7 @@ class CudaBackend:
         return self._device.sorted_csr(matrix, stream) if must_sort else matrix
 
     def _kept_counts(self, resident: CudaResident, arithmetic: tuple[Any, ...]) -> NDArray[np.int64]:
-        """Return how many values of each row a minibatch stores; the device counts them, once per fetch, and we wait.
+        """Return how many values of each row a minibatch stores; waits while the device counts, once per fetch.
 
         The value is -1 minus the count if the new column numbers of the row are not strictly increasing.
         """
@@ -503,13 +503,13 @@ class CudaBackend:
             else:
                 name = "count_csr"
                 args = (resident.indptr, resident.indices, resident.map_start, columns, n_rows)
-            resident.kept_counts = self._asked(name, resident, args)
+            resident.kept_counts = self._computed_per_row(name, resident, args)
         return resident.kept_counts
 
     def _may_be_bad(self, resident: CudaResident, positions: NDArray[np.int32], arithmetic: tuple[Any, ...]) -> bool:
-        """Return whether a minibatch may have a value that float16 cannot hold; its rows are found once per fetch.
+        """Return whether a minibatch may have a value that float16 cannot hold; such rows are found once per fetch.
 
-        After log1p, only values that are summed can: those of a CSR row that stores a column more than once.
+        After log1p, only sums can be that large: those in CSR rows that store a column more than once.
         """
         if resident.may_be_large is None:
             longest = 0 if resident.host_indptr is None else int(np.diff(resident.host_indptr).max(initial=0))
@@ -519,12 +519,12 @@ class CudaBackend:
                 data = resident.data if resident.X is None else resident.X
                 sizes = np.int64(resident.n_rows), np.int64(resident.n_vars)
                 args = (resident.indptr, resident.indices, data, resident.map_start, *arithmetic, *sizes)
-                may_be_large = self._asked("mark_large", resident, args)
+                may_be_large = self._computed_per_row("mark_large", resident, args)
                 resident.may_be_large = may_be_large if may_be_large.any() else _NO_ROWS
         return resident.may_be_large.size > 0 and bool(resident.may_be_large[positions].any())
 
-    def _asked(self, kernel: str, resident: CudaResident, args: tuple[Any, ...]) -> NDArray[np.int64]:
-        """Return what a kernel computes for each row of a resident.
+    def _computed_per_row(self, kernel: str, resident: CudaResident, args: tuple[Any, ...]) -> NDArray[np.int64]:
+        """Return what a kernel computes for each row of a resident, (n_rows,).
 
         It runs on a stream of its own, so as not to wait for the consumer's stream.
         """
@@ -547,7 +547,7 @@ class CudaBackend:
         if form.columns is not None:
             if id(form.columns) not in self._columns:
                 uploaded = self._upload(form.columns, self._counting, self._counted)
-                self._device.wait(self._device.record(self._counting))  # once: from then on it is ready for any stream
+                self._device.wait(self._device.record(self._counting))  # once; then it is ready on any stream
                 self._columns[id(form.columns)] = form.columns, *uploaded
             _, columns, lease = self._columns[id(form.columns)]
             lease.used_on(stream)
@@ -559,7 +559,7 @@ class CudaBackend:
 def _chunks_of(
     read: ArrayRead, lo: int, hi: int, place: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the numbers of the chunks of extents lo..hi, and the places of their bytes, given those of the extents."""
+    """Return the numbers of the chunks of extents ``lo:hi``, and the places of their bytes, given those of extents."""
     first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
     shift = np.repeat(place - read.extent_offset[lo:hi], np.diff(read.extent_chunks[lo : hi + 1]))
     return np.arange(first, last), read.chunk_offset[first:last] + shift
@@ -580,7 +580,7 @@ class _Uploads:
         self._held.append((self._device.record(stream), pinned))
 
     def clear(self) -> None:
-        """Let go of all memory once the streams have passed it."""
+        """Release all memory once the streams have passed it."""
         while self._held:
             event, _ = self._held.pop()
             self._device.wait(event)
@@ -588,5 +588,5 @@ class _Uploads:
 
 _OUTPUTS = {"float32": ("f4", np.float32), "float16": ("f2", np.float16), "bfloat16": ("bf2", np.uint16)}
 _NO_ROWS = np.empty(0, dtype=np.int64)
-_NONE_BAD = np.iinfo(np.int32).max
-_FEW = 92  # float16 holds the sum of so many values after log1p: each is below 709.8, the log of the largest float64
+_NO_BAD_ROW = np.iinfo(np.int32).max
+_FEW = 92  # float16 holds the sum of this many values after log1p: each is below 709.8, the log of the largest float64

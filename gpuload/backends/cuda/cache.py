@@ -1,8 +1,8 @@
 """Cache of stored (still compressed) chunks in device memory, so that later epochs need not read them.
 
-Chunks stay compressed, so that more of them fit than if they were decoded; every use decodes them anew.
-What fits is never evicted: when every epoch reads everything once, each in a different order, eviction gains nothing.
-So room once given to a chunk is that chunk's, whether or not the load that copies it there succeeds.
+Chunks stay compressed, so that more of them fit; they are decoded again on each use. Nothing is ever evicted: when
+every epoch reads everything once, in a different order, eviction gains nothing. So room given to a chunk remains that
+chunk's, whether or not the load that copies it there succeeds.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunks:
-    """The chunks of a layout, (n_chunks,) each: offset of the room of each, or -1; who may read or fill it.
+    """The chunks of a layout: the room of each in the cache, and its state; arrays are (n_chunks,).
 
     Attributes
     ----------
     layout
         Kept alive, so that its id is not reused.
     room
-        Offset of the room that a chunk was given, or -1.
+        Offset of the room that the chunk was given, or -1.
     place
         The same once its bytes are there, else -1.
     is_taken
-        Whether a load has it, to copy its bytes there; still set if they were bad.
+        Whether a load has reserved it, to copy its bytes there; remains set if they were bad.
     """
 
     layout: ArrayLayout
@@ -66,7 +66,7 @@ class ChunkCache:
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes given to chunks."""
+        """Bytes assigned to chunks."""
         return self._used
 
     def places(self, read: ArrayRead) -> NDArray[np.int64]:
@@ -77,7 +77,7 @@ class ChunkCache:
         return known.place[read.chunk_id]
 
     def reserve(self, read: ArrayRead, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Give room to chunks of a read; return those that fit and no load has reserved before, and their offsets.
+        """Reserve room for chunks of a read; return those that fit and are not reserved yet, and their offsets.
 
         Other reads find them only after `keep`.
         """
@@ -104,7 +104,7 @@ class ChunkCache:
             self._of(read.layout).place[read.chunk_id[numbers]] = places
 
     def release(self, read: ArrayRead, numbers: NDArray[np.int64]) -> None:
-        """Let another load reserve chunks, those published excepted, as the load that reserved them has failed."""
+        """Let other loads reserve chunks, except published ones, after the load that reserved them has failed."""
         with self._lock:
             known, chunk = self._of(read.layout), read.chunk_id[numbers]
             known.is_taken[chunk] = known.place[chunk] >= 0

@@ -1,4 +1,4 @@
-"""Choose the faster reader by trying both: the outcome depends on the disk, the page cache and the link."""
+"""Choose the faster reader by trying both: which one is faster depends on the disk, the page cache and the link."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 N_TRIALS = 4
-"""Timed reads per reader, after a first one that opens files and allocates memory: as many of each of two arrays."""
+"""Timed reads per reader, after a first one that opens files and allocates memory; even, so that each of two arrays is
+read equally often."""
 
 HANDICAP = {"compat": 2.0, "gds": 2.0}
-"""How many times faster than the others a reader of a kind must be in its trials to be chosen.
+"""How many times faster than the others a reader with this I/O mode must be in its trials to be chosen.
 
-KvikIO waits for the default stream before each direct transfer, and without GPUDirect Storage copies on streams that
-synchronise with it in both directions. That stream is idle during a trial; later, PyTorch trains on it, and reading and
-training would take turns.
+KvikIO waits for the default stream before each direct transfer; without GPUDirect Storage, it copies on streams that
+synchronise with the default one in both directions. That stream is idle during a trial; later, PyTorch trains on it,
+and reading and training would take turns.
 """
 
 _log = logging.getLogger("gpuload")
 
 
 class MeasuredReader:
-    """Try the readers by turns, then give all reads to the faster one, weighted by `HANDICAP`.
+    """Try the readers in turn, then give all reads to the faster one, weighted by `HANDICAP`.
 
-    A reader that begins one round of trials ends the next: a fetch reads large and small arrays by turns, and what is
-    small takes longer for each byte.
+    The order is rotated in each round of trials, since a fetch alternates between large and small arrays, and small
+    ones take longer per byte.
 
     Parameters
     ----------
     device
         Where the bytes go: a trial ends when they have arrived.
     readers
-        The candidates. A read of a trial that fails is done again by the last one, which then gets all the others too.
+        The candidates. If a trial read fails, the last candidate repeats it, and then gets all further reads.
     """
 
     def __init__(self, device: Device, *readers: Reader) -> None:
@@ -92,11 +93,11 @@ class MeasuredReader:
             reader.close()
 
     def wait_for(self, stream: Any) -> None:
-        """Wait for the work given to a stream so far."""
+        """Wait for all work given to a stream so far."""
         self._device.wait(self._device.record(stream))
 
     def give_up(self, number: int, error: ReadError) -> Reader | None:
-        """Return the reader to use in place of one that failed; None for the last one, whose errors count."""
+        """Return the reader to use in place of one that failed; None for the last one, whose errors are final."""
         last = self.readers[-1]
         if self.readers[number] is last:
             return None
@@ -106,7 +107,7 @@ class MeasuredReader:
             _log.warning("%s Until then, io='auto' reads by %r.", error, last.io_mode)
         return last
 
-    def note(self, number: int, nbytes: int, seconds: float) -> None:
+    def record(self, number: int, nbytes: int, seconds: float) -> None:
         """Record how long a reader took; choose once all have been tried often enough."""
         with self._lock:
             self._trials[number].append((nbytes, seconds))
@@ -115,8 +116,8 @@ class MeasuredReader:
             rates = [sum(n for n, _ in timed[1:]) / sum(s for _, s in timed[1:]) for timed in self._trials]
             marks = [rate / HANDICAP.get(r.io_mode, 1.0) for r, rate in zip(self.readers, rates, strict=True)]
             self._chosen = self.readers[marks.index(max(marks))]
-        told = ", ".join(f"{r.io_mode} {rate / 1e9:.1f} GB/s" for r, rate in zip(self.readers, rates, strict=True))
-        _log.info("reading: chose %r (%s)", self._chosen.io_mode, told)
+        speeds = ", ".join(f"{r.io_mode} {rate / 1e9:.1f} GB/s" for r, rate in zip(self.readers, rates, strict=True))
+        _log.info("reading: chose %r (%s)", self._chosen.io_mode, speeds)
 
 
 class _Trial(Pending):
@@ -135,7 +136,7 @@ class _Trial(Pending):
         self._start = time.perf_counter()
 
     def result(self) -> None:
-        """Wait for the read, then for the device; if the read failed, for another reader's."""
+        """Wait for the read, then for the device; if the read failed, repeat it with another reader."""
         try:
             self._pending.result()
         except ReadError as error:
@@ -146,7 +147,7 @@ class _Trial(Pending):
             self._pending.result()
             return
         self._owner.wait_for(self._stream)
-        self._owner.note(self._number, self._nbytes, time.perf_counter() - self._start)
+        self._owner.record(self._number, self._nbytes, time.perf_counter() - self._start)
 
     def done(self) -> bool:
         """Return whether the host has done its part."""

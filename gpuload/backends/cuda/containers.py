@@ -1,4 +1,4 @@
-"""The layout of chunks that hold several streams, read from one header; the kernels locate the streams in all of them.
+"""The layout of chunks that hold several streams, read from one header; kernels locate the streams in all chunks.
 
 A blosc container (c-blosc 1) is a header of 16 bytes, a table of block offsets, and the blocks. A block is one stream
 or, if split, `typesize` equal streams: one per byte of the elements, which the shuffle within a block has grouped. All
@@ -36,7 +36,7 @@ ROWS = ("source", "stored", "slot", "in", "in_nbytes", "out", "room", "wanted", 
 
 _LZ4_HEADER_NBYTES = 12
 _MIN_BLOCK_NBYTES = 1024
-"""A block is found from the sizes of all before it, and a damaged header must not ask for an unbounded number."""
+"""A block is located from the sizes of all those before it; a damaged header must not make them unboundedly many."""
 
 _BYTE_SHUFFLED, _BIT_SHUFFLED, _RESERVED, _UNSPLIT = 0x01, 0x04, 0x08, 0x10
 _FORMAT_VERSION, _CODEC_VERSION = 2, 1

@@ -1,4 +1,4 @@
-"""Decode stored chunks in device memory into rows of a resident: the launches, their order, and what they report.
+"""Decode stored chunks in device memory into rows of a resident: the launches, their order and their outcome.
 
 Each part of a read is decoded by a few launches for all its chunks together: compressed payloads are moved to aligned
 slots, decompressed by nvCOMP, verified, unshuffled, and the wanted pieces copied into the resident with conversion.
@@ -50,8 +50,8 @@ _ALGORITHMS = {
     "blosc": ("blosc", 0, 0),
     "lz4": ("lz4", 0, 0),
 }
-"""Filters that the device undoes: with which decoder (nvCOMP's names, but gzip as raw deflate; our own kernels for LZF
-and for the framing of containers), and how many bytes precede and follow the decoder's input."""
+"""Filters that the device can undo: the decoder (nvCOMP's names; gzip is decoded as raw deflate, LZF and the framing of
+containers by our own kernels), and the numbers of bytes that precede and follow the decoder's input."""
 
 _CONTAINERS = ("blosc", "lz4")
 """Filters whose chunks hold several streams; `containers.read_cut` returns their layout."""
@@ -97,7 +97,7 @@ class Steps:
 
     @property
     def has_checksum(self) -> bool:
-        """Whether there is, or for zstd may be, a checksum that is verified here."""
+        """Whether there is a checksum to verify here; for zstd, whether there may be."""
         return self.has_fletcher or self.has_crc32c or self.codec in ("deflate", "gzip", "zstd")
 
 
@@ -125,8 +125,8 @@ class Outcome:
     reports
         Pairs: chunk numbers within the read, and the kernels' status code for each (int32, 0 = good).
     is_rounded
-        Pairs: chunk numbers within the read, and whether an integer of each was rounded to fit float32 (int32); of
-        suspects it means nothing.
+        Pairs: chunk numbers within the read, and whether an integer of each was rounded to fit float32 (int32);
+        meaningless for suspects.
     verified
         Layout's chunk numbers whose checksums are verified, provided that nothing bad is reported.
     kept
@@ -181,7 +181,7 @@ class Decoder:
     def __init__(self, device: Device, nvcomp: Nvcomp) -> None:
         self._device = device
         self._nvcomp = nvcomp
-        self._said: set[str] = set()
+        self._warned_of: set[str] = set()
         self._known: dict[int, tuple[ArrayLayout, Steps | None]] = {}  # keyed by id of the layout, which is kept alive
 
     def steps(self, layout: ArrayLayout) -> Steps | None:
@@ -255,7 +255,7 @@ class Decoder:
             A chunk cannot be decoded; nothing was enqueued.
         """
         how = "+".join(f.name for f in read.layout.filters)
-        self._say_once(
+        self._warn_once(
             how,
             "%s: %s is stored as %s, which the GPU has no decoder for; the host decodes it, which is slower",
             *(read.layout.source.name, read.layout.name, how),
@@ -295,7 +295,7 @@ class Decoder:
         """
         is_rounded = read_again_if_far(read, partial(self._retry, read, chunk, out, lane))
         path, _ = read.layout.source.where_is(int(read.chunk_offset[chunk]))
-        self._say_once(
+        self._warn_once(
             f"retry {read.layout.source.name}",
             "%s: chunk %d of %s could not be decoded on the GPU, so the host decoded it; others may follow, which is "
             "slower",
@@ -467,7 +467,7 @@ class Decoder:
         self._report(due, codes)
 
     def _from_host(self, part: _Part, stored: Sequence[NDArray[np.uint8] | None] | None = None) -> None:
-        """Decode chunks on the host, from their stored bytes or reading them again, upload them, copy their pieces."""
+        """Decode chunks on the host, from stored bytes if given, else reading again; upload them, copy their pieces."""
         device, read = self._device, part.read
         room = slots(_plain_nbytes(read, part.numbers))
         start = np.cumsum(room) - room
@@ -520,12 +520,12 @@ class Decoder:
         part.outcome.is_rounded.append((numbers, work.download(rounded, np.int32)))
 
     def _report(self, part: _Part, codes: Any) -> None:
-        """Have status codes copied to the host."""
+        """Launch the copy of status codes to the host."""
         part.outcome.reports.append((part.numbers, part.work.download(codes, np.int32)))
 
-    def _say_once(self, what: str, message: str, *args: object) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _warn_once(self, what: str, message: str, *args: object) -> None:
+        if what not in self._warned_of:
+            self._warned_of.add(what)
             _log.warning(message, *args)
 
 
@@ -540,17 +540,17 @@ def decode_on_host(read: ArrayRead, chunk: int, stored: NDArray[np.uint8] | None
     try:
         return codecs.decode(layout.filters, int(read.chunk_mask[chunk]), stored, wanted, layout.dtype.itemsize)
     except codecs.DecodeError as error:
-        _tell_as_the_cpu(read, chunk, stored)
+        _raise_as_the_cpu_backend(read, chunk, stored)
         raise corrupt(read, chunk, str(error)) from error
 
 
 def _plain_nbytes(read: ArrayRead, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the decoded size of chunks of a read in bytes: of unencoded storage, that of what is wanted of each."""
+    """Return the decoded size of chunks of a read in bytes; for unencoded storage, the size of the part to be read."""
     layout = read.layout
     return read.chunk_nbytes[numbers] if layout.is_raw else layout.decoded_nbytes(read.chunk_id[numbers])
 
 
-def _tell_as_the_cpu(read: ArrayRead, chunk: int, stored: NDArray[np.uint8]) -> None:
+def _raise_as_the_cpu_backend(read: ArrayRead, chunk: int, stored: NDArray[np.uint8]) -> None:
     """Raise the CPU backend's error for a damaged chunk; do nothing if it finds none."""
     one = select_chunks(read, np.arange(read.chunk_id.size) == chunk)
     one = replace(one, piece_dest=np.zeros_like(one.piece_dest))

@@ -47,7 +47,7 @@ class Device(Protocol):
         """Allocate device memory, uninitialised, as uint8."""
 
     def free(self) -> None:
-        """Free unused memory, the GPU's and page-locked memory, for other users; may wait for the GPU."""
+        """Free unused memory on the GPU and unused page-locked memory, for other users; may wait for the GPU."""
 
     def view(self, block: Any, nbytes: int, owner: object) -> Any:
         """Return the first bytes of a block as an array that keeps `owner` alive, not the block."""
@@ -141,13 +141,13 @@ class CupyDevice:
                 f"device={self.name!r}: this process sees {count} GPU{'' if count == 1 else 's'}; use a number "
                 f"below {count}, or set CUDA_VISIBLE_DEVICES."
             )
-        with self._chosen():
+        with self._on_device():
             self._kernels = cupy.RawModule(code=source_of_kernels(), options=("-std=c++17",))
             self._kernels.compile()
             self._n_blocks = 8 * cupy.cuda.Device(number).attributes["MultiProcessorCount"]
             self._functions: dict[str, Any] = {}
-            # Pools of our own: memory of CuPy's default pool may still be in use by a stream unknown to us, and of its
-            # page-locked memory nothing would be freed with the loader.
+            # Pools of our own: memory from CuPy's default pool may still be in use by a stream unknown to us, and its
+            # page-locked memory would not be freed with the loader.
             self._memory, self._pinned = cupy.cuda.MemoryPool(), cupy.cuda.PinnedMemoryPool()
             if memory_nbytes is not None:
                 self._memory.set_limit(size=memory_nbytes)
@@ -156,18 +156,18 @@ class CupyDevice:
         """Make this the calling thread's current device."""
         self._cupy.cuda.Device(self._number).use()
 
-    def _chosen(self) -> _Chosen:
-        """Enter this device: a consumer's thread, or the garbage collector's, may have another one current."""
-        return _Chosen(self.name, self._cupy.cuda.Device(self._number))
+    def _on_device(self) -> _DeviceScope:
+        """Enter this device: another may be current in a consumer's thread, or in one that collects garbage."""
+        return _DeviceScope(self.name, self._cupy.cuda.Device(self._number))
 
     def empty(self, nbytes: int) -> Any:
         """Allocate device memory; raise DeviceError if there is not enough."""
-        with self._chosen():
+        with self._on_device():
             return self._cupy.ndarray((nbytes,), dtype=np.uint8, memptr=self._memory.malloc(nbytes))
 
     def free(self) -> None:
         """Return unused memory to the GPU, and page-locked memory to the system."""
-        with self._chosen():
+        with self._on_device():
             self._memory.free_all_blocks()
             self._pinned.free_all_blocks()
 
@@ -184,8 +184,8 @@ class CupyDevice:
     def csr(self, data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> Any:
         """Return a `cupyx.scipy.sparse.csr_matrix`, without inspecting its contents.
 
-        Since CuPy 14.1 the constructor reads both ends of `indptr`: it would wait for the device at each minibatch, and
-        on a different stream from the one that writes them.
+        Since CuPy 14.1 the constructor reads both ends of `indptr`: it would wait for the device for every minibatch,
+        and on a stream other than the one that writes them.
         """
         from cupyx.scipy.sparse import csr_matrix
 
@@ -198,14 +198,14 @@ class CupyDevice:
 
     def sorted_csr(self, matrix: Any, stream: Any) -> Any:
         """Return the matrix itself, its rows sorted by cuSPARSE."""
-        with self._chosen(), current(stream):
+        with self._on_device(), current(stream):
             matrix.has_sorted_indices = False
             matrix.sort_indices()
         return matrix
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Allocate page-locked host memory."""
-        with self._chosen():
+        with self._on_device():
             return np.frombuffer(self._pinned.malloc(max(1, nbytes)), dtype=np.uint8)[:nbytes]
 
     def address(self, array: Any) -> int:
@@ -214,7 +214,7 @@ class CupyDevice:
 
     def stream(self, *, is_urgent: bool = False) -> Any:
         """Return a new stream."""
-        with self._chosen():
+        with self._on_device():
             return self._cupy.cuda.Stream(non_blocking=True, priority=-1 if is_urgent else 0)
 
     def current_stream(self) -> Any:
@@ -231,42 +231,42 @@ class CupyDevice:
 
     def record(self, stream: Any) -> Any:
         """Return an event recorded on a stream."""
-        with self._chosen():
-            event = self._cupy.cuda.Event(block=True, disable_timing=True)  # blocking: a waiting thread yields its core
+        with self._on_device():
+            event = self._cupy.cuda.Event(block=True, disable_timing=True)  # block: a waiting thread yields its core
             event.record(stream)
         return event
 
     def is_reached(self, event: Any) -> bool:
         """Return whether an event has completed."""
-        with _Chosen(self.name):
+        with _DeviceScope(self.name):
             return bool(event.done)
 
     def wait(self, event: Any) -> None:
         """Block the calling thread until an event completes; errors of earlier launches surface here."""
-        with _Chosen(self.name):
+        with _DeviceScope(self.name):
             event.synchronize()
 
     def stream_wait(self, stream: Any, event: Any) -> None:
         """Make a stream wait for an event."""
-        with self._chosen():  # the default stream belongs to the current device
+        with self._on_device():  # the default stream belongs to the current device
             stream.wait_event(event)
 
     def upload(self, host: NDArray[Any], out: Any, stream: Any) -> None:
         """Copy page-locked memory to the device."""
         if host.nbytes:
-            with self._chosen():
+            with self._on_device():
                 out.data.copy_from_host_async(host.ctypes.data, host.nbytes, stream)
 
     def download(self, array: Any, host: NDArray[Any], stream: Any) -> None:
         """Copy an array to page-locked memory."""
         if host.nbytes:
-            with self._chosen():
+            with self._on_device():
                 array.data.copy_to_host_async(host.ctypes.data, host.nbytes, stream)
 
     def fill(self, array: Any, value: int, stream: Any) -> None:
         """Set all bytes of an array."""
         if array.nbytes:
-            with self._chosen():
+            with self._on_device():
                 array.data.memset_async(value, array.nbytes, stream)
 
     def launch(self, kernel: str, n_blocks: int, n_threads: int, args: Sequence[Any], stream: Any) -> None:
@@ -276,7 +276,7 @@ class CupyDevice:
         if kernel.startswith(DIVISIBLE):
             n_blocks = max(n_blocks, self._n_blocks)
         given = tuple(np.intp(0) if arg is None else arg for arg in args)
-        with self._chosen():
+        with self._on_device():
             function = self._functions.get(kernel)
             if function is None:
                 function = self._functions[kernel] = self._kernels.get_function(kernel)
@@ -317,10 +317,10 @@ def current(stream: Any) -> Iterator[None]:
         before.use()
 
 
-class _Chosen:
-    """A with-block on a device, if one is given, that turns CUDA's errors into a DeviceError of one sentence.
+class _DeviceScope:
+    """A with-block on a device, if given, that turns CUDA's errors into a DeviceError of one sentence.
 
-    A class rather than a generator, because each minibatch enters it many times.
+    A class rather than a generator, because it is entered many times per minibatch.
     """
 
     __slots__ = ("_device", "_name")

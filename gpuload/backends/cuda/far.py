@@ -1,14 +1,14 @@
 """Read remote objects into device memory with KvikIO's own HTTP client, bypassing host memory managed by Python.
 
-KvikIO's remote handle leaves three things to its caller, handled here (26.10, tested against an object store that
-fails on demand):
+KvikIO's remote handle leaves three things to its caller, which are handled here (26.10, tested against an object store
+that fails on demand):
 
 - It sends no condition (``If-Match``), and reports a full read even if the object has become shorter. So the object is
   checked after each read: if it is no longer the one that was opened, that is an error.
 - It retries by itself on 429 and 5xx, but gives up on a connection reset or a truncated body. So failed parts are
   requested again here, with patience.
-- It has one thread pool, each thread with one request at a time. So the pool is as large as the number of requests
-  that are to be in flight.
+- It has one thread pool, in which each thread makes one request at a time. So the pool is as large as the intended
+  number of requests in flight.
 
 A stalled request ends by KvikIO's own timeout (``KVIKIO_HTTP_TIMEOUT``): until then, memory that it may still write to
 is not released.
@@ -114,7 +114,7 @@ class FarReader:
             while in_flight:
                 n_read += self._finish(pending, far, name, handles, *in_flight.popleft())
         finally:
-            for _, (_, _, _, future) in in_flight:  # it may still write
+            for _, (_, _, _, future) in in_flight:  # these may still write
                 try:
                     future.get()
                 except Exception:  # noqa: BLE001, S112 - an earlier error is already being raised
@@ -157,7 +157,7 @@ class FarReader:
             try:
                 got = int(future.get())
             except Exception as error:
-                source.check_same([number])  # retrying does not help if it is gone or changed
+                source.check_same([number])  # retrying does not help if the object is gone or has changed
                 raise BusyError(" ".join(str(error).split()).rpartition(" at: ")[2].partition(": ")[2]) from error
             if got != n:
                 raise BusyError(f"wanted {n} bytes, got {got}")

@@ -3,19 +3,19 @@
 KvikIO reads by GPUDirect Storage where the machine supports it, and otherwise through its own bounce buffer ("compat").
 Which of the two it used is taken from its counters, never assumed.
 
-What KvikIO leaves to its caller, handled here:
+KvikIO leaves the following to its caller, handled here:
 
 - Before it writes, it waits for the default stream only. So a read begins once its own stream is idle.
 - It still synchronises with the default stream: it waits for it before each direct transfer, and copies from its
   bounce buffer use streams that the default one waits for (CU_STREAM_DEFAULT). So reads and a training step on the
   default stream, PyTorch's choice, take turns; a step on its own stream (``torch.cuda.stream``) overlaps with them.
-- A failed read leaves its other parts running. So every call here is one part (KvikIO splits reads into tasks; they are
-  split here, to the same size), and a read ends when its last part has.
+- A failed read leaves its other parts running. So every call here reads one part (reads are split here, into parts of
+  the size of KvikIO's own tasks), and a read ends only when its last part has.
 - A read past the end of the file fails or comes back short. So ranges are rounded to whole pages up to that end.
-- Without a driver it hangs (KVIKIO_COMPAT_MODE=OFF) or fails late. So a missing driver is an error at once.
+- Without a driver it hangs (KVIKIO_COMPAT_MODE=OFF) or fails late. So a missing driver is an immediate error.
 - It has one thread pool per process, sized by its last user. So open readers share the largest size requested,
   and the last one to be closed restores the original.
-- It opens files by name. So they are opened through the source's descriptor: the name may mean another file by now.
+- It opens files by name. So they are opened through the source's descriptor: the name may refer to another file by now.
 
 References
 ----------
@@ -40,7 +40,7 @@ from gpuload.backends.cuda.readers import (
     PAGE,
     Pending,
     Threads,
-    bytes_there,
+    bytes_available,
     check_places,
     file_ends,
     place_extents,
@@ -214,7 +214,7 @@ class KvikioReader:
         out: Any,
         before: Any,
     ) -> None:
-        """Keep KvikIO's threads busy until all ranges are read, or one has failed and no other is in flight."""
+        """Keep KvikIO's threads busy until all ranges are read, or one has failed and none is in flight."""
         self._device.use()
         self._device.wait(before)
         memory = self._device.address(out)
@@ -230,7 +230,7 @@ class KvikioReader:
                 file = self._files.take(source, int(number[e]))
                 try:
                     future = file.handle.pread(_Span(memory + first, n), n, at_byte, self._task_nbytes)
-                except Exception as error:  # noqa: BLE001 - a small read runs at once, and may fail in any way
+                except Exception as error:  # noqa: BLE001 - a small read runs immediately, and may fail in any way
                     self._files.give_back(file)
                     failure = e, _reason(error)
                     break
@@ -247,8 +247,11 @@ class KvikioReader:
         if failure:
             e, reason = failure
             offset, nbytes = int(wanted[0][e]), int(wanted[1][e])
-            for first, n in ((offset, nbytes), (int(ranges[0][e]), int(ranges[1][e]))):  # or their pages only
-                got = bytes_there(source, first, n)
+            for first, n in (
+                (offset, nbytes),
+                (int(ranges[0][e]), int(ranges[1][e])),
+            ):  # wanted bytes, then their pages
+                got = bytes_available(source, first, n)
                 if got < n:
                     raise short_read(source, name, first, n, got)
             path, at_first = source.where_is(offset)
@@ -281,7 +284,7 @@ class KvikioReader:
         extent, wanted, file, future = read
         try:
             got = int(future.get())
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other reads must be waited for
+        except Exception as error:  # noqa: BLE001 - in any case, the other reads must be waited for
             return n_read, failure or (extent, _reason(error))
         finally:
             self._files.give_back(file)

@@ -1,8 +1,8 @@
 """Recycled device memory, with ordering between streams.
 
-Memory may still be in use when it is given back: a kernel that reads it was launched but has not run yet. So a lease
-knows the streams that used its memory. When the lease dies, an event is recorded on each, and the stream of the next
-lease waits for these events. The host never waits, and in the steady state nothing is allocated.
+Memory may still be in use when it is given back, by a kernel that was launched but has not run yet. So a lease knows
+the streams that used its memory. When the lease dies, an event is recorded on each, and the stream of the next lease
+waits for these events. The host never waits, and in the steady state nothing is allocated.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Lease:
         self._streams = [stream]
 
     def used_on(self, stream: Any) -> None:
-        """Note that a stream was given work on this memory."""
-        if stream not in self._streams:  # CuPy sometimes makes a new object for a stream
+        """Record that a stream was given work on this memory."""
+        if stream not in self._streams:  # by equality, as CuPy may have several objects for a stream
             self._streams.append(stream)
 
     def __del__(self) -> None:
@@ -66,10 +66,10 @@ class DevicePool:
         self._idle: dict[int, tuple[Any, list[Any]]] = {}
         self._nbytes: dict[int, int] = {}
         self.peak_nbytes = 0
-        """Most bytes that were leased or idle at one time."""
+        """Peak number of bytes leased or idle."""
 
     def lease(self, nbytes: int, stream: Any) -> tuple[Any, Lease]:
-        """Return memory for use on a stream, aligned to `ALIGNMENT`, and its lease, which it keeps alive."""
+        """Return memory for use on a stream, aligned to `ALIGNMENT`, and its lease, which the memory keeps alive."""
         nbytes = max(1, nbytes)
         block, events = self._take(nbytes) or (None, [])
         for event in events:
@@ -118,7 +118,7 @@ class DevicePool:
         """Take an idle block that fits, with the events that end its use; None if there is none."""
         for key, (block, _) in self._idle.copy().items():
             if nbytes <= block.nbytes <= 2 * nbytes + ALIGNMENT:
-                found = self._idle.pop(key, None)  # another thread may have been faster
+                found = self._idle.pop(key, None)  # another thread may have taken it
                 if found is not None:
                     return found
         return None
@@ -131,7 +131,7 @@ class DevicePool:
         if not may_wait and not all(self._device.is_reached(event) for event in found[1]):
             self._idle[key] = found
             return
-        # Freed memory may go to any stream. If the device has failed, perhaps in the consumer's work, it goes to none.
+        # Wait, as freed memory may go to any stream; not if the device has failed, perhaps in the consumer's work.
         with contextlib.suppress(DeviceError) if not self._max_idle else contextlib.nullcontext():
             for event in found[1]:
                 self._device.wait(event)

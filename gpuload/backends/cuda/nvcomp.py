@@ -1,7 +1,7 @@
 """nvCOMP's batched decoders through its C interface: the only module that knows the library.
 
 The C interface suits a loader that knows the size of every chunk from the file's index: one call for thousands of
-chunks, a status for each, and no wait. The library's Python codec first reads sizes back from the device.
+chunks, a status for each, and no waiting. The library's Python codec first reads sizes back from the device.
 
 Requirements this module answers
 --------------------------------
@@ -12,8 +12,8 @@ Requirements this module answers
 
 Notes
 -----
-The decoders trust their input: damaged bytes may give a wrong result with status 0, or no result [1]_. So check sizes
-beforehand (the kernels that walk `containers` do) and checksums and decoded sizes afterwards.
+The decoders trust their input: damaged bytes may give a wrong result with status 0, or no result [1]_. So sizes must be
+checked beforehand (the kernels that walk `containers` do), and checksums and decoded sizes afterwards.
 
 References
 ----------
@@ -36,8 +36,8 @@ C_NAMES = {"deflate": "Deflate", "gzip": "Gzip", "zstd": "Zstd", "lz4": "LZ4", "
 frame), raw snappy."""
 
 BACKENDS = {"default": 0, "hardware": 1, "cuda": 2}
-"""What decodes: the library's choice, but CUDA kernels for lz4; the decompression engine of Blackwell GPUs (not zstd),
-which reports success for damaged lz4 (nvcomp/lz4.h, ``nvcompBatchedLZ4DecompressAsync``); CUDA kernels."""
+"""What decodes: by default the library's choice, but CUDA kernels for lz4; the decompression engine of Blackwell GPUs
+(not zstd), which reports success for damaged lz4 (nvcomp/lz4.h, ``nvcompBatchedLZ4DecompressAsync``); CUDA kernels."""
 
 STATUSES = {
     0: "nvcompSuccess",
@@ -59,7 +59,7 @@ STATUSES = {
     1000: "nvcompErrorCudaError",
     10000: "nvcompErrorInternal",
 }
-"""``nvcompStatus_t``: its names in the header."""
+"""Names of the values of ``nvcompStatus_t`` in the header."""
 
 LIBRARIES = ("libnvcomp.so.5", "libnvcomp.so.6")
 
@@ -68,13 +68,13 @@ _SIZE, _ADDRESS = ctypes.c_size_t, ctypes.c_void_p
 
 
 class Options(ctypes.Structure):
-    """``nvcompBatched<Name>DecompressOpts_t``, passed by value: they all begin like this, and zero is the default."""
+    """``nvcompBatched<Name>DecompressOpts_t``, passed by value: all begin like this, and zeros are the defaults."""
 
     _fields_ = (("backend", ctypes.c_int), ("rest", ctypes.c_char * 60))
 
 
 class Properties(ctypes.Structure):
-    """``nvcompProperties_t``: versions as ``major * 1000 + minor * 100 + patch``, also that of CUDA."""
+    """``nvcompProperties_t``: versions as ``major * 1000 + minor * 100 + patch``, that of CUDA too."""
 
     _fields_ = (("version", ctypes.c_uint32), ("cudart_version", ctypes.c_uint32))
 
@@ -324,7 +324,7 @@ class Nvcomp:
 
 
 def _load(path: str | None) -> ctypes.CDLL:
-    """Load the library, preferably from an installed package, since that is the version that was asked for."""
+    """Load the library, preferably from an installed package, since that is the version that was chosen."""
     files = _installed() if path is None else [path]
     for file in files:
         try:

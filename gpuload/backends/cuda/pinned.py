@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.backends.cuda.readers import PAGE, Pending, Threads, bytes_there, check_places
+from gpuload.backends.cuda.readers import PAGE, Pending, Threads, bytes_available, check_places
 from gpuload.backends.reading import read_ranges, short_read
 from gpuload.checks import check_whole
 from gpuload.errors import DeviceError
@@ -30,7 +30,7 @@ BUFFER_NBYTES = 8 << 20
 
 NUM_THREADS = 4
 
-_JOINED = 2 * PAGE
+_MAX_GAP = 2 * PAGE
 """Bytes: ranges closer than this in device memory are copied together, gap included."""
 
 
@@ -62,7 +62,7 @@ class PinnedReader:
         self._threads = Threads(num_threads, "pinned", self._ring.close)
         self._lock = threading.Lock()
         self.read_nbytes = 0
-        """Bytes that all reads brought so far."""
+        """Bytes read so far."""
 
     @property
     def pinned_nbytes(self) -> int:
@@ -127,18 +127,18 @@ class PinnedReader:
 class _Ring:
     """Page-locked buffers, each with the event after which it may be overwritten."""
 
-    def __init__(self, device: Device, n_most: int, nbytes: int) -> None:
+    def __init__(self, device: Device, max_buffers: int, nbytes: int) -> None:
         self._device = device
-        self._n_most = n_most
+        self._max_buffers = max_buffers
         self._nbytes = nbytes
         self._idle: queue.SimpleQueue[tuple[NDArray[np.uint8], Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self.n_buffers = 0
 
     def take(self) -> NDArray[np.uint8]:
-        """Return a buffer that is not in use; a new one while there are few."""
+        """Return a buffer that is not in use; a new one until the maximum number exists."""
         with self._lock:
-            is_new = self.n_buffers < self._n_most
+            is_new = self.n_buffers < self._max_buffers
             self.n_buffers += is_new
         if is_new:
             try:
@@ -166,7 +166,7 @@ class _Ring:
             _, event = self._idle.get()
             self.n_buffers -= 1
             if event is not None:
-                with contextlib.suppress(DeviceError):  # reported to whoever waits for the bytes
+                with contextlib.suppress(DeviceError):  # reported to those who wait for the bytes
                     self._device.wait(event)
 
 
@@ -233,13 +233,13 @@ def _fill(
         if got < wanted:
             offset, n = int(whole[0][p]), int(whole[1][p])
             before = int(at[p]) - offset
-            if before:  # earlier bytes may be missing too; another thread reads them
-                got = min(before + got, bytes_there(source, offset, n))
+            if before:  # earlier bytes, which another thread reads, may be missing too
+                got = min(before + got, bytes_available(source, offset, n))
             raise short_read(source, name, offset, n, got)
 
 
 def _runs(place: NDArray[np.int64], nbytes: NDArray[np.int64]) -> list[tuple[int, int]]:
     """Return the half-open ranges of device memory that are copied in one go; places must be ascending."""
-    breaks = np.flatnonzero(place[1:] - (place + nbytes)[:-1] >= _JOINED) + 1
+    breaks = np.flatnonzero(place[1:] - (place + nbytes)[:-1] >= _MAX_GAP) + 1
     edges = [0, *breaks.tolist(), place.size]
     return [(int(place[lo]), int(place[hi - 1] + nbytes[hi - 1])) for lo, hi in pairwise(edges)]

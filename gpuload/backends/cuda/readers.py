@@ -1,7 +1,7 @@
-"""What both readers of the CUDA backend share: the protocol, a read in progress, placement, and errors.
+"""What the CUDA backend's readers share: their protocol, a read in progress, placement of extents, and errors.
 
-A reader copies byte ranges of a source into device memory. It does not know what the bytes mean. It must not release
-its threads or buffers while anything may still be written, and its errors must read like those of the CPU backend.
+A reader copies byte ranges of a source into device memory without knowing what the bytes mean. It must not release its
+threads or buffers while anything may still be written, and its errors must read like those of the CPU backend.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 PAGE = 4096
-"""Bytes: file offset and size of a direct transfer are multiples of this (GPUDirect Storage, cuFile API reference)."""
+"""Direct transfers have file offsets and sizes that are multiples of this (GPUDirect Storage, cuFile API reference)."""
 
 _THREADS = "gpuload-"
-"""Name prefix of all threads of gpuload."""
+"""Name prefix of all of gpuload's threads."""
 
 
 class Reader(Protocol):
@@ -175,7 +175,7 @@ class Threads:
     def close(self) -> None:
         """End the threads after their current work, then release the rest; from any thread, any number of times."""
         if os.getpid() != self._process:
-            return  # a fork has no threads to end, and open resources belong to its parent
+            return  # a forked process has no threads to end, and open resources belong to its parent
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
         if not is_first:
@@ -253,10 +253,10 @@ def check_places(first: NDArray[np.int64], nbytes: NDArray[np.int64], room_nbyte
         )
 
 
-def bytes_there(source: Source, at: int, wanted: int) -> int:
+def bytes_available(source: Source, at: int, wanted: int) -> int:
     """Return how many of the wanted bytes a source holds from an offset on, by reading them on the host.
 
-    For a reader that learns only that a read failed. It may raise, with the reason that the system gives.
+    For readers that only learn that a read failed. May raise ReadError, with the reason that the system gives.
     """
     scratch = np.empty(min(wanted, 1 << 20), dtype=np.uint8)
     got = 0

@@ -1,4 +1,4 @@
-"""What the launches for one part of a read share: a stream, scratch memory, and small uploads and downloads.
+"""What the launches for one part of a read share: a stream, scratch memory, small uploads and downloads.
 
 Nothing here waits for the device. The part's `Outcome` holds page-locked memory until the stream has passed it. Scratch
 memory is returned as soon as nothing refers to it, and then reused by later work on the same stream, so there is never
@@ -50,7 +50,7 @@ class Work:
         self._held = held
 
     def scratch(self, nbytes: int) -> Any:
-        """Return uninitialised device memory, uint8, for launches made while a reference to it lives."""
+        """Return uninitialised device memory, uint8, for launches made while a reference to it exists."""
         return self._pool.lease(nbytes, self.stream)[0]
 
     def numbers(self, n: int, dtype: type = np.int64) -> Any:
@@ -92,7 +92,7 @@ class Work:
         Parameters
         ----------
         codec
-            nvCOMP's name for it.
+            nvCOMP's name of the codec.
         n, max_nbytes, total_nbytes
             Number of streams, and the decoded bytes of the largest one and in total.
         of
@@ -103,7 +103,7 @@ class Work:
         stream = device.stream_number(self.stream)
         temp_nbytes = self._nvcomp.temp_nbytes(codec, n, max_nbytes, total_nbytes, stream)
         temp, produced, statuses = self.scratch(temp_nbytes), self.numbers(n), self.numbers(n, np.int32)
-        device.fill(statuses, 0xFF, self.stream)  # nvCOMP promises a status only for what it has decoded
+        device.fill(statuses, 0xFF, self.stream)  # nvCOMP sets a status only for streams that it has decoded
         self._nvcomp.decode(
             codec,
             in_ptrs=device.address(of["in"]),

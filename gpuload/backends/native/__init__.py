@@ -6,7 +6,7 @@ verifies their `checksums` and decodes them with one of `decoders`; `parquet` de
 of TileDB, `rows` gathers resident rows into minibatches, and `runs` moves and checks data that is rewritten.
 
 Compiled code is cached in the user's cache folder, under a digest of all sources of this package. numba keys its cache
-on the one file that defines a function, but a kernel inlines the functions it calls: it would outlive a change to them.
+only on the file that defines a function, but a kernel inlines the functions it calls: it would outlive a change there.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def cache_folder() -> str:
 
 
 def _remove_empty(folder: str) -> None:
-    """Remove files that a machine crash left empty: numba would fail on them for ever."""
+    """Remove files that a crash of the machine left empty: numba would fail on them forever."""
     for entry in os.scandir(folder):
         if entry.name.endswith((".nbi", ".nbc")) and not entry.stat().st_size:
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
+            with contextlib.suppress(FileNotFoundError):  # removed by another process
                 os.remove(entry.path)
 
 

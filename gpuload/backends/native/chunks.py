@@ -19,7 +19,7 @@ from numba import types
 from gpuload.backends.native.checksums import is_crc32c, is_fletcher32
 from gpuload.backends.native.decoders import call_one, call_two
 from gpuload.backends.native.frames import unshuffle_items
-from gpuload.backends.native.inflate import are_by_turns
+from gpuload.backends.native.inflate import suit_interleaving
 from gpuload.backends.native.pieces import BAD_COLUMN, MAX_EXACT, call_copy, call_fill
 from gpuload.backends.native.words import copy_bytes, double_bits, native
 
@@ -34,7 +34,7 @@ _pread = types.ExternalFunction("pread", types.intp(types.intc, types.uintp, typ
 
 
 def describe(code: int) -> str:
-    """Return the meaning of a code, `pieces.BAD_VALUE` excepted, which is no damage, as part of a sentence."""
+    """Return the meaning of a code, as part of a sentence; except `pieces.BAD_VALUE`, which is not damage."""
     return {
         BAD_SIZE: "its decoded size is wrong",
         BAD_FLETCHER: "its fletcher32 checksum does not match",
@@ -84,7 +84,7 @@ def read_extents(fd: Any, offset: Any, nbytes: Any, place: Any, buffer: Any) -> 
 def items_needed(
     lo: int, hi: int, piece_src: Any, piece_width: Any, piece_rows: Any, stride: int
 ) -> Any:  # pragma: no cover - compiled
-    """Return the range of elements of the decoded chunk that pieces lo..hi cover."""
+    """Return the range of elements of the decoded chunk that pieces ``lo:hi`` cover."""
     first, last = piece_src[lo], 0
     for p in range(lo, hi):
         first = min(first, piece_src[p])
@@ -114,7 +114,7 @@ def encoded_nbytes(c: int, chunk_nbytes: Any, chunk_mask: Any, steps: Any) -> in
 
 @native
 def _bad(c: int, code: int, status: Any) -> int:  # pragma: no cover - compiled
-    """Note why chunk c is bad; return what `decode_chunks` returns then."""
+    """Record why chunk c is bad; return what `decode_chunks` then returns."""
     status[0] = code
     return -1 - c
 
@@ -224,7 +224,7 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
             n_next = encoded_nbytes(c + 1, chunk_nbytes, chunk_mask, steps) if half > 0 and c != ahead else 0
             if c == ahead:
                 got, at = got_ahead, half
-            elif n_next > 0 and full_nbytes[c + 1] == size and are_by_turns(n, n_next, size):
+            elif n_next > 0 and full_nbytes[c + 1] == size and suit_interleaving(n, n_next, size):
                 ahead = c + 1
                 _, to_next = items_needed(
                     chunk_pieces[ahead], chunk_pieces[ahead + 1], piece_src, piece_width, piece_rows, strides[0]

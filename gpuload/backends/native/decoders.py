@@ -1,6 +1,6 @@
 """The codecs of stored chunks behind one signature, so that `decode_chunks` compiles without any of them.
 
-Reading only gzip never compiles blosc, and each codec is compiled once, not for every combination of dtypes.
+Programs that read only gzip never compile blosc, and each codec is compiled once, not for every combination of dtypes.
 """
 
 from __future__ import annotations

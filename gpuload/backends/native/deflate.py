@@ -3,9 +3,9 @@
 Tuned for CSR `data` and `indices`, where matches are short and advancing from symbol to symbol is the bottleneck:
 
 - One 12-bit look-up yields up to two literals, or up to two literals and a match length with its extra bits.
-- Two streams are interleaved (`_decode_two`), since each look-up depends on the one before it and one stream leaves a
+- Two streams are interleaved (`_decode_two`), since each look-up depends on the one before it, and one stream leaves a
   core partly idle. A step is always the same (two look-ups, a distance look-up, one store of literals and match); what
-  a symbol does not need is masked out, so there are no data-dependent branches that are hard to predict.
+  a symbol does not need is masked out, so there are no hard-to-predict data-dependent branches.
 - A stream of long matches is bound by copying instead. It is decoded alone (`_decode_one`), with branches, in steps
   that refill a bit buffer with one unaligned load. A copy of up to 32 bytes is two loads and two stores, for any
   distance: below 16, a byte shuffle spreads the first load, and the second comes from a multiple of the distance.

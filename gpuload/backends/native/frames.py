@@ -72,7 +72,7 @@ _call_blosc = caller(I32, I64, I64, I64, I32)
 def unshuffle_items(
     src: Any, src_pos: int, dst: Any, dst_pos: int, n: int, itemsize: int, lo: int, hi: int
 ) -> None:  # pragma: no cover - compiled
-    """Undo the byte shuffle of n bytes for items lo..hi only; bytes after the last whole item are copied unchanged.
+    """Undo the byte shuffle of n bytes for items ``lo:hi`` only; copy bytes after the last whole item unchanged.
 
     Each item goes to its own position, so `dst` must have room for all of them.
     """
@@ -205,14 +205,14 @@ def zstd_at(src: int, n: int, dst: int, size: int, addresses: Any) -> int:  # pr
 def decode_blosc(  # noqa: PLR0911 - one return per outcome
     src: Any, src_pos: int, n: int, dst: Any, size: int, lo: int, hi: int, work: Any, tables: Any, addresses: Any
 ) -> int:  # pragma: no cover - compiled
-    """Decode at least bytes lo..hi of a blosc container.
+    """Decode at least bytes ``lo:hi`` of a blosc container.
 
     Parameters
     ----------
     src : uint8
         Holds the container, src[src_pos : src_pos + n].
     dst : uint8
-        At least `size` bytes, the decoded size; bytes outside lo..hi are left undefined.
+        At least `size` bytes, the decoded size; bytes outside ``lo:hi`` are left undefined.
     lo, hi
         Bytes wanted, 0 <= lo < hi <= size.
     work : uint8

@@ -109,8 +109,8 @@ def inflate_zlib(
 
 
 @native
-def are_by_turns(src_len: int, src_len_2: int, dst_len: int) -> bool:  # pragma: no cover - compiled
-    """Return whether two streams decode faster interleaved than one after the other: if their matches are short."""
+def suit_interleaving(src_len: int, src_len_2: int, dst_len: int) -> bool:  # pragma: no cover - compiled
+    """Return whether two streams decode faster interleaved than one after the other: those with short matches do."""
     return _LONG_MATCHES * min(src_len, src_len_2) >= dst_len
 
 
@@ -131,7 +131,7 @@ def inflate_two(
     dst_len: int,
     tables: Any,
 ) -> Any:  # pragma: no cover - compiled
-    """Decode two zlib streams of `dst_len` decoded bytes each, interleaved; see `are_by_turns`.
+    """Decode two zlib streams of `dst_len` decoded bytes each, interleaved; see `suit_interleaving`.
 
     Parameters are those of `inflate_zlib`, for each stream; both are read from `src` and written to `dst`.
 

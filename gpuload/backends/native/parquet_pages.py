@@ -126,7 +126,7 @@ def read_number(at: int, nbytes: int) -> int:  # pragma: no cover - compiled
 
 @native
 def _skip(at: int, end: int, kind: int) -> int:  # noqa: PLR0911 - one return per outcome # pragma: no cover - compiled
-    """Return the address after a thrift value; for a struct, after all its fields."""
+    """Return the address after a Thrift value; for a struct, after all its fields."""
     depth = 0
     while True:
         if kind == 3:

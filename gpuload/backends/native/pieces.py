@@ -1,6 +1,7 @@
-"""Copy pieces of decoded chunks into the resident's arrays, with conversion; by address for `chunks.decode_chunks`.
+"""Copy pieces of decoded chunks into the resident's arrays, with conversion.
 
-So a new combination of dtypes compiles the copying alone, and not the decoding around it.
+`chunks.decode_chunks` calls these functions by address, so a new combination of dtypes compiles only the copying, not
+the decoding around it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BAD_COLUMN = -103
 BAD_VALUE = -104
 
 MAX_EXACT = 1 << 24
-"""Largest integer up to which float32 holds every integer."""
+"""float32 represents every integer up to this exactly."""
 
 call_copy = caller(I64, *[I64] * 11)
 """Call `copy_pieces`: addresses instead of arrays, the elements' first and the resident's last."""
@@ -99,7 +100,7 @@ def copy_pieces(
     limit: int,
     out: Any,
 ) -> int:  # pragma: no cover - compiled
-    """Copy pieces lo..hi of one decoded chunk into the resident's array; return the worst result of `copy_run`."""
+    """Copy pieces ``lo:hi`` of one decoded chunk into the resident's array; return the worst result of `copy_run`."""
     typed, out = borrowed(typed), borrowed(out)
     worst = 0
     for p in range(lo, hi):
@@ -136,13 +137,13 @@ def fill_pieces(
 _copiers: dict[tuple[np.dtype[Any], np.dtype[Any]], tuple[Callback, Callback]] = {}
 
 _ANY = 1 << 48
-"""Length of an array that is known by its address alone; nothing depends on it."""
+"""Length given to arrays known only by their address; nothing depends on it."""
 
 
 def addresses_of(stored: np.dtype[Any], out: np.dtype[Any]) -> NDArray[np.int64]:
     """Return the addresses for `call_copy` and `call_fill`, for elements of these dtypes; (2,)."""
     found = _copiers.get((stored, out))
-    if found is None:  # one is kept, whichever thread made it: what is compiled lives as long as its `Callback`
+    if found is None:  # keep just one, whichever thread made it: compiled code lives as long as its `Callback`
         found = _copiers.setdefault((stored, out), (_copier(stored, out), _filler(out)))
     return np.array([callback.address for callback in found], dtype=np.int64)
 

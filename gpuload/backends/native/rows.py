@@ -124,7 +124,7 @@ def row_scale(data: Any, start: int, stop: int, target_sum: float) -> float:  # 
 
 @numba.njit(nogil=True, cache=True, fastmath={"contract"})
 def log1p_row(values: Any, n: int, scale: float) -> None:  # pragma: no cover - compiled
-    """Replace the first n values by log1p of them times `scale`, in float64, to within a unit in the last place.
+    """Replace the first n values x by ``log1p(x * scale)``, in float64, to within a unit in the last place.
 
     Vectorizable: y = 1 + x is 2**k m with m in [sqrt(1/2), sqrt(2)), and log1p(m - 1) / (m - 1) is approximated by a
     polynomial that interpolates it at Chebyshev nodes (relative error below 4e-12; float32 has 6e-8). If k = 0, x
@@ -141,7 +141,7 @@ def log1p_row(values: Any, n: int, scale: float) -> None:  # pragma: no cover - 
         is_plain &= (x > -0.5) & (x < 1e300)
     if not is_plain:  # negative, infinite, or NaN
         for k in range(n):
-            values[np.uint64(k)] = np.float32(np.log1p(np.float64(values[np.uint64(k)]) * scale) + 0.0)  # not -0.0
+            values[np.uint64(k)] = np.float32(np.log1p(np.float64(values[np.uint64(k)]) * scale) + 0.0)  # avoids -0.0
         return
     for k in range(n):
         x = np.float64(values[np.uint64(k)]) * scale

@@ -36,7 +36,7 @@ def copy_runs(start: Any, length: Any, dest: Any, src: Any, out: Any) -> None:  
 def judge_values(values: Any) -> Any:  # pragma: no cover - compiled
     """Return the largest magnitude (0 if there are none), whether all are counts, and whether all are exact as float32.
 
-    Counts are whole and not negative, nor a negative zero.
+    Counts are whole numbers of at least 0, but not negative zero.
     """
     largest = values.dtype.type(0)
     are_counts, are_single = True, True
@@ -50,7 +50,7 @@ def judge_values(values: Any) -> Any:  # pragma: no cover - compiled
 
 @native
 def have_common(utf8: Any, starts: Any, file_start: Any, table: Any) -> bool:  # pragma: no cover - compiled
-    """Return whether a name occurs in several files.
+    """Return whether a name occurs in more than one file.
 
     Parameters
     ----------
@@ -61,8 +61,8 @@ def have_common(utf8: Any, starts: Any, file_start: Any, table: Any) -> bool:  #
     file_start : (n_files + 1,) int64
         The first name of each file, and the end.
     table : (m,) uint32 or int64
-        Zeros, more than there are names. It becomes a hash table with open addressing: of each distinct name, the
-        number of its first occurrence, counted from 1.
+        Zeros, more than there are names. Becomes a hash table with open addressing that holds, for each distinct name,
+        the number of its first occurrence, counted from 1.
     """
     file = 0
     for row in range(starts.size - 1):

@@ -410,7 +410,7 @@ KERNEL(check_gzip, (const uint8_t* __restrict__ stored, const int64_t* at, const
 
 DEVICE uint64_t rotated(uint64_t word, int n) { return word << n | word >> (64 - n); }
 
-// XXH64 of bytes, with seed 0 (xxHash specification 0.1.1): four sums over every fourth word, then one over the rest.
+// XXH64 of bytes, with seed 0 (xxHash specification 0.1.1): four sums over every fourth word, then the remaining bytes.
 constexpr uint64_t XXH_1 = 0x9E3779B185EBCA87, XXH_2 = 0xC2B2AE3D27D4EB4F, XXH_3 = 0x165667B19E3779F9;
 constexpr uint64_t XXH_4 = 0x85EBCA77C2B2AE63, XXH_5 = 0x27D4EB2F165667C5;
 
@@ -433,8 +433,8 @@ DEVICE uint64_t xxh_end(const uint64_t* sums, const uint8_t* from, int64_t size)
     return hash ^ hash >> 32;
 }
 
-// Compare the decoded bytes of n zstd frames that have a checksum (RFC 8878, 3.1.1) with it: the low half of their
-// XXH64, the last 4 bytes before stored[end[i]]; negative: none is to be compared. Bit 2 of byte 4 of a frame tells.
+// Compare the decoded bytes of n zstd frames with the frames' checksum (RFC 8878, 3.1.1): the low half of their XXH64,
+// the last 4 bytes before stored[end[i]]; negative: no comparison. Bit 2 of byte 4 says whether a frame has one.
 KERNEL(check_zstd, (const uint8_t* __restrict__ decoded, const int64_t* start, const int64_t* nbytes,
                     const uint8_t* __restrict__ stored, const int64_t* at, const int64_t* end, int64_t n,
                     int32_t* status)) {

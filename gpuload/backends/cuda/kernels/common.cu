@@ -33,14 +33,14 @@
 //
 // Errors
 // ------
-// Nothing is raised here. status[i], for chunk i, is set to the reason why the chunk is bad, unless it is already set.
+// Nothing is raised here. status[i] is set to the reason why chunk i is bad, unless it is already set.
 // A column number outside the matrix is replaced by 0, so that later kernels stay within their rows whether or not the
 // host has looked at the status yet.
 //
-// Block sizes: 256 threads, which is also the most that the kernels are compiled for (more would leave a thread 64
-// registers, too few for some), but 32 for decode_lzf, in which all threads follow one stream, so that a warp is
-// enough. Blocks: one per item, or some 8 per multiprocessor if that is more. If values are not whole numbers, a cell's
-// total, and hence the last bit of its transformed values, may depend on the number of threads (never of blocks).
+// Block sizes: 256 threads, which is also the maximum that the kernels are compiled for (more would leave 64 registers
+// per thread, too few for some); but 32 for decode_lzf, in which all threads follow one stream, so a warp is enough.
+// Blocks: one per item, or some 8 per multiprocessor if that is more. If values are not whole numbers, a cell's total,
+// and hence the last bit of its transformed values, may depend on the number of threads (never on that of blocks).
 
 #ifndef GPULOAD_HOST
 
@@ -97,8 +97,8 @@ DEVICE uint32_t dot_bytes(uint32_t a, uint32_t b) {
     return sum;
 }
 
-// CuPy has NVRTC flush float32 denormals (below 2**-126) to zero (-ftz=true) in all C++ code. So every function that
-// reads or produces a float32 arithmetically is one of these.
+// CuPy makes NVRTC flush float32 denormals (below 2**-126) to zero (-ftz=true) in all C++ code. So all arithmetic that
+// reads or produces a float32 goes through these functions.
 DEVICE double widened(float value) {
     double wide;
     asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(value));
@@ -133,13 +133,13 @@ constexpr int32_t BAD_BLOSC = -201, BAD_STREAM = -203, BAD_LZ4 = -205;
 
 constexpr int MAX_THREADS = 1024;
 
-// Largest integer up to which float32 holds every integer.
+// float32 represents every integer up to this exactly.
 constexpr int64_t MAX_EXACT = 1 << 24;
 
-// Columns that densify makes at a time in shared memory: 32 kB, so that five blocks fit on a Hopper multiprocessor.
+// Columns that densify builds at a time in shared memory: 32 kB, so that five blocks fit on a Hopper multiprocessor.
 constexpr int TILE = 8192;
 
-// Smallest number of elements that is worth a block of its own in gather_dense.
+// Minimum number of elements that is worth a block of its own in gather_dense.
 constexpr int64_t MIN_PART = 4096;
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -38,9 +38,9 @@ DEVICE bool is_alike(const uint8_t* chunk, const uint8_t* head) {
     return !(words & ~copied) && load4(chunk + 4) == load4(head + 4) && load4(chunk + 8) == load4(head + 8);
 }
 
-// Where the streams of some containers go, in a table. For each stream it holds: the first stored byte, how many bytes
-// to move, and to which slot of `compressed`; the codec's input (address and size) and output (address and room, in
-// `decoded`), and the required output size; the address from which to take the decoded bytes; and the place of its
+// Fills a table that says where the streams of containers go. For each stream it holds: the first stored byte, how many
+// bytes to move, and to which slot of `compressed`; the codec's input (address and size) and output (address and room,
+// in `decoded`), and the required output size; the address from which to take the decoded bytes; and the place of its
 // adler32, or -1. A stream that is stored uncompressed, or cannot be found, is not moved: instead the codec gets the
 // filler, a valid stream that decodes to one byte, and the bytes are taken from where they are stored.
 struct Streams {
@@ -54,8 +54,8 @@ struct Streams {
     uint8_t* compressed;
     int64_t* table;
 
-    // Record stream k of block b of container c: `size` bytes at offset `at`, of which the first `head` and the last
-    // `tail` are not for the codec; a negative size: it cannot be found.
+    // Record stream k of block b of container c: `size` bytes at offset `at`, the first `head` and last `tail` of which
+    // are not input of the codec. A negative size means that it cannot be found.
     DEVICE void put(int64_t c, int64_t b, int64_t k, int64_t at, int64_t size, int64_t head, int64_t tail) const {
         const int64_t room = cut.stream_nbytes(b), n_columns = n * cut.n_streams();
         const bool is_coded = size > 0 && size != room;

@@ -153,8 +153,8 @@ DEVICE void copy_run(const uint8_t* __restrict__ from, Out* __restrict__ to, int
 
 // Copy pieces of decoded chunks, or their fill value, into a resident's array of float or int32_t.
 //
-// If a piece is a single run, all threads, and all blocks on the piece, share it; of several runs, each is copied by 32
-// threads.
+// If a piece is a single run, all threads of all blocks that work on the piece share it; if it has several runs, each
+// is copied by 32 threads.
 template <class S, class Out>
 DEVICE void copy_pieces(const uint8_t* __restrict__ decoded, const int64_t* piece_base, const int64_t* piece_src,
                         const int64_t* piece_dest, const int64_t* piece_width, const int64_t* piece_rows,

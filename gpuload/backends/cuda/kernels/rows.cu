@@ -87,7 +87,7 @@ struct Arithmetic {
         if (!is_any) return value;
         const double scaled = widened(value) * scale;
         if (!is_log1p) return narrowed(scaled);
-        return scaled != 0.0 ? narrowed(log1p(scaled)) : 0.0f;  // of a zero of either sign
+        return scaled != 0.0 ? narrowed(log1p(scaled)) : 0.0f;  // 0.0f for a zero of either sign
     }
 };
 
@@ -101,9 +101,9 @@ DEVICE int64_t place_of(const int32_t* columns, int32_t column) { return columns
 
 // Write CSR rows into a dense array, zeros included.
 //
-// A row is made in shared memory, tile by tile, and each tile is stored once. If a row's columns are strictly
-// increasing, its values are scattered into the tile in any order (`columns` maps no two to one place); otherwise each
-// place belongs to one thread, which sums its values in storage order.
+// A row is built in shared memory, tile by tile, and each tile is stored once. If a row's columns are strictly
+// increasing, its values are scattered into the tile in any order (`columns` maps no two to the same place); otherwise
+// each place belongs to one thread, which sums its values in storage order.
 template <class Form>
 DEVICE void densify_csr(const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
                         const int32_t* __restrict__ indices, const float* __restrict__ data,
@@ -381,12 +381,12 @@ KERNEL(count_dense, (const int64_t* __restrict__ indptr, const float* __restrict
     }
 }
 
-// A float32 sum below this, even if rounded up, surely fits float16, with room to spare.
+// A float32 sum below this surely fits float16, even if rounded up.
 constexpr double SURELY_HALF = 32768.0;
 
 // Report for each resident row, CSR or (without indices) dense, whether float16 may fail to hold one of its minibatch
-// values: a value that rounds to infinity, or, if columns repeat (their values are summed) or decrease, the row's sum.
-// After log1p no value by itself is too large, so rows whose columns increase are not read further.
+// values: a value that rounds to infinity or, if columns repeat (their values are summed) or decrease, the row's sum.
+// After log1p no single value is too large, so rows whose columns increase are not read further.
 KERNEL(mark_large, (const int64_t* __restrict__ indptr, const int32_t* __restrict__ indices,
                     const float* __restrict__ data, const int64_t* __restrict__ map_start,
                     const int32_t* __restrict__ columns, double target_sum, int32_t log1p_, int64_t n_rows,
