@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 GROUP_FILES = ("zarr.json", ".zgroup")
 """Files one of which a folder has that is a group, whatever the version."""
 
-NODE_FILES = ("zarr.json", ".zgroup", ".zarray")
+NODE_FILES = (*GROUP_FILES, ".zarray")
 """Files one of which a folder has that is a group or an array, whatever the version."""
 
 METADATA = (*NODE_FILES, ".zattrs", ".zmetadata")
