@@ -92,6 +92,16 @@ class FileSource:
                 "loader again when nothing is writing to it."
             )
 
+    def check_in_place(self) -> None:
+        """Raise ReadError if the path leads to another file by now, which a library that is given it would read."""
+        try:
+            status = os.stat(self.name)
+            is_same = (status.st_dev, status.st_ino) == self.identity
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise ReadError(f"{self.name}: the file was replaced while it was being opened; open it again.")
+
     def close(self) -> None:
         """Close the descriptor; may be called twice."""
         if self._fd >= 0:

@@ -74,6 +74,8 @@ class Table:
 
     Raises
     ------
+    ReadError
+        It was replaced meanwhile.
     CorruptDataError
         It is damaged.
     MissingDependencyError
@@ -88,6 +90,8 @@ class Table:
             self._types = {field.name: field.type for field in self._file.schema_arrow}
             groups = self._footer()
             self._groups = [group for group in groups if group.n_rows]  # nothing is stored for an empty one
+        if isinstance(source, FileSource):
+            source.check_in_place()
 
     def _footer(self) -> list[Group]:
         if self._far is not None:
