@@ -141,7 +141,7 @@ def test_csr(open_fake: Callable[..., Opened], stored: Stored) -> None:
             np.testing.assert_array_equal(getattr(batch.X, name), getattr(expected, name))
 
 
-def test_cells_taken_beside_an_iteration(open_fake: Callable[..., Opened], stored: Stored) -> None:
+def test_cells_taken_during_an_iteration(open_fake: Callable[..., Opened], stored: Stored) -> None:
     opened = open_fake(stored.path, layer=stored.layer, seed=3, **SMALL)
     rng, seen, taken = np.random.default_rng(0), [], []
     for batch in opened.loader:  # nothing waits for the streams until the end
@@ -214,7 +214,7 @@ def test_minibatches_that_are_kept_are_never_overwritten(
         np.testing.assert_array_equal(batch.obs["depth"], plain.obs["depth"].to_numpy()[batch.rows])
 
 
-def test_nothing_is_allocated_once_all_goes_round(open_fake: Callable[..., Opened], plain: Stored) -> None:
+def test_nothing_is_allocated_in_the_steady_state(open_fake: Callable[..., Opened], plain: Stored) -> None:
     opened = open_fake(plain.path, batch_size=8, fetch_factor=2, block_size=4, shuffle=False)
     allocated = []
     for _ in range(12):  # sizes differ here by more than a block has room, so it takes some epochs
@@ -238,7 +238,7 @@ def test_a_chunk_that_only_the_device_finds_bad_is_decoded_on_the_host(
 
 
 @pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-lz4", "csr-blosc-lz4-shuffle"])
-def test_a_stream_of_which_nvcomp_reports_nothing_is_not_taken_for_decoded(
+def test_a_stream_without_an_nvcomp_status_is_not_taken_for_decoded(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str
 ) -> None:
     opened = open_fake(store_variant(kind).path, verify="never", **SMALL)
@@ -291,7 +291,7 @@ def test_a_damaged_chunk_is_named(open_fake: Callable[..., Opened], copy_of: Cal
 
 
 @pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-lzf", "csr-gzip-fletcher32", "dense-gzip4"])
-def test_damage_is_told_as_the_cpu_backend_tells_it(
+def test_damage_is_reported_as_by_the_cpu_backend(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, tmp_path: Path, kind: str
 ) -> None:
     path = tmp_path / "cells.h5ad"
@@ -312,7 +312,7 @@ def test_damage_is_told_as_the_cpu_backend_tells_it(
 
 
 @pytest.mark.parametrize("verify", ["once", "never"])
-def test_a_wrong_zlib_header_is_told_as_the_cpu_backend_tells_it(
+def test_a_wrong_zlib_header_is_reported_as_by_the_cpu_backend(
     open_fake: Callable[..., Opened], copy_of: Callable[..., Any], verify: str
 ) -> None:
     path = copy_of()
@@ -454,7 +454,7 @@ def test_scratch_memory_is_that_of_a_part_however_many_there_are(
     assert scratch(8) < 0.6 * scratch(1)
 
 
-def test_idle_memory_is_given_up_where_there_is_too_little() -> None:
+def test_idle_memory_is_released_if_there_is_too_little() -> None:
     from gpuload.backends.cuda.memory import DevicePool
 
     device = FakeDevice(n_bytes=10_000)
@@ -467,7 +467,7 @@ def test_idle_memory_is_given_up_where_there_is_too_little() -> None:
         pool.lease(10_001, stream)
 
 
-def test_another_stream_of_the_consumers_waits_for_what_the_first_was_given(
+def test_a_new_consumer_stream_waits_for_work_on_the_old_one(
     open_fake: Callable[..., Opened], store_variant: StoreVariant
 ) -> None:
     opened = open_fake(store_variant("anndata-csr-gzip").path, obs=["cell_line"], **SMALL)
@@ -486,7 +486,7 @@ def test_another_stream_of_the_consumers_waits_for_what_the_first_was_given(
         np.testing.assert_array_equal(found, expected[i])
 
 
-def test_a_stream_that_becomes_cupys_current_one_waits_for_what_the_one_before_was_given(
+def test_a_new_current_cupy_stream_waits_for_work_on_the_old_one(
     open_fake: Callable[..., Opened], plain: Stored
 ) -> None:
     opened = open_fake(plain.path, seed_of_streams=None)
@@ -653,7 +653,7 @@ def test_an_arena_that_grows_takes_the_place_of_idle_memory(open_fake: Callable[
 
 
 @pytest.mark.parametrize(("fault", "n_good"), [("read", 0), ("launch", 0), ("allocation", 2), ("allocation", 8)])
-def test_whoever_keeps_an_error_keeps_no_device_memory(
+def test_keeping_an_error_keeps_no_device_memory(
     open_fake: Callable[..., Opened], plain: Stored, monkeypatch: pytest.MonkeyPatch, fault: str, n_good: int
 ) -> None:
     opened = open_fake(plain.path, prefetch=1, **SMALL)
@@ -685,7 +685,7 @@ def test_whoever_keeps_an_error_keeps_no_device_memory(
 
 @pytest.mark.parametrize("verb", ["_load", "take_rows"])
 @pytest.mark.parametrize("of", ["epoch", "take"])
-def test_whoever_keeps_an_error_of_one_matrix_keeps_nothing_of_the_other(
+def test_keeping_an_error_of_one_matrix_keeps_nothing_of_the_other(
     open_fake: Callable[..., Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, of: str
 ) -> None:
     X = csr_matrix(np.ones((50, 20), dtype=np.float32))
@@ -762,7 +762,7 @@ def test_rows_of_chosen_genes_are_sorted(open_fake: Callable[..., Opened], tmp_p
 @pytest.mark.parametrize("fetch_factor", [1, 4])
 @pytest.mark.parametrize("kind", ["dense-gzip4", "anndata-csr-gzip"])
 @pytest.mark.parametrize("form", [{"output": "csr", "genes": ["gene_003", "gene_007"]}, {"dtype": "float16"}])
-def test_rows_are_asked_about_without_waiting_for_the_consumer(
+def test_row_facts_are_queried_without_waiting_for_the_consumer(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, fetch_factor: int, form: dict[str, Any]
 ) -> None:
     path = store_variant(kind).path
@@ -812,7 +812,7 @@ def test_a_part_is_not_read_before_its_arena_is_free(
     assert all(was_free)
 
 
-def test_the_consumer_is_busy_until_its_stream_is_through(
+def test_the_consumer_is_busy_until_its_stream_has_finished(
     open_fake: Callable[..., Opened], store_variant: StoreVariant
 ) -> None:
     opened = open_fake(store_variant("csr-gzip4").path, seed_of_streams=None, **SMALL)
@@ -829,9 +829,7 @@ def test_the_consumer_is_busy_until_its_stream_is_through(
     assert not is_busy()
 
 
-def test_the_consumers_own_fault_is_what_it_hears_of(
-    open_fake: Callable[..., Opened], store_variant: StoreVariant
-) -> None:
+def test_the_consumer_gets_its_own_error(open_fake: Callable[..., Opened], store_variant: StoreVariant) -> None:
     """After a fault of CUDA's all calls fail; the loader is closed all the same, and its files too."""
     path = store_variant("csr-gzip4").path
     opened = open_fake(path, **SMALL)

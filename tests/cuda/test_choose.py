@@ -139,7 +139,7 @@ class Failing(Timed):
         return pending
 
 
-def test_a_reader_that_fails_in_its_trial_is_given_up_and_its_reads_done_again(
+def test_a_reader_that_fails_in_its_trial_is_abandoned_and_its_reads_repeated(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     device = FakeDevice()

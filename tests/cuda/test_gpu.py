@@ -49,7 +49,7 @@ def test_every_form(stored: Stored, block_size: int | str) -> None:
 
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("kind", ["csr-gzip4", "dense-gzip4", "csr-zstd"])
-def test_cells_taken_beside_an_iteration(store_variant: StoreVariant, kind: str, output: str) -> None:
+def test_cells_taken_during_an_iteration(store_variant: StoreVariant, kind: str, output: str) -> None:
     stored, rng = store_variant(kind), np.random.default_rng(0)
     with gpuload.open_loader(stored.path, output=output, **SMALL) as loader:
         for batch in loader:

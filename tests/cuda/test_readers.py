@@ -168,7 +168,7 @@ def test_without_kvikio_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch
         KvikioReader(LateDevice())
 
 
-def test_a_kvikio_that_finds_no_cufile_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_kvikio_without_cufile_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "kvikio.py").write_text("raise RuntimeError('libcufile.so is not to be found')")
     monkeypatch.setattr(kvikio_module, "_check_driver", lambda: None)
     monkeypatch.delitem(sys.modules, "kvikio", raising=False)
@@ -189,7 +189,7 @@ def test_kvikio_settings_are_checked_first(settings_: dict[str, Any]) -> None:
 # --- objects, by a KvikIO that is not to be trusted
 
 
-def test_parts_of_objects_that_come_short_are_asked_for_again_and_told() -> None:
+def test_short_parts_of_objects_are_requested_again_and_reported() -> None:
     asked = []
 
     class Handle:
@@ -374,7 +374,7 @@ def reader(device: LateDevice) -> Iterator[PinnedReader]:
     made.close()
 
 
-def test_buffers_go_round_only_after_they_were_copied(device: LateDevice, file: FileSource) -> None:
+def test_buffers_are_reused_only_after_they_were_copied(device: LateDevice, file: FileSource) -> None:
     reader = PinnedReader(device, num_threads=1, buffer_nbytes=1000)
     read, out = start(reader, file, [1, 50_000], [50_000, 50_000])
     read.result()
@@ -386,7 +386,7 @@ def test_buffers_go_round_only_after_they_were_copied(device: LateDevice, file: 
     reader.close()
 
 
-def test_neighbours_go_over_in_one_copy_per_buffer(device: LateDevice, file: FileSource) -> None:
+def test_neighbours_are_copied_together_per_buffer(device: LateDevice, file: FileSource) -> None:
     reader = PinnedReader(device, num_threads=1, buffer_nbytes=1 << 20)
     offset, nbytes = np.arange(0, 90_000, 9_000), np.full(10, 3_000)
     _, _, place, total = place_extents(offset, nbytes, file.nbytes)
@@ -429,7 +429,7 @@ def test_a_short_read_counts_what_other_threads_read(file: FileSource) -> None:
         _fill(file, NAME, whole, np.array([120_000]), np.array([1000]), np.array([0]), host)
 
 
-def test_a_failure_goes_before_what_it_stopped() -> None:
+def test_a_failure_takes_precedence_over_cancellations() -> None:
     pending = Pending()
     for error in (CancelledError(), ReadError("disk on fire."), DeviceError("later")):
         task: Future[None] = Future()
@@ -466,7 +466,7 @@ def test_nothing_is_copied_after_a_failed_read_has_ended(device: LateDevice, fil
     reader.close()
 
 
-def test_a_cancelled_read_begins_no_further_part(reader: PinnedReader, device: LateDevice, file: FileSource) -> None:
+def test_a_cancelled_read_starts_no_further_part(reader: PinnedReader, device: LateDevice, file: FileSource) -> None:
     source = FakeSource(file, delay_s=0.02)
     read, _ = start(reader, source, [0], [80_000])
     while not source.reads:
@@ -481,7 +481,7 @@ def test_a_cancelled_read_begins_no_further_part(reader: PinnedReader, device: L
     assert device.n_uploads == n_uploads
 
 
-def test_cancelling_what_is_whole_changes_nothing(reader: PinnedReader, file: FileSource) -> None:
+def test_cancelling_a_finished_read_changes_nothing(reader: PinnedReader, file: FileSource) -> None:
     read, _ = start(reader, file, [0], [5_000])
     read.result()
     read.cancel()
@@ -536,7 +536,7 @@ def test_closing_waits_then_leaves_nothing(file: FileSource) -> None:
         start(reader, file, [0], [10])
 
 
-def test_what_was_not_begun_when_closed_is_cancelled(file: FileSource) -> None:
+def test_reads_not_started_when_closed_are_cancelled(file: FileSource) -> None:
     reader = PinnedReader(LateDevice(), num_threads=1, buffer_nbytes=1000)
     source = FakeSource(file, delay_s=0.02)
     read, _ = start(reader, source, [0], [50_000])

@@ -82,7 +82,7 @@ def test_two_ranks_train_on_uneven_sizes(plain: Stored, tmp_path: Path, warmed_u
 
 @pytest.mark.slow
 @pytest.mark.parametrize("uneven", ["drop", "pad"])
-def test_four_ranks_train_save_and_two_go_on(plain: Stored, tmp_path: Path, warmed_up: None, uneven: str) -> None:
+def test_four_ranks_train_save_and_two_continue(plain: Stored, tmp_path: Path, warmed_up: None, uneven: str) -> None:
     settings = {**SETTINGS, "uneven": uneven}
     paths = [plain.path, plain.path]
     with gpuload.open_loader(paths, num_threads=1) as loader:  # so that not each process compiles the kernels anew
@@ -127,7 +127,7 @@ def test_the_benchmark_of_ranks_at_tiny_size(plain: Stored, tmp_path: Path, warm
 
 
 @pytest.mark.parametrize("rows", [([0, 1], [1, 2]), ([0, 1, 2], [3]), ([0], [1])])
-def test_the_benchmark_times_no_ranks_that_are_wrong(rows: tuple[list[int], list[int]]) -> None:
+def test_the_benchmark_does_not_time_wrong_ranks(rows: tuple[list[int], list[int]]) -> None:
     run_ranks.check_rows([np.array([0, 1]), np.array([3, 4])], 5)
     with pytest.raises(AssertionError, match="ranks returned"):
         run_ranks.check_rows([np.array(r) for r in rows], 5)

@@ -127,7 +127,7 @@ def test_tensors_that_are_kept_are_never_overwritten(plain: Stored, CellDataset:
             np.testing.assert_array_equal(np.asarray(part), np.asarray(expected))
 
 
-def test_what_is_written_into_a_tensor_shows_nowhere_else(plain: Stored, CellDataset: Any) -> None:
+def test_writing_into_a_tensor_affects_nothing_else(plain: Stored, CellDataset: Any) -> None:
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         for _ in range(3):
             for batch in CellDataset(loader):
@@ -285,7 +285,7 @@ def test_dali_last_short_minibatch(plain: Stored, CellIterator: Any) -> None:
     assert sizes == [8] * 16 + [3]
 
 
-def test_dali_goes_on_with_the_epoch_after_a_break(plain: Stored, CellIterator: Any) -> None:
+def test_dali_continues_the_epoch_after_a_break(plain: Stored, CellIterator: Any) -> None:
     """As DALI's own iterators do: an epoch ends with StopIteration only, and reset() before that changes nothing."""
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         cells = CellIterator(loader)
@@ -437,7 +437,7 @@ def test_dali_tensors_that_are_kept_are_never_overwritten(
     assert len(poisoned) == 3 * 17 * (2 + len(OBS))
 
 
-def test_dali_memory_goes_round(plain: Stored, dali: Any, poisoned: list[int], no_leaks: None) -> None:
+def test_dali_memory_is_recycled(plain: Stored, dali: Any, poisoned: list[int], no_leaks: None) -> None:
     """A tensor that is dropped, here or in another thread, gives its memory back at once."""
     with gpuload.open_loader(plain.path, obs=OBS, **SETTINGS) as loader, ThreadPoolExecutor(1) as thread:
         for n_taken, (batch,) in enumerate(dali.CellIterator(loader), 1):
@@ -466,7 +466,7 @@ def test_dali_tensors_in_a_graph_outlive_all_else(plain: Stored, dali: Any, pois
     assert len(poisoned) == 17 * 2
 
 
-def test_what_is_written_into_a_dali_tensor_shows_nowhere_else(plain: Stored, CellIterator: Any) -> None:
+def test_writing_into_a_dali_tensor_affects_nothing_else(plain: Stored, CellIterator: Any) -> None:
     with gpuload.open_loader(plain.path, obs=["depth"], **SETTINGS) as loader:
         cells = CellIterator(loader)
         for _ in range(3):
@@ -493,7 +493,7 @@ def test_dali_takes_obs_of_every_dtype(plain: Stored, dali: Any, CellIterator: A
             assert_same(found, batch)
 
 
-def test_fronts_of_something_else_than_a_loader(dali: Any, CellDataset: Any) -> None:
+def test_fronts_of_something_other_than_a_loader(dali: Any, CellDataset: Any) -> None:
     for front in (CellDataset, dali.CellIterator, dali.cells):
         for given, said in (("x.h5ad", "'x.h5ad'"), (np.zeros((3, 2)), "<ndarray of dtype float64 and shape (3, 2)>")):
             with pytest.raises(gpuload.PlanError) as caught:
@@ -593,7 +593,7 @@ def test_dali_without_a_usable_dynamic_mode_copies_and_says_so_once(
     assert "copies every minibatch" in record.getMessage()
 
 
-def test_dali_says_nothing_of_a_dynamic_mode_that_works(
+def test_dali_is_silent_about_a_working_dynamic_mode(
     plain: Stored, dali: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     dali._warn_once.cache_clear()

@@ -206,7 +206,7 @@ def test_ranks_share_the_epoch(front, plain, train):
         module.teardown("fit")
 
 
-def test_ranks_that_are_given_win(front, plain, train):
+def test_given_ranks_win(front, plain, train):
     module = attached(front.CellDataModule(train, {**train, "rank": 0, "world_size": 1}), rank=1, world_size=2)
     assert (module.loader("train").rank, module.loader("train").world_size) == (1, 2)
     assert rows(module.val_dataloader()) == epoch_of(plain.path, 0, shuffle=False)
@@ -384,7 +384,7 @@ def test_teardown_leaves_a_given_loader_open(front, plain, train):
         ({"val": {"batch_size": 3}}, r"val: 'paths' is missing; name the files"),
     ],
 )
-def test_what_is_no_part_is_refused(front, parts, message):
+def test_an_invalid_part_is_refused(front, parts, message):
     with pytest.raises(gpuload.PlanError, match=message):
         front.CellDataModule(**parts)
 
@@ -492,7 +492,7 @@ def test_a_checkpoint_of_any_step_resumes_the_run(
 @in_lightning
 @pytest.mark.parametrize(("n_before", "n_after"), [(2, 1), (1, 3), (3, 2)])
 @pytest.mark.parametrize("n_done", [1, 4])
-def test_an_epoch_goes_on_with_another_number_of_processes(
+def test_an_epoch_continues_with_another_number_of_processes(
     front, Model, make_trainer, pl, train, plain, tmp_path, no_leaks, n_before, n_after, n_done
 ):
     n_vars, n_epochs = plain.dense.shape[1], 3

@@ -69,7 +69,7 @@ def test_codes_are_those_of_another_loader(two: tuple[Path, Path]) -> None:
     assert codes_of(two[1], categories={"kind": ["monocyte", "B"]}, where="kind != 'B'") == [-1, 0, -1]
 
 
-def test_categories_that_cannot_be_had(two: tuple[Path, Path]) -> None:
+def test_categories_that_cannot_be_used(two: tuple[Path, Path]) -> None:
     for categories, words in (
         ({"type": ["B"]}, r"categories: 'type' is not among obs=\['kind', 'depth'\]; name it there too"),
         ({"kind": "B"}, r"categories\['kind'\]='B': expected a list"),
@@ -186,7 +186,7 @@ def test_length_and_sizes_of_minibatches(plain: Stored, batch_size: int, drop_la
         ),
     ],
 )
-def test_an_epoch_of_which_everything_is_dropped_is_refused(plain: Stored, settings: Any, told: str) -> None:
+def test_an_epoch_with_everything_dropped_is_refused(plain: Stored, settings: Any, told: str) -> None:
     given = {"obs_table": pd.DataFrame({"row": np.arange(131)}), "drop_last": "uneven" not in settings, **settings}
     with pytest.raises(gpuload.PlanError, match=told):
         gpuload.open_loader(plain.path, **given)
@@ -203,12 +203,12 @@ def test_an_epoch_may_be_empty_if_there_are_no_cells(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setting", ["shuffle", "drop_last"])
 @pytest.mark.parametrize("value", ["False", 0, None])
-def test_what_is_neither_true_nor_false(plain: Stored, setting: str, value: Any) -> None:
+def test_settings_that_are_neither_true_nor_false(plain: Stored, setting: str, value: Any) -> None:
     with pytest.raises(gpuload.PlanError, match=rf"^{setting}={value!r}: expected True or False\.$"):
         gpuload.open_loader(plain.path, **{setting: value})
 
 
-def test_genes_that_are_not_there_are_told_with_some_that_are(plain: Stored) -> None:
+def test_missing_genes_are_reported_with_some_that_exist(plain: Stored) -> None:
     words = r"'CD3E' is not a gene of \S+ \(1 of 1 are not\), whose genes are 'gene_000', .* and 50 more"
     with pytest.raises(gpuload.PlanError, match=words):
         gpuload.open_loader(plain.path, genes=["CD3E"])
@@ -253,9 +253,7 @@ def test_device_auto_says_once_what_it_chose(plain: Stored, caplog: pytest.LogCa
     assert loader.io_mode == "posix"
 
 
-def test_settings_of_a_gpu_are_of_no_account_where_auto_finds_none(
-    plain: Stored, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gpu_settings_are_ignored_if_auto_finds_no_gpu(plain: Stored, caplog: pytest.LogCaptureFixture) -> None:
     given = {"device": "auto", "device_memory": "20GiB", "device_cache": "10GiB", "io": "pinned"}
     with caplog.at_level(logging.INFO, logger="gpuload"), gpuload.open_loader(plain.path, **given) as loader:
         assert loader.device == "cpu"
@@ -439,7 +437,7 @@ def test_csr_minibatches_lie_in_the_leased_buffers(plain: Stored) -> None:
 
 
 @pytest.mark.parametrize("name", ["anndata-csr-gzip", "dense-gzip4"])
-def test_what_is_written_into_a_batch_shows_nowhere_else(store_variant: StoreVariant, name: str) -> None:
+def test_writing_into_a_batch_affects_nothing_else(store_variant: StoreVariant, name: str) -> None:
     stored = store_variant(name)
     with gpuload.open_loader(stored.path, batch_size=4, fetch_factor=2, obs=["depth"]) as loader:
         for _ in range(3):
@@ -451,7 +449,7 @@ def test_what_is_written_into_a_batch_shows_nowhere_else(store_variant: StoreVar
                 batch.rows[...] = -1
 
 
-def test_what_is_written_into_a_csr_batch_shows_nowhere_else(plain: Stored) -> None:
+def test_writing_into_a_csr_batch_affects_nothing_else(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2, output="csr") as loader:
         for _ in range(3):
             for batch in loader:
@@ -496,7 +494,7 @@ def test_a_loader_cannot_be_pickled_or_copied(loader: gpuload.Loader, make: Call
     assert len(list(loader)) == len(loader)
 
 
-def test_a_forked_process_is_refused_and_its_parent_goes_on(loader: gpuload.Loader) -> None:
+def test_a_forked_process_is_refused_and_its_parent_continues(loader: gpuload.Loader) -> None:
     batches = iter(loader)
     next(batches)
     pid = os.fork()
@@ -532,7 +530,7 @@ def test_an_iteration_that_a_fork_inherits_is_refused_there(loader: gpuload.Load
     assert len(list(batches)) == len(loader) - 1
 
 
-def test_a_fork_lets_go_of_a_loader_although_its_threads_held_their_locks(loader: gpuload.Loader) -> None:
+def test_a_fork_can_release_a_loader_whose_threads_held_locks(loader: gpuload.Loader) -> None:
     batches = iter(loader)
     next(batches)
     backend: Any = loader._backend
@@ -604,9 +602,7 @@ def test_memory_names_its_parts(plain: Stored) -> None:
     assert parts["metadata"] >= 8 * (n_obs + 1) + n_obs * loader.obs_dtypes["depth"].itemsize
 
 
-def test_blocks_that_waste_most_of_what_is_decoded_are_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_blocks_that_waste_most_decoding_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import anndata
     import h5py
     from scipy.sparse import random as random_csr

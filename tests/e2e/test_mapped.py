@@ -265,7 +265,7 @@ def test_over_a_dataset_and_in_a_data_loader(plain: Stored, loader: gpuload.Load
     assert mapped.state_dict()["epoch"] == 2
 
 
-def test_what_cannot_be_is_refused(loader: gpuload.Loader) -> None:
+def test_invalid_arguments_are_refused(loader: gpuload.Loader) -> None:
     with pytest.raises(PlanError, match=r"^Mapped: expected a loader .* found list\.$"):
         Mapped([1, 2], rows)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"^Mapped\(function=3\): expected a function of a minibatch\.$"):

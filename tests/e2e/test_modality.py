@@ -659,7 +659,7 @@ def test_settings_of_the_genes_move_no_cell(
             predicted(**settings)
 
 
-def test_parameters_that_are_refused_change_none(modality: ModuleType) -> None:
+def test_refused_parameters_change_nothing(modality: ModuleType) -> None:
     pytest.importorskip("sklearn")
     model = modality.ProteinModel()
     before, engine = model.get_params(), model.engine

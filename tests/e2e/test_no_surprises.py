@@ -86,9 +86,7 @@ class _Terminal(io.StringIO):
         return self._is_terminal
 
 
-def test_compiling_is_told_of_in_a_terminal_where_nothing_is_compiled_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_compilation_is_announced_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "cache_folder", lambda: str(tmp_path))
 
     def said(*, is_terminal: bool, is_quiet: bool) -> str:
@@ -124,7 +122,7 @@ def test_kernels_are_kept_where_there_is_room(
     assert "cannot be written (No space left on device)" in caplog.text
 
 
-def test_kernels_that_can_be_kept_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_with_nowhere_to_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: Any) -> None:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
@@ -179,7 +177,7 @@ def test_no_colours_even_in_a_terminal(store_variant: object, plain: Any) -> Non
     assert b"\x1b[" not in said
 
 
-def test_what_was_written_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_written_files_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     text.print_saved(None, None)
     assert not capsys.readouterr().out
     text.print_saved("plot.png", None, "report.html")

@@ -310,7 +310,7 @@ def place(front: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("front_of", [through_dali, through_deep_pipeline])
-def test_dali_cannot_give_up_what_is_on_its_way(plain: Stored, front_of: Any) -> None:
+def test_dali_cannot_discard_what_is_in_the_pipeline(plain: Stored, front_of: Any) -> None:
     first, second = whole(plain.path)
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         front, rows = front_of(loader)

@@ -66,7 +66,7 @@ def test_all_matrices_and_columns_of_several_files(tmp_path: Path) -> None:
         assert donors.tolist() == cells.obs["donor"].astype(str).to_numpy()[rows].tolist()
 
 
-def test_an_iteration_knows_nothing_of_it(plain: Stored) -> None:
+def test_an_iteration_is_not_affected(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, **SMALL) as loader:
         expected = [batch.rows for batch in loader]
     kept = []
@@ -101,7 +101,7 @@ def test_an_iteration_knows_nothing_of_it(plain: Stored) -> None:
         (np.array([1 << 63], np.uint64), "take: row 9223372036854775808 is outside the data, of {n} cells"),
     ],
 )
-def test_what_is_no_list_of_rows(plain: Stored, rows: Any, message: str) -> None:
+def test_something_other_than_a_list_of_rows(plain: Stored, rows: Any, message: str) -> None:
     with gpuload.open_loader(plain.path, **SMALL) as loader:
         with pytest.raises(PlanError) as caught:
             loader.take(rows)

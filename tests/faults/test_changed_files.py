@@ -69,9 +69,7 @@ def test_cut_off_within_the_values_although_the_metadata_is_whole(tmp_path: Path
     assert str(path) in str(caught.value)
 
 
-def test_a_replaced_file_goes_on_with_the_old_bytes(
-    plain: Stored, copy_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_replaced_file_keeps_its_old_bytes(plain: Stored, copy_of: Callable[[str], Path], tmp_path: Path) -> None:
     path, other = copy_of("old.h5ad"), tmp_path / "new.h5ad"
     write_h5ad(other, lambda f: write_csr(f, "X", counts(seed=9), data={"compression": "gzip"}))
     with gpuload.open_loader(path, batch_size=8, fetch_factor=2, prefetch=1) as loader:
@@ -104,7 +102,7 @@ def test_a_file_that_is_replaced_while_it_is_opened(
         gpuload.open_loader(path)
 
 
-def test_a_deleted_file_goes_on(plain: Stored, copy_of: Callable[[str], Path]) -> None:
+def test_a_deleted_file_stays_readable(plain: Stored, copy_of: Callable[[str], Path]) -> None:
     path = copy_of("gone.h5ad")
     with gpuload.open_loader(path, batch_size=8, fetch_factor=2) as loader:
         path.unlink()
@@ -190,7 +188,7 @@ def test_only_the_files_that_a_fetch_reads_are_checked(tmp_path: Path, monkeypat
     assert checked == ["1", "2"] * 4  # both matrices, before and after
 
 
-def test_too_many_open_files_are_no_damage(copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_open_files_are_not_damage(copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EMFILE, "Unable to synchronously open file (Too many open files)")
 
@@ -200,7 +198,7 @@ def test_too_many_open_files_are_no_damage(copy_of: Callable[[str], Path], monke
         gpuload.open_loader(path)
 
 
-def test_a_package_that_cannot_be_imported_is_no_damage() -> None:
+def test_a_package_that_cannot_be_imported_is_not_damage() -> None:
     with pytest.raises(ImportError, match="libcublas"), hdf5._translated("cells.h5ad"):
         raise ImportError("libcublas cannot be loaded")
 

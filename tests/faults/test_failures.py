@@ -120,7 +120,7 @@ def test_order_does_not_depend_on_what_finishes_first(
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_a_wait_that_holds_nobody_up_is_none(store: Store, is_busy: bool) -> None:
+def test_a_wait_that_delays_nobody_does_not_count(store: Store, is_busy: bool) -> None:
     """A consumer whose GPU has work still does not wait for input, though its thread does."""
     backend = FakeBackend(delay_s=lambda _: 0.3)
     backend.is_busy = is_busy
@@ -196,7 +196,7 @@ def test_an_error_of_a_take_cancels_the_work_on_the_other_matrix(
         assert set(left) <= set(backend.cancelled)
 
 
-def test_an_early_break_cancels_what_is_under_way(store: Store) -> None:
+def test_an_early_break_cancels_work_in_progress(store: Store) -> None:
     backend = FakeBackend(delay_s=lambda k: 0.01, takes_ahead=2)
     with loader_over(store, backend, prefetch=3) as loader:
         for _ in loader:

@@ -228,7 +228,7 @@ def test_missing_file(tmp_path: Path) -> None:
     assert_refused("ReadError", "~/nowhere.h5ad", "~/nowhere.h5ad: no such file. ", "os.path.expanduser(path)")
 
 
-def test_a_minibatch_is_no_dict(plain: Stored) -> None:
+def test_a_minibatch_is_not_a_dict(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, batch_size=4, device="cpu") as loader:
         batch = loader.take([0])
     with pytest.raises(gpuload.PlanError, match=r"^batch\['X'\]: .*batch\.X, .*CellDataset"):

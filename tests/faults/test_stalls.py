@@ -318,7 +318,7 @@ def test_threads_that_are_left_end_by_themselves(no_leaks: None) -> None:
     del forgotten
 
 
-def test_nobody_tries_again_what_nobody_waits_for() -> None:
+def test_calls_that_nobody_waits_for_are_not_retried() -> None:
     n_asked, threads = [0], DaemonThreads(1, "some")
 
     def ask() -> None:

@@ -29,7 +29,7 @@ def write(path: Path, X: object, **more: object) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["csr", "dense", "big-endian", "npy", "memory"])
-def test_a_float64_beyond_float32_is_refused_and_is_no_damage(tmp_path: Path, kind: str) -> None:
+def test_a_float64_beyond_float32_is_refused_but_not_called_damage(tmp_path: Path, kind: str) -> None:
     values = np.array([[1.0, 0.0], [0.0, 1e39]])
     cells: object = values
     if kind == "npy":

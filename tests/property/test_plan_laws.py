@@ -369,7 +369,7 @@ def test_a_long_permutation_is_one() -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_planning_an_epoch_of_many_cells_holds_little(block_size: int) -> None:
+def test_planning_an_epoch_of_many_cells_takes_little_memory(block_size: int) -> None:
     """A hundredth of an epoch of 100 million cells: no table of rows or blocks may be built for it."""
     plan = Plan((40_000_000, 60_000_000), 64, 256, BlockShuffle(block_size), seed=1, epoch=2)
     tracemalloc.start()
@@ -397,7 +397,7 @@ def test_the_order_is_the_same_in_another_process() -> None:
 
 @given(dealt())
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_ranks_are_disjoint_and_equal_and_together_whole(plan: Plan) -> None:
+def test_ranks_are_disjoint_equal_and_complete(plan: Plan) -> None:
     plan = replace(plan, strategy=BlockShuffle(3) if isinstance(plan.strategy, Given) else plan.strategy, history=())
     n_rows, n_ranks = sum(plan.file_rows), plan.world_size
     ranks = ranks_of(plan)
@@ -453,7 +453,7 @@ def test_a_chain_of_world_sizes_hands_over_every_row(
 
 @given(plans(), st.integers(1, 5))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_nothing_is_left_of_an_epoch_that_was_over(plan: Plan, world_size: int) -> None:
+def test_nothing_is_left_of_a_finished_epoch(plan: Plan, world_size: int) -> None:
     n_batches = replace(plan, world_size=3, uneven="drop").n_batches
     later = replace(plan, world_size=world_size, uneven="drop", history=((3, n_batches),))
     assert (later.n_batches, later.n_rows, list(later.fetches())) == (0, 0, [])
@@ -513,7 +513,7 @@ def test_more_ranks_than_rows() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_units_are_never_torn(world_size: int) -> None:
+def test_units_are_never_split(world_size: int) -> None:
     """Pairs of rows 2k and 2k + 1 stay together, on ranks, in padding, and after changes of the number of ranks."""
     strategy = Given(tuple(range(214)), unit=2)
     for uneven in ("drop", "pad"):
@@ -539,7 +539,7 @@ def test_the_order_of_ranks_is_frozen() -> None:
     assert [slow_order(rank) for rank in ranks_of(plan)] == FROZEN_RANKS
 
 
-def test_changing_the_number_of_ranks_costs_little_at_many_cells() -> None:
+def test_changing_the_number_of_ranks_is_cheap_with_many_cells() -> None:
     """No table of rows is built but of the rounds that were interrupted."""
     history = ((8, 100), (16, 3), (4, 5_000))
     tracemalloc.start()
@@ -598,7 +598,7 @@ def test_blocks_are_of_any_whole_numbers_and_empty_ones_give_nothing(dtype: type
     assert sorted(rows_of(plan)) == [*range(9), *range(20, 29)]
 
 
-def test_where_a_rank_has_no_rows_none_has_any_if_they_are_dropped() -> None:
+def test_if_one_rank_has_no_rows_dropping_leaves_none() -> None:
     for uneven, given_first in (("drop", [[0, 9]]), ("drop", []), ("pad", [])):
         strategy = PerRank(lambda seed, rank, n, first=given_first: [] if rank else first)
         plan = Plan((50,), 4, 10, strategy, world_size=2, uneven=uneven)
@@ -626,7 +626,7 @@ def test_a_short_rank_is_padded_by_its_own_rows_over_and_over() -> None:
         ([], "no rows for rank 1 of 2.*; return some for every rank, or use fewer ranks.$"),
     ],
 )
-def test_blocks_that_cannot_be_are_refused(blocks: Any, message: str) -> None:
+def test_impossible_blocks_are_refused(blocks: Any, message: str) -> None:
     plan = Plan((50,), 4, 10, PerRank(lambda seed, rank, n: blocks if rank else [[0, 9], [3, 3]]), world_size=2)
     with pytest.raises(PlanError, match=f"sampler.*{message}"):
         rows_of(plan)

@@ -90,7 +90,7 @@ def test_nothing_is_read_or_taken_of_what_comes_before(make_loader: MakeLoader) 
         assert backend.n_takes == PLAN.n_batches - step
 
 
-def test_every_state_on_the_way_is_the_place_of_the_consumer(make_loader: MakeLoader) -> None:
+def test_every_state_is_the_consumers_position(make_loader: MakeLoader) -> None:
     loader = make_loader(prefetch=4, takes_ahead=5)
     n_batches, found = len(loader), []
     for _ in range(2):
@@ -158,7 +158,7 @@ def test_the_next_epoch_forgets_the_history(make_loader: MakeLoader) -> None:
     assert rows_of(other) == rows_of(fresh)
 
 
-def test_the_end_of_an_epoch_is_no_middle_with_other_ranks(make_loader: MakeLoader) -> None:
+def test_the_end_of_an_epoch_is_not_mid_epoch_for_other_ranks(make_loader: MakeLoader) -> None:
     """What was dropped because it could not be dealt is not handed over later, by whatever number of ranks."""
     one = make_loader(replace(PLAN, world_size=4, uneven="drop"))
     batches = iter(one)
@@ -183,7 +183,7 @@ def test_a_state_of_no_step_takes_the_other_number_of_ranks_as_it_is(make_loader
 # --- where the consumer is
 
 
-def test_after_a_break_it_is_the_place_of_the_break(make_loader: MakeLoader) -> None:
+def test_after_a_break_the_state_is_where_it_stopped(make_loader: MakeLoader) -> None:
     loader, whole = make_loader(prefetch=3), rows_of(make_loader())
     for step, _ in enumerate(loader):
         if step == 6:
@@ -210,7 +210,7 @@ def test_a_break_at_the_last_minibatch_leaves_an_end_without_minibatches(make_lo
 
 
 @pytest.mark.parametrize("fault", [{"fail_load": 2}, {"fail_take": 7}])
-def test_after_an_error_the_rest_can_be_had(make_loader: MakeLoader, fault: dict[str, int]) -> None:
+def test_after_an_error_the_rest_can_be_read(make_loader: MakeLoader, fault: dict[str, int]) -> None:
     whole, found = rows_of(make_loader()), []
     loader = make_loader(takes_ahead=2, **fault)
     with pytest.raises(OSError, match="fake backend failed"):
@@ -266,7 +266,7 @@ def test_set_epoch_before_the_first_minibatch_is_for_the_iteration_after_it(make
     assert rows_of(loader) == epochs[5]
 
 
-def test_an_iterator_of_which_nothing_is_asked_uses_up_no_epoch(make_loader: MakeLoader) -> None:
+def test_an_iterator_never_advanced_uses_up_no_epoch(make_loader: MakeLoader) -> None:
     """torchdata's StatefulDataLoader makes a second one where the state was taken at the end of an epoch."""
     epochs = [rows_of(loader) for loader in [make_loader()] for _ in range(2)]
     loader = make_loader()
@@ -283,7 +283,7 @@ def test_an_iterator_of_which_nothing_is_asked_uses_up_no_epoch(make_loader: Mak
     assert rows_of(loader) == epochs[0][3:]
 
 
-def test_to_load_a_state_ends_the_living_iteration(make_loader: MakeLoader) -> None:
+def test_loading_a_state_ends_the_active_iteration(make_loader: MakeLoader) -> None:
     loader, whole = make_loader(), rows_of(make_loader())
     batches = iter(loader)
     next(batches)
@@ -410,7 +410,7 @@ START = {"epoch": 0, "step": 0, "world_size": 1, "history": []}
 @pytest.mark.parametrize(
     "state", [None, [], {}, "state", {"epoch": 0, "fingerprint": {}}, START, {**START, "fingerprint": None}]
 )
-def test_what_is_no_state_is_refused(make_loader: MakeLoader, state: Any) -> None:
+def test_something_other_than_a_state_is_refused(make_loader: MakeLoader, state: Any) -> None:
     with pytest.raises(PlanError, match="state: expected what a loader's state_dict"):
         make_loader().load_state_dict(state)
 
@@ -432,7 +432,7 @@ def test_what_is_no_state_is_refused(make_loader: MakeLoader, state: Any) -> Non
         ({"history": [[1, -1]]}, r"history=\[\[1, -1\]\]"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused(make_loader: MakeLoader, change: dict[str, Any], message: str) -> None:
+def test_an_impossible_position_is_refused(make_loader: MakeLoader, change: dict[str, Any], message: str) -> None:
     loader = make_loader()
     with pytest.raises(PlanError, match=f"state: .*{message}"):
         loader.load_state_dict({**loader.state_dict(), **change})
@@ -449,7 +449,7 @@ class PerRank:
         return {"name": "PerRank"}
 
 
-def test_a_sampler_that_deals_the_rows_itself_resumes_with_as_many_ranks_only(make_loader: MakeLoader) -> None:
+def test_a_sampler_that_deals_the_rows_itself_resumes_only_with_as_many_ranks(make_loader: MakeLoader) -> None:
     plan = replace(PLAN, strategy=PerRank(), world_size=2, uneven="drop")  # type: ignore[arg-type]
     loader = make_loader(plan)
     lengths = []

@@ -181,7 +181,7 @@ def test_cells_are_drawn_in_proportion_to_their_weights(kind: str) -> None:
 
 
 @pytest.mark.parametrize("n", [1030, 4000])
-def test_unlike_weights_of_one_stratum_are_hit_as_evenly_as_may_be(n: int) -> None:
+def test_different_weights_in_one_stratum_are_hit_as_evenly_as_possible(n: int) -> None:
     """In 1,000 passes each cell comes as often as its weight says, to within 6 draws; by chance it would be 150."""
     weights = np.random.default_rng(n).permutation(np.linspace(1, 1.0624, n))
     cells = cells_of(n, block_size=8)
@@ -191,7 +191,7 @@ def test_unlike_weights_of_one_stratum_are_hit_as_evenly_as_may_be(n: int) -> No
     assert np.abs(drawn - 1000 * n * weights / weights.sum()).max() < 6
 
 
-def test_no_cell_comes_twice_in_a_pass_of_unlike_weights() -> None:
+def test_no_cell_is_repeated_in_a_pass_of_different_weights() -> None:
     rng = np.random.default_rng(4)
     weights = rng.uniform(1, 4, 5000)
     cells = cells_of(5000, block_size=16)
@@ -217,7 +217,7 @@ def test_draws_without_replacement_follow_the_weights() -> None:
 
 
 @pytest.mark.parametrize("n_samples", [1, 700, 1999, 2000, None])
-def test_draws_without_replacement_are_different_cells(n_samples: int | None) -> None:
+def test_draws_without_replacement_are_distinct_cells(n_samples: int | None) -> None:
     """Also without a number of samples, which once was a TypeError elsewhere: all cells of a weight above 0."""
     weights = np.concatenate([np.zeros(500), np.random.default_rng(1).random(2000) + 0.01])
     cells = cells_of(1000, 1500, block_size=4)
@@ -238,7 +238,7 @@ labels_and_sizes = st.tuples(
 
 @given(labels_and_sizes)
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_every_cell_of_a_class_comes_before_any_comes_again(drawn: Any) -> None:
+def test_every_cell_of_a_class_is_drawn_before_any_repeats(drawn: Any) -> None:
     labels, block_size, n_samples, epoch = drawn
     if not any(labels):
         labels[0] = "a"
@@ -450,7 +450,7 @@ def test_a_subset_never_leaves_its_rows(rows: list[int], block_size: int, shuffl
         assert found.tolist() == sorted(rows)
 
 
-def test_subsets_inside_one_another_hold_what_all_hold() -> None:
+def test_nested_subsets_select_their_intersection() -> None:
     cells = some_cells()
     mask = np.zeros(600, dtype=bool)
     mask[100:500] = True
@@ -789,7 +789,7 @@ def test_pairs_change_from_epoch_to_epoch(block_size: int) -> None:
 # --- a user's own
 
 
-def test_a_function_says_the_blocks_of_each_rank() -> None:
+def test_a_function_gives_the_blocks_of_each_rank() -> None:
     asked = []
 
     def every_other(epoch_seed: int, rank: int, world_size: int) -> list[list[int]]:
@@ -813,7 +813,7 @@ def test_a_function_says_the_blocks_of_each_rank() -> None:
 
 
 @pytest.mark.parametrize("kind", ["class", "weights", "distinct"])
-def test_binding_holds_less_than_20_bytes_a_cell(kind: str) -> None:
+def test_binding_takes_less_than_20_bytes_per_cell(kind: str) -> None:
     n = 3_000_000
     rng = np.random.default_rng(0)
     obs = {"label": Column(rng.integers(0, 300, n, dtype=np.int32), np.arange(300).astype(object))}

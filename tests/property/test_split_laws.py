@@ -152,7 +152,7 @@ def test_what_is_balanced_does_not_depend_on_the_numbers_of_classes(drawn: Cells
 
 
 @given(files(), shares(), st.integers(0, 5), st.data())
-def test_neither_the_order_of_files_nor_that_of_cells_decides_about_groups(
+def test_groups_depend_on_the_order_of_neither_files_nor_cells(
     drawn: Cells, wanted: dict[str, Any], seed: int, data: st.DataObject
 ) -> None:
     stratify = data.draw(st.sampled_from([None, "kind"]))
@@ -246,7 +246,7 @@ def test_classes_of_a_single_cell_are_shared_out_too() -> None:
     assert 320 < split.counts["val"] < 480
 
 
-def test_stratified_groups_come_nearer_to_the_shares_of_classes() -> None:
+def test_stratified_groups_come_closer_to_the_shares_of_classes() -> None:
     rng = np.random.default_rng(0)
     mixes = rng.dirichlet(np.full(8, 0.6), 50)
     frame: dict[str, list[Any]] = {"sample": [], "kind": []}

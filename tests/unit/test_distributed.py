@@ -35,7 +35,7 @@ def test_alone() -> None:
     assert "torch.distributed" not in sys.modules
 
 
-def test_by_hand_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_arguments_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed", torch_distributed())
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -58,7 +58,7 @@ def test_torch_distributed_comes_before_the_environment(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("rank", "world_size"), [(2, 2), (-1, 2), (0, 0), (0, -1), (0.0, 1), (True, 2), (0, True), ("0", "1")]
 )
-def test_what_cannot_be_is_refused(rank: Any, world_size: Any) -> None:
+def test_impossible_ranks_are_refused(rank: Any, world_size: Any) -> None:
     with pytest.raises(gpuload.PlanError, match=f"^rank={rank!r}, world_size={world_size!r}: .*0 <= rank < world_size"):
         rank_and_world_size(rank, world_size)
 
@@ -80,7 +80,7 @@ def test_one_without_the_other_is_refused(given: str, missing: str) -> None:
         ({"RANK": "", "WORLD_SIZE": "2"}, "RANK='', WORLD_SIZE=2: expected"),
     ],
 )
-def test_an_environment_that_cannot_be_is_refused(
+def test_an_impossible_environment_is_refused(
     environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():

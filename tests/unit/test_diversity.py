@@ -149,7 +149,7 @@ def test_a_block_that_does_not_divide_the_fetch_lies_between_its_neighbours():
 
 
 @pytest.mark.parametrize("p", [[], [0.5, 0.4], [1.5, -0.5], [[1.0]], [np.nan, 1.0]])
-def test_shares_that_are_none_are_refused(p):
+def test_invalid_shares_are_refused(p):
     with pytest.raises(PlanError, match=r"^p has shape .* expected shares of at least one class that add up to 1\.$"):
         iid_entropy(p, 64)
 
@@ -173,7 +173,7 @@ def test_codes_of_every_type(dtype: str) -> None:
     assert entropy_of_runs(many, batch_size=8, block_size=4, fetch_factor=4) == expected
 
 
-def test_no_codes_and_codes_that_are_none() -> None:
+def test_no_codes_and_invalid_codes() -> None:
     assert entropy_bits([], 2) == 0
     for given in ([0.0, 1.5], ["a"], [[0, 1]]):
         with pytest.raises(PlanError, match=r"^labels of dtype .* expected a whole number for each cell"):

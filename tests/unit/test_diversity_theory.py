@@ -208,7 +208,7 @@ def test_without_label_runs_bounds_are_not_reached():
     assert entropy_bounds(label_shares(codes), **sizes)[1] == pytest.approx(0.0)
 
 
-def test_first_order_is_no_bound():
+def test_first_order_is_not_a_bound():
     p = plate_shares()
     assert first_order_entropy(p, 64) == pytest.approx(iid_entropy(p, 64), abs=0.03)
     lower, _ = entropy_bounds(p, batch_size=64, block_size=4, fetch_factor=1)
@@ -309,7 +309,7 @@ def test_labels_in_a_few_blocks_beside_others_in_many():
     assert found.bits == pytest.approx(np.mean(means), abs=4 * np.std(means, ddof=1) / np.sqrt(40))
 
 
-def test_one_block_a_fetch_and_a_whole_file_are_exact():
+def test_one_block_per_fetch_and_a_whole_file_are_exact():
     codes = np.concatenate(LAYOUTS["mixed"])
     one = entropy_of_runs(codes, batch_size=2, block_size=4, fetch_factor=2)
     assert one.bits == pytest.approx(np.mean([fetch_entropy(b, 2) for b in LAYOUTS["mixed"]]), abs=1e-12)
@@ -406,7 +406,7 @@ def test_runs_of_nothing_or_of_other_files_are_refused():
     [lambda codes: fetch_entropy(codes, 2), label_shares, lambda codes: entropy_of_runs(codes, **SMALL)],
     ids=["fetch", "shares", "runs"],
 )
-def test_what_are_no_codes_is_refused(entropy):
+def test_invalid_codes_are_refused(entropy):
     with pytest.raises(PlanError, match=r"^labels of dtype float64 and shape \(3,\); expected a whole number for each"):
         entropy([0.5, 1.7, 2.0])
     with pytest.raises(PlanError, match=r"^labels: one is -3; expected codes of at least -1 \(missing\)\.$"):

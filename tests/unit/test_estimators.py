@@ -82,7 +82,7 @@ def test_svd_of_large_and_of_small_values(cells: np.ndarray, engine: str, expone
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("form", ["array", "tensor"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e39])
-def test_what_is_not_finite_in_float32_is_refused(cells: np.ndarray, engine: str, form: str, bad: float) -> None:
+def test_values_not_finite_in_float32_are_refused(cells: np.ndarray, engine: str, form: str, bad: float) -> None:
     """Whoever holds it: NaN must come out of no model as a prediction."""
     X: Any = cells[:300].astype(np.float64)
     y = X[:, 0].copy()
@@ -248,7 +248,7 @@ def test_ridge_is_the_closed_form(
     np.testing.assert_allclose(model.fit(csr_matrix(X), y[:, 0]).predict(test), expected[:, 0], atol=atol)
 
 
-def test_fewer_landmarks_come_near(regression: tuple[np.ndarray, ...]) -> None:
+def test_fewer_landmarks_come_close(regression: tuple[np.ndarray, ...]) -> None:
     X, y, test = regression
     expected = closed_form(X, y, test, 0.3, 0.05)
     errors = [
@@ -309,7 +309,7 @@ def test_nothing_larger_than_a_panel_is_factorised_at_once(
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("n_rounds", [0, 1])
-def test_landmarks_that_are_nearly_alike_are_no_trap(engine: str, n_rounds: int) -> None:
+def test_nearly_identical_landmarks_are_harmless(engine: str, n_rounds: int) -> None:
     """Normal equations in float32, the short way to the same coefficients, give numbers that mean nothing there."""
     rng = np.random.default_rng(2)
     X = rng.standard_normal((1500, 3)).astype(np.float32)
@@ -423,7 +423,7 @@ def test_a_model_that_is_not_fitted_without_scikit_learn(cells: np.ndarray, monk
         ),
     ],
 )
-def test_the_package_of_an_engine_that_is_missing_is_named(
+def test_the_missing_package_of_an_engine_is_named(
     cells: np.ndarray, package: str, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -512,7 +512,7 @@ def test_auto_without_torch(monkeypatch: pytest.MonkeyPatch, gpus: Any) -> None:
     assert open_engine("auto", "auto").name == "numpy"
 
 
-def test_what_is_no_device_is_refused(cells: np.ndarray, cupy: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_device_is_refused(cells: np.ndarray, cupy: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(gpuload.PlanError, match=r"^device='tpu': expected 'auto', 'cpu', 'cuda' or 'cuda:<number>'\.$"):
         TruncatedSVD(2, device="tpu").fit(cells)
     told = r"^device='cuda:7': CuPy cannot use that GPU \(cudaErrorInvalidDevice: .*\); use another number, or engine="
@@ -540,7 +540,7 @@ def test_a_loaders_device_is_that_of_the_estimator(
         assert of._opened(loader).device == "cpu", "nobody has asked for that GPU, which torch has not"
 
 
-def test_a_loader_on_a_gpu_is_told_of_torchs_stream(
+def test_a_loader_on_a_gpu_is_given_torchs_stream(
     cells: np.ndarray, gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before each minibatch, since the stream may change; CuPy makes it dense there too."""
@@ -570,7 +570,7 @@ def test_a_loader_on_a_gpu_is_told_of_torchs_stream(
     assert told == [70, 71, 72, 73]
 
 
-def test_a_loader_on_a_gpu_is_told_of_cupys_stream(
+def test_a_loader_on_a_gpu_is_given_cupys_stream(
     cells: np.ndarray, cupy: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or it would make minibatches on the stream of whoever iterated over it before."""
@@ -587,7 +587,7 @@ def test_a_loader_on_a_gpu_is_told_of_cupys_stream(
             assert told == [99]
 
 
-def test_minibatches_of_a_gpu_come_to_a_torch_without_one(regression: tuple[np.ndarray, ...]) -> None:
+def test_gpu_minibatches_reach_a_torch_without_a_gpu(regression: tuple[np.ndarray, ...]) -> None:
     pytest.importorskip("torch")
     on_gpu = type("OnGpu", (), {"get": lambda self: regression[0], "view": lambda self, dtype: self})()
     engine = open_engine("torch", "cpu")
@@ -603,14 +603,14 @@ def test_zeros_are_made_on_the_device(gpus: Any, cupy: list[Any], monkeypatch: p
     assert (found.shape, found.dtype, cupy) == ((3, 2), np.float32, ["cuda:0"])
 
 
-def test_cupy_looks_whether_a_matrix_could_be_factorised(cells: np.ndarray, cupy: list[Any]) -> None:
+def test_cupy_checks_whether_a_matrix_was_factorised(cells: np.ndarray, cupy: list[Any]) -> None:
     model = KernelRidge(1e-30, engine="cupy", device="cuda:0")
     with pytest.raises(gpuload.PlanError, match="not positive definite"):
         model.fit(cells[:1].repeat(50, 0), cells[:50, 0])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_full_memory_is_not_taken_for_a_small_alpha(
+def test_out_of_memory_is_not_mistaken_for_a_small_alpha(
     cells: np.ndarray, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     def full(A: Any) -> None:
@@ -798,7 +798,7 @@ def test_parameters_of_numpy_are_saved(tmp_path: Path, kind: Any) -> None:
     np.testing.assert_array_equal(KernelRidge.load(tmp_path / "model.npz").predict(X), model.predict(X))
 
 
-def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: Any, **_: Any) -> None:
         file.write(b"PK")
         raise OSError(28, "No space left on device")
@@ -813,7 +813,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "npy", "newer", "incomplete"])
-def test_files_that_are_no_whole_model(tmp_path: Path, damage: str) -> None:
+def test_files_that_are_not_a_complete_model(tmp_path: Path, damage: str) -> None:
     X, y = cells_and_targets()
     path = tmp_path / "model.npz"
     KernelRidge(engine="numpy").fit(X, y).save(path)
@@ -958,7 +958,7 @@ def test_tensors_of_bfloat16(regression: tuple[np.ndarray, ...], engine: str, so
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-def test_an_array_that_may_not_be_written_is_copied() -> None:
+def test_a_read_only_array_is_copied() -> None:
     """PyTorch would warn, and write into it."""
     pytest.importorskip("torch")
     frozen = np.zeros((2, 3), dtype=np.float32)
@@ -976,13 +976,13 @@ def test_a_matrix_on_disk_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["cells.h5ad", "AnnData"])
-def test_what_is_to_be_opened_first_is_said(given: str) -> None:
+def test_the_error_says_what_to_open_first(given: str) -> None:
     adata = pytest.importorskip("anndata").AnnData(np.eye(3, dtype=np.float32))
     with pytest.raises(PlanError, match=rf"^X: found .*{given}.*; open it with gpuload.open_loader and pass the load"):
         TruncatedSVD(2).fit(adata if given == "AnnData" else given)
 
 
-def test_parameters_that_are_refused_change_none() -> None:
+def test_refused_parameters_change_nothing() -> None:
     model = KernelRidge()
     with pytest.raises(ValueError, match=r"^beta: KernelRidge has no such parameter"):
         model.set_params(alpha=3.0, beta=1)

@@ -50,7 +50,7 @@ def descriptors(folder: Path) -> list[str]:
     return links
 
 
-def test_files_lie_further_apart_than_any_read_over(made: tuple[FolderSource, list[np.ndarray]]) -> None:
+def test_files_are_further_apart_than_reads_bridge(made: tuple[FolderSource, list[np.ndarray]]) -> None:
     source, _ = made
     assert APART >= MAX_GAP + MAX_EXTENT
     assert (source.base[1:] - (source.base + np.array(SIZES))[:-1] >= APART).all()
@@ -107,7 +107,7 @@ def test_each_range_is_given_with_its_number(
     assert not list(read_each(source, nothing, nothing))
 
 
-def test_ranges_that_cannot_be_read_in_full_are_given_short(
+def test_ranges_that_cannot_be_read_in_full_are_returned_short(
     made: tuple[FolderSource, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, data = made
@@ -176,7 +176,7 @@ def test_a_closed_source_and_one_closed_while_it_is_read(made: tuple[FolderSourc
         source.read_into(np.zeros(1, np.uint8), 0)
 
 
-def test_other_sources_files_are_closed_where_the_process_has_too_many(
+def test_other_sources_files_are_closed_if_the_process_has_too_many(
     made: tuple[FolderSource, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import errno
@@ -204,7 +204,7 @@ def test_changes_during_a_read_are_found(made: tuple[FolderSource, list[np.ndarr
         os.utime(os.path.join(source.name, "f3"), (1, 1))
 
 
-def test_the_current_folder_may_become_another(
+def test_the_working_directory_may_change(
     made: tuple[FolderSource, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     source, data = made
@@ -238,7 +238,7 @@ def test_changes_in_place_are_found(made: tuple[FolderSource, list[np.ndarray]])
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python's, of the fork
-def test_a_forked_process_reads_although_a_thread_of_its_parent_held_the_lock(
+def test_a_forked_process_reads_even_if_a_parent_thread_held_the_lock(
     made: tuple[FolderSource, list[np.ndarray]],
 ) -> None:
     source, contents = made

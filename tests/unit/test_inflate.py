@@ -236,7 +236,7 @@ def test_checksum(tables: NDArray[np.uint8]) -> None:
         assert decode(stream[:-k], 5_000, tables)[0] == inflate.TRUNCATED
 
 
-def test_streams_of_short_matches_are_decoded_by_turns() -> None:
+def test_streams_of_short_matches_are_interleaved() -> None:
     assert suit_interleaving(len(deflate(PLAIN["columns"])), len(deflate(PLAIN["noise"])), 4 * 36_558)
     assert not suit_interleaving(len(deflate(PLAIN["counts"])), len(deflate(PLAIN["counts"])), len(PLAIN["counts"]))
 

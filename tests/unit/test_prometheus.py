@@ -87,7 +87,7 @@ def test_served_over_http(plain: Stored, no_leaks: None) -> None:
         export(registry=registry, b=loader).close()
 
 
-def test_what_is_forgotten_is_exported_no_more(plain: Stored) -> None:
+def test_forgotten_sources_are_no_longer_exported(plain: Stored) -> None:
     registry = CollectorRegistry()
     loader: Any = gpuload.open_loader(plain.path)
     exported = export(registry=registry, a=loader)

@@ -134,7 +134,7 @@ def test_rows_of_several_tiles(is_streamed: bool, kind: str, seed: int, n_fallin
 
 
 @pytest.mark.parametrize(("row", "bad"), [([70_000, 1, -10_000], -1), ([60_000, 1, 10_000], 0), ([1, 70_000, 1], 0)])
-def test_what_float16_holds_is_told_after_all_is_added_up(row: list[float], bad: int) -> None:
+def test_float16_overflow_is_checked_after_summing(row: list[float], bad: int) -> None:
     indptr, indices = np.array([0, 3]), np.array([5, rows.TILE + 900, 5], dtype=np.int32)
     wide = np.zeros(20_000 + rows.SLACK // 2, dtype=np.float32)
     narrow, out = np.zeros(wide.size, dtype=np.uint16), np.empty((1, 20_000), dtype=np.uint16)
@@ -157,7 +157,7 @@ def test_a_large_minibatch_of_dense_rows_transformed(matrix: csr_matrix) -> None
 
 
 @pytest.mark.parametrize("target_sum", [0.0, 7.0])
-def test_values_that_are_no_small_counts(target_sum: float) -> None:
+def test_values_that_are_not_small_counts(target_sum: float) -> None:
     data = np.array([0.0, -0.0, 1, 1.5, 63, 64, 65.5, -1, -0.25, 3e9, 1, 63, 2**24], dtype=np.float32)
     indptr, indices = np.array([0, data.size]), np.arange(data.size, dtype=np.int32)
     out_indices, out = np.empty(data.size, np.int32), np.empty(data.size, np.float32)
@@ -217,7 +217,7 @@ def test_a_large_minibatch_of_dense_rows(matrix: csr_matrix) -> None:
 @pytest.mark.parametrize(
     ("row", "is_canonical"), [([1, 4, 9], True), ([], True), ([5], True), ([4, 1, 9], False), ([1, 1, 9], False)]
 )
-def test_gather_csr_tells_whether_columns_rise(row: list[int], is_canonical: bool, log1p: bool) -> None:
+def test_gather_csr_reports_whether_columns_ascend(row: list[int], is_canonical: bool, log1p: bool) -> None:
     indptr = np.array([0, 2, 2 + len(row), 5 + len(row)], dtype=np.int64)
     indices = np.array([7, 8, *row, 0, 1, 2], dtype=np.uint16)
     data = np.ones(indices.size, dtype=np.float32)

@@ -307,7 +307,7 @@ def test_bad_data(sampler: Any, message: str | None) -> None:
 
 @pytest.mark.parametrize("labels", [LABELS, pd.Series(LABELS), pd.Categorical(LABELS)])
 @pytest.mark.parametrize("rows", [range(6), [1, 2, 4, 5]])
-def test_labels_that_are_no_column(labels: Any, rows: list[int]) -> None:
+def test_labels_that_are_not_a_column(labels: Any, rows: list[int]) -> None:
     for kind in (ClassBalanced, partial(Grouped, size=1)):
         of_labels, of_column, of_others = (
             Subset(rows, kind(by)).over(cells()) for by in (labels, "label", np.roll(labels, 1))
@@ -341,7 +341,7 @@ def test_labels_that_differ_after_a_nul_character(form: Callable[..., Any], last
     assert set(drawn.tolist()) == {0, 4}
 
 
-def test_nul_characters_are_looked_for_in_every_slice() -> None:
+def test_nul_characters_are_found_in_every_slice() -> None:
     labels = np.array(["a", "b", None, 7] * 20_000, dtype=object)
     labels[-2:] = "a\0", "c"
     codes, names = factorize(labels)
@@ -356,7 +356,7 @@ def test_shares_that_add_up_to_infinity() -> None:
     np.testing.assert_array_equal(large.ranges(0, 40), small.ranges(0, 40))
 
 
-def test_a_neighbour_that_is_stored_twice_is_one() -> None:
+def test_a_neighbour_stored_twice_counts_once() -> None:
     twice = csr_matrix((np.ones(5), [1, 1, 1, 1, 2], [0, 5, 5, 5, 5, 5, 5]), shape=(6, 6))
     bound = PairedNeighbor(twice, 2, alone="drop").over(cells(batch_size=3))
     for key in range(6):
@@ -423,7 +423,7 @@ def test_nothing_to_draw_from(sampler: Any) -> None:
         ),
     ],
 )
-def test_settings_that_say_two_things_are_refused_before_any_file_is_opened(settings: Any, message: str) -> None:
+def test_contradictory_settings_are_refused_before_any_file_is_opened(settings: Any, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         gpuload.open_loader("no such file.h5ad", device="cpu", **settings)
     assert str(caught.value).startswith(message)
@@ -498,7 +498,7 @@ def test_a_series_has_its_values_in_the_order_of_the_cells(plain: Stored, name: 
         ("Mixture", lambda given: Mixture([(given > 1, 0.5), (given <= 1, 0.5)])),
     ],
 )
-def test_what_a_mask_hides_is_not_used(plain: Stored, name: str, sampler: Any) -> None:
+def test_masked_values_are_not_used(plain: Stored, name: str, sampler: Any) -> None:
     given = np.ma.masked_array(np.arange(131) % 3)
     with gpuload.open_loader(plain.path, sampler=sampler(given), batch_size=8) as loader:
         assert len(next(iter(loader))) == 8
@@ -570,7 +570,7 @@ def test_blocks_with_edges_of_their_own_among_some_of_the_cells(plain: Stored, i
     assert sorted(blocks) == [block for block in of_edges if block]
 
 
-def test_a_column_that_is_not_there_is_named(plain: Stored) -> None:
+def test_a_missing_column_is_named(plain: Stored) -> None:
     with pytest.raises(StoreError, match="obs has no column 'celltype'; it has "):
         gpuload.open_loader(plain.path, sampler=ClassBalanced("celltype"), device="cpu")
 
@@ -591,7 +591,7 @@ def test_a_sampler_that_cannot_be_bound_leaves_nothing_open(plain: Stored, no_le
 # --- what a strategy says of itself
 
 
-def test_descriptions_are_json_and_tell_settings_apart() -> None:
+def test_descriptions_are_json_and_distinguish_settings() -> None:
     def function(epoch_seed: int, rank: int, world_size: int) -> list[list[int]]:
         return [[0, 6]]
 
@@ -709,7 +709,7 @@ def test_minibatches_that_cannot_be_split_into_pairs(batch: Any, given: int | No
 
 @pytest.mark.parametrize("is_in_subset", [False, True])
 @pytest.mark.parametrize("row", [-1, 10_000])
-def test_single_rows_that_are_not_there(plain: Stored, row: int, is_in_subset: bool) -> None:
+def test_single_rows_that_do_not_exist(plain: Stored, row: int, is_in_subset: bool) -> None:
     custom = Custom(lambda epoch_seed, rank, world_size: [3, row])
     sampler = Subset(np.arange(50, 60), custom) if is_in_subset else custom
     with (
@@ -720,7 +720,7 @@ def test_single_rows_that_are_not_there(plain: Stored, row: int, is_in_subset: b
 
 
 @pytest.mark.parametrize("given", [[0.0, 4.0], [[0, 4, 8]], [[0.0, 4.0]]])
-def test_what_is_no_block_is_refused_inside_a_subset_too(plain: Stored, given: Any) -> None:
+def test_invalid_blocks_are_refused_inside_a_subset_too(plain: Stored, given: Any) -> None:
     sampler = Subset(np.arange(50, 60), Custom(lambda epoch_seed, rank, world_size: given))
     with (
         gpuload.open_loader(plain.path, sampler=sampler, device="cpu") as loader,

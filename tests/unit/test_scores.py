@@ -25,7 +25,7 @@ def test_macro_f1_is_scikit_learns() -> None:
     assert macro_f1(confusion) == pytest.approx(metrics.f1_score(true, found, average="macro", zero_division=0))
 
 
-def test_macro_f1_of_no_cells_is_no_number() -> None:
+def test_macro_f1_of_no_cells_is_nan() -> None:
     assert np.isnan(macro_f1(np.zeros((3, 3), dtype=np.int64)))
 
 

@@ -64,7 +64,7 @@ def obs() -> pd.DataFrame:
 # --- what is given
 
 
-def test_the_function_is_shadowed_by_no_module() -> None:
+def test_no_module_shadows_the_function() -> None:
     assert callable(gpuload.split)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("gpuload.split")
@@ -143,7 +143,7 @@ def test_named_groups(paths: list[Path], obs: pd.DataFrame) -> None:
         np.testing.assert_array_equal(year["test"], np.flatnonzero(obs["year"] == 2021))
 
 
-def test_what_the_lists_leave_is_shared_out(paths: list[Path], obs: pd.DataFrame) -> None:
+def test_shares_divide_what_the_lists_leave(paths: list[Path], obs: pd.DataFrame) -> None:
     split = gpuload.split(paths, {"a": 0.5, "b": 0.5, "held": [f"plate{i}" for i in range(1, 8)]}, by="plate")
     n_left = int((~obs["plate"].isin(split.groups["held"])).sum())
     assert split.settings["aims"] == {"a": round(n_left / 2), "b": round(n_left / 2)}
@@ -180,7 +180,7 @@ def test_training_and_validation_share_no_sample(paths: list[Path], obs: pd.Data
 # --- the value
 
 
-def test_it_is_a_mapping_that_cannot_be_changed(paths: list[Path]) -> None:
+def test_it_is_an_immutable_mapping(paths: list[Path]) -> None:
     split = gpuload.split(paths, {"train": 0.8, "val": 0.2})
     assert list(split) == ["train", "val"]
     assert len(split) == 2
@@ -200,7 +200,7 @@ def test_it_is_a_mapping_that_cannot_be_changed(paths: list[Path]) -> None:
     assert split.part.dtype == np.int8
 
 
-def test_it_says_how_near_it_came(paths: list[Path]) -> None:
+def test_it_says_how_close_the_parts_are(paths: list[Path]) -> None:
     split = gpuload.split(paths, {"train": ..., "val": 0.3, "test": ["plate14"]}, by="plate")
     lines = str(split).splitlines()
     n = split.counts["val"] - split.settings["aims"]["val"]
@@ -250,9 +250,7 @@ def test_saved_and_loaded(paths: list[Path], tmp_path: Path, wanted: Any, settin
         assert gpuload.Split.load(str(path), loader) == split
 
 
-def test_a_failed_save_leaves_what_was_there(
-    paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_leaves_the_old_file(paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split, path = gpuload.split(paths, HALVES), tmp_path / "split.npz"
     split.save(path)
     before = path.read_bytes()
@@ -304,7 +302,7 @@ def test_other_data_is_refused(paths: list[Path], tmp_path: Path) -> None:
             Split.load(path, cells)
 
 
-def test_what_is_no_split_is_refused(paths: list[Path], tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_split_is_refused(paths: list[Path], tmp_path: Path) -> None:
     path = tmp_path / "split.npz"
     split = gpuload.split(paths, HALVES)
     split.save(path)

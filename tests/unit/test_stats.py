@@ -78,7 +78,7 @@ def test_the_waits_of_a_loader_have_numbers(plain: Stored) -> None:
     assert not any(span.timer == "read_s" and span.thread == threading.get_ident() for span in spans)
 
 
-def test_what_a_consumer_does_is_noted_on_request_only() -> None:
+def test_consumer_work_is_recorded_only_on_request() -> None:
     stats = Stats()
     with stats.noted("step_s", batch=3):
         pass
@@ -102,7 +102,7 @@ def test_waits_are_counted_for_each_minibatch() -> None:
     assert stats.waits()["p99_s"] == 0.0
 
 
-def test_tasks_are_kept_on_request_only() -> None:
+def test_tasks_are_recorded_only_on_request() -> None:
     stats = Stats()
     with stats.timed("plan_s"):
         pass

@@ -134,7 +134,7 @@ def test_mean_counts_per_cell():
     assert X.nnz / X.shape[0] == pytest.approx(100, rel=0.1)
 
 
-def test_progress_is_told_the_cells_done():
+def test_progress_gets_the_number_of_cells_done():
     done = []
     tahoe_shaped(1_300, n_vars=64, progress=done.append)
     assert done == [512, 1_024, 1_300]

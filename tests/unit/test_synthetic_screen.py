@@ -100,7 +100,7 @@ def test_plates_differ_in_all_of_their_cells(plates):
     assert min(np.abs(means[0] - other).sum() for other in means[1:]) > 1.5 * within
 
 
-def test_plates_are_made_one_at_a_time_and_progress_is_told():
+def test_plates_are_made_one_at_a_time_and_progress_is_reported():
     done = []
     plates = screen_plates(2_600, **SMALL, progress=done.append)
     assert done == []

@@ -63,13 +63,13 @@ def test_results_and_errors(threads: QuickThreads) -> None:
     assert len(running()) == 2
 
 
-def test_calls_run_side_by_side(threads: QuickThreads) -> None:
+def test_calls_run_concurrently(threads: QuickThreads) -> None:
     barrier = threading.Barrier(2)
     calls = [threads.submit(barrier.wait, 10) for _ in range(2)]
     assert sorted(call.result() for call in calls) == [0, 1]
 
 
-def test_what_is_not_over_is_not_done(threads: QuickThreads) -> None:
+def test_a_running_call_is_not_done(threads: QuickThreads) -> None:
     until = threading.Event()
     call = threads.submit(until.wait, 10)
     assert not call.done()
@@ -109,7 +109,7 @@ def test_a_call_that_is_being_made_cannot_be_cancelled(threads: QuickThreads) ->
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_arguments_are_dropped_before_the_result_is_there(threads: QuickThreads, is_cancelled: bool) -> None:
+def test_arguments_are_dropped_before_the_result_is_available(threads: QuickThreads, is_cancelled: bool) -> None:
     until = held(threads)
     thing = Thing()
     seen = weakref.ref(thing)
@@ -163,7 +163,7 @@ def test_an_error_lives_no_longer_than_its_call(threads: QuickThreads) -> None:
         gc.enable()
 
 
-def test_closing_cancels_what_waits_and_waits_for_what_runs() -> None:
+def test_closing_cancels_queued_calls_and_waits_for_running_ones() -> None:
     pool = QuickThreads(2, "test-quick")
     until = held(pool)
     waiting = [pool.submit(int) for _ in range(3)]
@@ -177,7 +177,7 @@ def test_closing_cancels_what_waits_and_waits_for_what_runs() -> None:
     pool.close()
 
 
-def test_one_of_the_threads_may_close_without_waiting() -> None:
+def test_a_pool_thread_may_close_without_waiting() -> None:
     pool = QuickThreads(1, "test-quick")
     pool.submit(int).result()
     pool.submit(lambda: pool.close(wait=False)).result()
@@ -185,7 +185,7 @@ def test_one_of_the_threads_may_close_without_waiting() -> None:
     assert not running()
 
 
-def test_a_pool_that_is_forgotten_ends() -> None:
+def test_a_forgotten_pool_ends() -> None:
     pool = QuickThreads(2, "test-quick")
     pool.submit(int).result()
     pool.submit(int).result()
@@ -202,14 +202,14 @@ def test_no_thread_is_started_before_there_is_work() -> None:
     assert not running()
 
 
-def test_a_call_after_the_end_is_refused(threads: QuickThreads) -> None:
+def test_a_call_after_close_is_refused(threads: QuickThreads) -> None:
     threads.submit(int).result()
     threads.close()
     with pytest.raises(RuntimeError, match="these threads were ended"):
         threads.submit(int)
 
 
-def test_a_call_during_the_end_is_refused_or_cancelled() -> None:
+def test_a_call_during_close_is_refused_or_cancelled() -> None:
     for _ in range(200):
         pool = QuickThreads(2, "test-quick")
         pool.submit(int).result()
@@ -262,7 +262,7 @@ def test_an_object_is_closed_once_and_by_whoever_closes_it() -> None:
     assert names == [threading.current_thread().name]
 
 
-def test_a_forgotten_object_is_closed_although_its_lock_is_held() -> None:
+def test_a_forgotten_object_is_closed_even_while_its_lock_is_held() -> None:
     """A collection may happen in a thread that holds what the closing takes, as here."""
     lock, found = threading.Lock(), SimpleQueue[bool]()
     thing: Any = Thing()
