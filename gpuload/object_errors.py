@@ -154,9 +154,10 @@ def check_length(body: Any, nbytes: int, place: str, start: int | None = None) -
         First byte asked for; None if the whole object was.
     """
     got = memoryview(body).nbytes
+    if got != nbytes and start is None:
+        raise BusyError(f"{place}: short read: wanted {nbytes} bytes, got {got}.")
     if got != nbytes:
-        at = "" if start is None else f" at byte {start}"
-        raise BusyError(f"{place}: short read{at}: wanted {nbytes} bytes, got {got}.")
+        raise BusyError(f"{place}: short read at byte {start}: wanted {nbytes} bytes, got {got}.")
 
 
 def address_error(url: str, options: dict[str, Any], error: Exception) -> PlanError:

@@ -136,11 +136,11 @@ def test_opening_is_interrupted_at_once(no_leaks: None, stalling: Running) -> No
 def test_opening_is_interrupted_in_the_middle_too(
     no_leaks: None, stalling: Running, monkeypatch: pytest.MonkeyPatch, form: str, n_files: int
 ) -> None:
-    from gpuload import remote_source
+    from gpuload import remote_file, remote_source
 
-    monkeypatch.setattr(remote_source, "_BLOCK", 512)
-    monkeypatch.setattr(remote_source, "_BLOCKS_AHEAD", 1)
-    monkeypatch.setattr(remote_source, "_MAX_BLOCKS_AHEAD", 1)
+    monkeypatch.setattr(remote_file, "_BLOCK", 512)
+    monkeypatch.setattr(remote_file, "_BLOCKS_AHEAD", 1)
+    monkeypatch.setattr(remote_file, "_MAX_BLOCKS_AHEAD", 1)
     if form == "parquet":
         pytest.importorskip("pyarrow")
         write_parquet(stalling.root / "data" / "cells.parquet", counts(), {})

@@ -24,6 +24,7 @@ import gpuload
 from benchmarks.s3server import start
 from gpuload import hub
 from gpuload.cache import BlockRemote, SampleStore
+from gpuload.cli import main
 from gpuload.errors import BusyError, PlanError, ReadError
 from gpuload.remote import open_remote
 from tests.golden.test_addresses import assert_same, batches
@@ -190,6 +191,22 @@ def test_a_zarr_store_and_a_cache_of_blocks(
                 ratio = loader.hit_ratio
             assert_same(found, near)
         assert ratio == 1.0
+
+
+def test_gpuload_bench_has_a_cache_of_a_repository(
+    repository: Callable[[str], Path],
+    store_variant: StoreVariant,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("torch")
+    shutil.copy(store_variant("csr-gzip4").path, repository("main") / "cells.h5ad")
+    quick = ("--batch-size", "7", "--fetch-factor", "2", "--seconds", "0.5", "--repeats", "1", "--device", "cpu")
+    cached = ("--cache", str(tmp_path / "blocks"), "--json", "--quiet")
+    assert main(["bench", "hf://datasets/some/cells@main/cells.h5ad", *quick, *cached]) == 0
+    first, *later = json.loads(capsys.readouterr().out)["cache"]["epochs"]
+    assert first["hit_ratio"] < 1
+    assert {epoch["hit_ratio"] for epoch in later} == {1}
 
 
 def test_what_is_read_is_of_the_commit_that_was_first(

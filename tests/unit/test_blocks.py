@@ -361,6 +361,11 @@ def test_refusals(tmp_path: Path, big: CountingRemote) -> None:
             BlockRemote(big, keys)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="block_nbytes=0"):
         BlockRemote(big, None, 0)
+    with pytest.raises(PlanError, match="block_nbytes='large': expected a number of bytes"):
+        BlockRemote(big, None, "large")
+    with pytest.raises(PlanError, match="block_nbytes=1073741825: expected at least 1, and at most 1 GiB"):
+        BlockRemote(big, None, (1 << 30) + 1)
+    assert BlockRemote(big, None, "4MiB").block_nbytes == 4 << 20
     with (
         SampleStore(tmp_path / "whole", big, fetch=False) as store,
         pytest.raises(PlanError, match=r"it keeps the objects of .* whole; expected a SampleStore over a BlockRemote"),

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
@@ -548,6 +549,28 @@ def test_a_profile_without_keys_needs_boto3(
     words = rf"^profile='{name or 'default'}', .* needs boto3, .*pip install 'gpuload\[aws\]'"
     with pytest.raises(MissingDependencyError, match=words):
         open_remote("s3://data", profile=name)
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"secret_of_mine\n[default]\n", ", line 1"),
+        (b"[default]\nkey = secret_of_mine\nkey = secret_of_mine\n", ", line 3"),
+        (b"[default]\nsecret_of_mine\n", ""),
+        (b"[default]\nregion = \xff\n", ""),
+    ],
+)
+def test_a_damaged_file_of_profiles_is_named_but_not_shown(
+    tmp_path: Path, content: bytes, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / "config").write_bytes(content)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    words = rf"^{tmp_path}/config{line}: it is no config file of the AWS tools \(\w+\); correct it, or pass keys\.$"
+    with pytest.raises(PlanError, match=words) as caught:
+        open_remote("s3://data")
+    assert "secret_of_mine" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize(

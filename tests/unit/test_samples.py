@@ -483,6 +483,8 @@ def test_an_object_store(data: Path) -> None:
 def test_refusals(data: Path) -> None:
     for arguments, settings, sentence in (
         ((IDS, {}, data), {}, r"labels: 'id-0' has none \(50 of 50 IDs have none\)"),
+        ((iter(IDS), {}, data), {}, r"labels: 'id-0' has none \(50 of 50 IDs have none\)"),
+        (({"a"}, None, data), {}, r"ids={'a'}: a set has no order; pass a list of IDs"),
         ((IDS, [0] * len(IDS), data), {}, r"^labels=\[0, 0, .*: expected a dict .*; dict\(zip\(ids, labels\)\) makes"),
         ((IDS, LABELS, data, "jpg"), {}, "decode='jpg': expected one of 'pt', 'npy'"),
         ((IDS, LABELS, data), {"in_flight": 0}, r"in_flight=0: expected a whole number from 1 to 1024\.$"),
@@ -510,6 +512,7 @@ def test_refusals(data: Path) -> None:
         SampleLoader(SampleSet(IDS, LABELS, data), 51, drop_last=True)
     with pytest.raises(PlanError, match=r"^SampleLoader: expected a SampleSet, and found 'cells/'; make one with"):
         SampleLoader("cells/")  # type: ignore[arg-type]
+    assert SampleSet(iter(IDS), LABELS, data).ids == IDS  # looked through twice
     most = SampleSet([], {}, data, in_flight=1024)
     assert list(SampleLoader(most, batch_size=4, shuffle=True, in_flight=1024)) == []
 
