@@ -13,7 +13,7 @@ import numpy as np
 
 from gpuload.concat import concat, join_arrays, stored_columns, with_columns
 from gpuload.errors import CorruptDataError, StoreError
-from gpuload.formats.addresses import as_address, check_given
+from gpuload.formats.addresses import check_given, child_of
 from gpuload.formats.arrays import OBSM, as_strings, numbered
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
 from gpuload.formats.obs_table import check_obs_table, table_columns
@@ -307,8 +307,7 @@ def _of_modality(paths: Any, name: str) -> Any:
                 f"<{type(part).__name__} {number}>: it holds one modality, so modality={name!r} is not available; pass "
                 "paths={'rna': adata, 'prot': other}, for example, or the mdata.mod of a MuData."
             )
-    addresses = map(as_address, parts)
-    return [os.path.join(p, name) if a is None else a.child(name) for p, a in zip(parts, addresses, strict=True)]
+    return [child_of(part, name) for part in parts]
 
 
 def _check_width(first: Store, other: Store, layer: str) -> None:

@@ -270,6 +270,12 @@ def as_address(path: str) -> Address | None:
     return Address.of(path) if "://" in path else None
 
 
+def child_of(folder: str, name: str) -> str:
+    """Return the path or address of something in a folder."""
+    address = as_address(folder)
+    return os.path.join(folder, name) if address is None else address.child(name)
+
+
 def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, Any] | None) -> Any:
     """Return paths, converting those that are addresses.
 

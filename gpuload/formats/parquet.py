@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gpuload.formats.parquet_footer import Group
+    from gpuload.formats.parquet_footer import Chunk, Group
 
 _WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "FIXED_LEN_BYTE_ARRAY": 2}
 """Bytes of a stored value by physical type; of the last one, only float16 comes here."""
@@ -194,39 +194,34 @@ class Table:
         stored = np.dtype(f"{dtype.kind if dtype.itemsize == width else 'i'}{width}")
         field = self._file.schema_arrow.field(name)
         is_value_optional = leaf.max_definition_level - 1 - bool(field.nullable) > 0
-        found: list[tuple[int, int, float, float]] = []
-        codecs: set[str] = set()
-        for group in self._groups:
-            chunk = group.columns[place]
-            if chunk.physical_type != leaf.physical_type:
-                raise ValueError(
-                    f"column {name!r} is {leaf.physical_type} in one place and {chunk.physical_type} in another"
-                )
-            if unknown := chunk.encodings - _ENCODINGS:
-                raise StoreError(
-                    f"{self.path}: column {name!r} is encoded as {sorted(unknown)[0]}, which cannot be read here; "
-                    "rewrite it in plain or dictionary encoding, as pyarrow and datasets do by default."
-                )
-            if chunk.file_path:
-                raise StoreError(
-                    f"{self.path}: column {name!r} is in another file, {chunk.file_path!r}; pass that one."
-                )
-            codecs.add(chunk.codec)
-            least, greatest = (_bound(bound, stored) for bound in (chunk.least, chunk.greatest))
-            found.append((chunk.offset, chunk.nbytes, least, greatest))
+        chunks = [group.columns[place] for group in self._groups]
+        for chunk in chunks:
+            self._check_chunk(name, leaf.physical_type, chunk)
+        codecs = {chunk.codec for chunk in chunks} or {"UNCOMPRESSED"}
         if len(codecs) > 1:
             raise StoreError(f"{self.path}: column {name!r} is compressed with several codecs; rewrite it with one.")
-        columns = list(zip(*found, strict=True)) or [(), (), (), ()]
         return ListColumn(
             stored,
-            codecs.pop() if codecs else "UNCOMPRESSED",
+            codecs.pop(),
             leaf.max_definition_level,
             leaf.max_definition_level - 1 - is_value_optional,
-            np.array(columns[0], dtype=np.int64),
-            np.array(columns[1], dtype=np.int64),
-            np.array(columns[2], dtype=np.float64),
-            np.array(columns[3], dtype=np.float64),
+            np.array([chunk.offset for chunk in chunks], dtype=np.int64),
+            np.array([chunk.nbytes for chunk in chunks], dtype=np.int64),
+            np.array([_bound(chunk.least, stored) for chunk in chunks], dtype=np.float64),
+            np.array([_bound(chunk.greatest, stored) for chunk in chunks], dtype=np.float64),
         )
+
+    def _check_chunk(self, name: str, physical_type: str, chunk: Chunk) -> None:
+        """Refuse a row group's part of a column that is of another type than the column, or cannot be decoded."""
+        if chunk.physical_type != physical_type:
+            raise ValueError(f"column {name!r} is {physical_type} in one place and {chunk.physical_type} in another")
+        if unknown := chunk.encodings - _ENCODINGS:
+            raise StoreError(
+                f"{self.path}: column {name!r} is encoded as {sorted(unknown)[0]}, which cannot be read here; "
+                "rewrite it in plain or dictionary encoding, as pyarrow and datasets do by default."
+            )
+        if chunk.file_path:
+            raise StoreError(f"{self.path}: column {name!r} is in another file, {chunk.file_path!r}; pass that one.")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpuload.errors import BusyError, ReadError, StoreError, listing
-from gpuload.formats.addresses import as_address
+from gpuload.formats.addresses import as_address, child_of
 from gpuload.formats.arrays import as_strings, check_n_vars, numbered
 from gpuload.formats.parquet import opened
 from gpuload.formats.recognise import GENES_FILE
@@ -58,13 +58,14 @@ def genes_of(path: str) -> tuple[int, NDArray[np.object_], NDArray[np.object_] |
 def _tables_of_genes(path: str) -> list[str]:
     """Return the places where the table of genes of a file may be, in order of preference."""
     address = as_address(path)
+    folders: list[str]
     if address is None:
         beside = os.path.dirname(os.path.abspath(path))
         folders = [beside, os.path.dirname(beside)]
-        return [os.path.join(folder, *sub, GENES_FILE) for folder in folders for sub in ((), ("metadata",))]
-    near = address.parent()
-    above = [near.parent()] if near.key else []
-    return [folder.child(sub + GENES_FILE) for folder in (near, *above) for sub in ("", "metadata/")]
+    else:
+        near = address.parent()
+        folders = [near, near.parent()] if near.key else [near]
+    return [child_of(folder, sub + GENES_FILE) for folder in folders for sub in ("", "metadata/")]
 
 
 def _is_there(path: str) -> bool:

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import BusyError, ReadError, StoreError
-from gpuload.formats.addresses import TILEDB_GROUP, as_address, first_bytes
+from gpuload.formats.addresses import TILEDB_GROUP, as_address, child_of, first_bytes
 from gpuload.formats.zarr_nodes import METADATA
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def expand(path: str) -> list[str]:
         raise StoreError(
             f"{path}: this folder holds files of several formats ({', '.join(endings)}); pass those you mean as a list."
         )
-    return [os.path.join(path, name) if address is None else address.child(name) for name in names]
+    return [child_of(path, name) for name in names]
 
 
 def _fitting(pattern: Address) -> list[Address]:

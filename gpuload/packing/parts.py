@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import resource
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from gpuload.errors import ReadError
 from gpuload.packing.files import write_whole
 from gpuload.packing.rows import Judged
 from gpuload.packing.workplace import PARTS
-from gpuload.source import FileSource
+from gpuload.source import read_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -173,7 +173,7 @@ class PartFile:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._kept: FileSource | None = None
+        self._kept: int | None = None
         with open(path, "rb") as file:
             head = json.loads(file.readline())
             self._edges_at = file.tell()
@@ -192,8 +192,8 @@ class PartFile:
     @contextmanager
     def kept_open(self) -> Iterator[None]:
         """Keep the file open within the block, for all threads; elsewhere it is opened for each segment."""
-        with closing(FileSource(self._path)) as kept:
-            self._kept = kept
+        with open(self._path, "rb", buffering=0) as file:
+            self._kept = file.fileno()
             try:
                 yield
             finally:
@@ -210,15 +210,15 @@ class PartFile:
         kept = self._kept
         if kept is not None:
             return self._segment(kept, bucket)
-        with closing(FileSource(self._path)) as file:
-            return self._segment(file, bucket)
+        with open(self._path, "rb", buffering=0) as file:
+            return self._segment(file.fileno(), bucket)
 
-    def _segment(self, file: FileSource, bucket: int) -> Segment:
-        edges = self._read(file, self._edges_at + _EDGE_NBYTES * bucket, 2 * _EDGE_NBYTES).view(np.int64)
+    def _segment(self, descriptor: int, bucket: int) -> Segment:
+        edges = self._read(descriptor, self._edges_at + _EDGE_NBYTES * bucket, 2 * _EDGE_NBYTES).view(np.int64)
         first, start, end, stop = edges.tolist()
         counts, (per_piece, per_element) = (end - first, stop - start), self._widths
         nbytes = per_piece * counts[0] + per_element * counts[1]
-        plain = self._read(file, self._segments_at + per_piece * first + per_element * start, nbytes)
+        plain = self._read(descriptor, self._segments_at + per_piece * first + per_element * start, nbytes)
         found, at = dict(self._absent), 0
         for name, dtype, by in self._there:
             past = at + dtype.itemsize * counts[by]
@@ -226,9 +226,9 @@ class PartFile:
             at = past
         return Segment(**found)
 
-    def _read(self, file: FileSource, at: int, nbytes: int) -> NDArray[np.uint8]:
+    def _read(self, descriptor: int, at: int, nbytes: int) -> NDArray[np.uint8]:
         plain = np.empty(nbytes, dtype=np.uint8)
-        got = file.read_into(plain, at)
+        got = read_at(descriptor, plain, at, self._path)
         if got < nbytes:
             raise ReadError(
                 f"{self._path}: short read of a part at byte {at}: wanted {nbytes} bytes, got {got}. Was it truncated? "

@@ -117,6 +117,12 @@ def test_nothing_there(tmp_path: Path) -> None:
         gpuload.obs_names(tmp_path, storage_options={"anonymous": True})
 
 
+def test_a_part_of_a_file_that_has_none(tmp_path: Path) -> None:
+    (path,) = write(tmp_path, [part(0)])
+    with pytest.raises(gpuload.StoreError, match=rf"^{path}: it holds no modalities, so '{path}/rna' does not exist"):
+        gpuload.obs_names(f"{path}/rna")
+
+
 def test_names_that_do_not_fit_the_cells_are_refused(tmp_path: Path) -> None:
     paths = write(tmp_path, [part(seed, n_obs=5) for seed in range(2)])
     with h5py.File(paths[0], "r+") as file:
