@@ -18,6 +18,7 @@ from tests.several import dense
 from tests.soma_writers import (
     ZSTD,
     add_members,
+    filters,
     write_cells,
     write_dense,
     write_experiment,
@@ -88,6 +89,12 @@ def test_positive_deltas(tmp_path: Path) -> None:
     """Only what ascends can be stored so: rows, where tiles are as wide as they."""
     own = (("positive-delta", {"window": 64}), "zstd")
     assert_rows(write_experiment(tmp_path / "cells", rows=own), counts())
+
+
+def test_a_filter_that_does_nothing(tmp_path: Path) -> None:
+    """A dimension that has one has not those for all dimensions, which TileDB sets to Zstandard."""
+    none = ("none",)
+    assert_rows(write_experiment(tmp_path / "cells", rows=none, columns=none, values=none), counts())
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -372,6 +379,23 @@ def test_cells_found_by_another_column(tmp_path: Path, dtype: str) -> None:
     write_cells(path / "obs", [names[2:]], {"soma_joinid": np.array([1]), "value": np.array([30], np.int32)}, 3)
     with pytest.raises(gpuload.CorruptDataError, match="soma_joinid 1 occurs twice"):
         gpuload.open_loader(path)
+
+
+def test_filters_of_all_dimensions_are_for_the_type_of_each(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells", {"data": counts(3)})
+    shutil.rmtree(path / "obs")
+    schema = tiledb.ArraySchema(
+        tiledb.Domain(tiledb.Dim("name", domain=(0, 2000), tile=2, dtype=np.int32)),
+        [tiledb.Attr("soma_joinid", dtype=np.int64), tiledb.Attr("value", dtype=np.int32)],
+        sparse=True,
+    )
+    schema._coords_filters = filters(("byteshuffle", "double-delta"))  # in the constructor, they are of each dimension
+    tiledb.Array.create(str(path / "obs"), schema)
+    names = np.array([1500, 7, 300], dtype=np.int32)
+    for when, rows in enumerate(([0, 1, 2], [1, 2]), 1):
+        values = np.array(rows, dtype=np.int32) * 10 + when
+        write_cells(path / "obs", [names[rows]], {"soma_joinid": np.array(rows), "value": values}, when)
+    assert_columns(path, ["value"], pd.DataFrame({"value": np.array([1, 12, 22], np.int32)}))
 
 
 def test_a_column_of_bytes(tmp_path: Path) -> None:
