@@ -59,7 +59,8 @@ class Fragment:
     _sizes: NDArray[np.int64] = field(repr=False)
     """(3, n_columns): sizes of the files of values or offsets, of text, and of validity."""
     _tables: NDArray[np.int64] = field(repr=False)
-    """(4, n_columns): where the tables of tiles, of text, of sizes of text and of validity are."""
+    """(8, n_columns): where the tables of tiles, of text, of sizes of text, of validity, of least, greatest and summed
+    values, and of missing ones are."""
     _rtree: int
     _known: dict[Any, NDArray[np.int64]] = field(default_factory=dict, repr=False)
     """Tables that were decoded."""
@@ -94,6 +95,10 @@ class Fragment:
     def validity_tiles(self, column: Field) -> NDArray[np.int64]:
         """Return the offset of each tile of a column's validity, and the end of the file."""
         return self._edges(3, column.index, 2)
+
+    def n_missing(self, column: Field) -> int:
+        """Return how many values of a column that is nullable are missing."""
+        return int(self._table(7, column.index).sum())
 
     def bounds(self) -> NDArray[np.int64]:
         """Return the first and last coordinate of each tile along each dimension of int64: (n_tiles, n_dims, 2)."""
@@ -181,7 +186,7 @@ def parse_fragment(raw: bytes, where: str, key: str, schemas: Mapping[str, Schem
     n_columns = len(schema.attributes) + 1 + len(schema.dims) + has_timestamps
     sizes = cursor.words(3 * n_columns).reshape(3, n_columns)
     rtree = int(cursor.read("Q"))
-    tables = cursor.words(4 * n_columns).reshape(4, n_columns)
+    tables = cursor.words(8 * n_columns).reshape(8, n_columns)
     return Fragment(where, key, schema, domain, cells, bool(has_timestamps), raw, sizes, tables, rtree)
 
 

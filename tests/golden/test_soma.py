@@ -188,6 +188,57 @@ def test_fragments_of_a_limited_size(tmp_path: Path) -> None:
     assert_rows(path, counts())
 
 
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_missing_values(tmp_path: Path, is_missing: bool) -> None:
+    """What is stored in their place means nothing."""
+    X = counts(5, 3).toarray() + 1
+    path = write_experiment(tmp_path / "cells", {"data": csr_matrix(X)})
+    folder = path / "ms" / "RNA" / "X" / "data"
+    shutil.rmtree(folder)
+    dims = [tiledb.Dim(f"soma_dim_{k}", domain=(0, n - 1), tile=n, dtype=np.int64) for k, n in enumerate(X.shape)]
+    attribute = tiledb.Attr("soma_data", dtype=np.float32, nullable=True)
+    tiledb.Array.create(str(folder), tiledb.ArraySchema(tiledb.Domain(*dims), [attribute], sparse=True))
+    values = X.ravel().astype(object)
+    values[[3, 4]] = None if is_missing else values[[3, 4]]
+    write_cells(folder, [np.repeat(np.arange(5), 3), np.tile(np.arange(3), 5)], {"soma_data": values})
+    if is_missing:
+        with pytest.raises(
+            gpuload.StoreError, match="2 of its values are missing; write the layer again with values there"
+        ):
+            gpuload.open_loader(path)
+    else:
+        assert_rows(path, X)
+
+
+@pytest.mark.parametrize("is_consolidated", [False, True])
+def test_a_matrix_that_had_another_column(tmp_path: Path, is_consolidated: bool) -> None:
+    path = write_experiment(tmp_path / "cells")
+    folder = path / "ms" / "RNA" / "X" / "data"
+    shutil.rmtree(folder)
+    write_sparse(folder, counts()[:0])
+    evolve(folder, lambda evolution: evolution.add_attribute(tiledb.Attr("other", dtype=np.float32)))
+    part = counts().tocoo()
+    for half in (part.row < 50, part.row >= 50):
+        at = [part.row[half].astype(np.int64), part.col[half].astype(np.int64)]
+        write_cells(folder, at, {"soma_data": part.data[half], "other": part.data[half] + 1})
+    evolve(folder, lambda evolution: evolution.drop_attribute("other"))
+    if is_consolidated:
+        tiledb.consolidate(str(folder))
+        assert_rows(path, counts())
+    else:
+        with pytest.raises(
+            gpuload.StoreError, match="its fragments are encoded differently; consolidate the array, or"
+        ):
+            gpuload.open_loader(path)
+
+
+def evolve(folder: Path, change: Any) -> None:
+    """Change a schema."""
+    evolution = tiledb.ArraySchemaEvolution(tiledb.default_ctx())
+    change(evolution)
+    evolution.array_evolve(str(folder))
+
+
 def test_deleted_cells_are_refused(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells")
     with tiledb.open(str(path / "ms" / "RNA" / "X" / "data"), "d") as array:
