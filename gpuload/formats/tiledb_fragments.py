@@ -19,7 +19,7 @@ from gpuload.errors import StoreError
 from gpuload.formats.tiledb_tiles import Bytes, check_version, damaged, read_generic_tile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -216,9 +216,10 @@ def committed(files: Files, folder: str, where: str) -> list[str]:
     Raises
     ------
     StoreError
-        Cells were deleted by a condition.
+        Cells were deleted by a condition, or there are fragments of before version 12, which are elsewhere.
     """
     names = files.names(folder)
+    has_old = any(name.endswith(".ok") for name in files.names(os.path.dirname(folder)))
     listed = {suffix: [name for name in names if name.endswith(suffix)] for suffix in _SUFFIXES}
 
     def read(suffix: str) -> list[bytes]:
@@ -229,9 +230,12 @@ def committed(files: Files, folder: str, where: str) -> list[str]:
     n_deletes = len(listed[".del"]) + len(listed[".upd"])
     for raw in read(".con"):
         for line in _entries(raw):
+            n_deletes += line.endswith((".del", ".upd"))
             if line not in ignored:
-                n_deletes += line.endswith((".del", ".upd"))
+                has_old |= line.endswith(".ok")
                 found |= {os.path.basename(line).removesuffix(".wrt")} if line.endswith(".wrt") else set()
+    if has_old:
+        raise StoreError(f"{where}: parts of it were written by a TileDB before 2.8; write it again with a newer one.")
     if n_deletes:
         raise StoreError(
             f"{where}: cells were deleted from it by a condition, which is not supported; write what is left as a new "
@@ -239,8 +243,13 @@ def committed(files: Files, folder: str, where: str) -> list[str]:
         )
     for raw in read(".vac"):
         found -= {os.path.basename(line.rstrip("/")) for line in _lines(raw)}
+    return until_now(found)
+
+
+def until_now(names: Iterable[str]) -> list[str]:
+    """Return timestamped names in the order of time, without those of later than now."""
     now = time.time_ns() // 10**6
-    return sorted((name for name in found if time_of(name)[1] <= now), key=time_of)
+    return sorted((name for name in names if time_of(name)[1] <= now), key=time_of)
 
 
 def _lines(raw: bytes) -> list[str]:

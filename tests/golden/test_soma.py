@@ -232,10 +232,12 @@ def test_a_matrix_that_had_another_column(tmp_path: Path, is_consolidated: bool)
             gpuload.open_loader(path)
 
 
-def evolve(folder: Path, change: Any) -> None:
-    """Change a schema."""
+def evolve(folder: Path, change: Any, when: int | None = None) -> None:
+    """Change a schema, as of a given time or of now."""
     evolution = tiledb.ArraySchemaEvolution(tiledb.default_ctx())
     change(evolution)
+    if when is not None:
+        evolution.timestamp(when)
     evolution.array_evolve(str(folder))
 
 
@@ -334,9 +336,26 @@ def test_what_is_dated_later_is_not_there_yet(tmp_path: Path) -> None:
     folder = path / "ms" / "RNA" / "X" / "data"
     at = [np.array([0]), np.array([5])]
     write_cells(folder, at, {"soma_data": np.array([7], np.float32)}, 9999999999999)
+    evolve(folder, lambda evolution: evolution.add_attribute(tiledb.Attr("other", dtype=np.float32)), 9999999999999)
+    with tiledb.Group(str(path), "w", config=tiledb.Config({"sm.group.timestamp_end": 9999999999999})) as group:
+        group.remove("obs")
     with tiledb.open(str(folder)) as array:
         assert array[:]["soma_data"].size == counts().nnz
+        assert array.nattr == 1
     assert_rows(path, counts())
+
+
+@pytest.mark.parametrize("is_consolidated", [True, False])
+def test_fragments_of_before_tiledb_2_8_are_refused(tmp_path: Path, is_consolidated: bool) -> None:
+    """They are not in the folder of fragments, so they would be overlooked."""
+    path = write_experiment(tmp_path / "cells")
+    folder, name = path / "ms" / "RNA" / "X" / "data", "__1_1_9f1c2a7e5b0d4c38a6e1f2d3c4b5a697_11.ok"
+    if is_consolidated:
+        (folder / "__commits" / "__1_1_0a1b2c3d4e5f60718293a4b5c6d7e8f9_22.con").write_text(f"/{name}\n")
+    else:
+        (folder / name).touch()
+    with pytest.raises(gpuload.StoreError, match=r"X/data: parts of it were written by a TileDB before 2\.8; write it"):
+        gpuload.open_loader(path)
 
 
 def test_nothing_stored(tmp_path: Path) -> None:
