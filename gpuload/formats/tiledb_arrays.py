@@ -24,7 +24,7 @@ from gpuload.backends import tiledb
 from gpuload.backends.codecs import DecodeError
 from gpuload.backends.native.tiledb_filters import RLE
 from gpuload.errors import CorruptDataError, StoreError
-from gpuload.formats.tiledb_fragments import committed, parse_fragment, time_of
+from gpuload.formats.tiledb_fragments import committed, parse_fragment, time_of, until_now
 from gpuload.formats.tiledb_schema import parse_enumeration, parse_schema, strings
 from gpuload.formats.tiledb_tiles import Bytes, damaged
 from gpuload.sampling.classes import factorize
@@ -66,7 +66,7 @@ class Array:
     where
         Its name in errors.
     schema
-        Its latest schema.
+        Its latest schema; that of its creation if all are of later than now.
     fragments
         In the order in which they were written.
 
@@ -87,7 +87,7 @@ class Array:
         schemas = {
             name: parse_schema(one, f"{self.where}/{_SCHEMA}/{name}") for name, one in zip(names, raw, strict=True)
         }
-        self.schema = schemas[names[-1]]
+        self.schema = schemas[[names[0], *until_now(names)][-1]]
         keys = [self._at(_FRAGMENTS, name) for name in committed(files, self._at(_COMMITS), self.where)]
         footers = files.read([f"{one}/{_METADATA}" for one in keys])
         self.fragments = [

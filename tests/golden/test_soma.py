@@ -18,6 +18,7 @@ from tests.several import dense
 from tests.soma_writers import (
     ZSTD,
     add_members,
+    filters,
     write_cells,
     write_dense,
     write_experiment,
@@ -88,6 +89,12 @@ def test_positive_deltas(tmp_path: Path) -> None:
     """Only what ascends can be stored so: rows, where tiles are as wide as they."""
     own = (("positive-delta", {"window": 64}), "zstd")
     assert_rows(write_experiment(tmp_path / "cells", rows=own), counts())
+
+
+def test_a_filter_that_does_nothing(tmp_path: Path) -> None:
+    """A dimension that has one has not those for all dimensions, which TileDB sets to Zstandard."""
+    none = ("none",)
+    assert_rows(write_experiment(tmp_path / "cells", rows=none, columns=none, values=none), counts())
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -179,6 +186,59 @@ def test_fragments_of_a_limited_size(tmp_path: Path) -> None:
     tiledb.vacuum(folder)
     assert len(list((path / "ms" / "RNA" / "X" / "data" / "__fragments").iterdir())) > 1
     assert_rows(path, counts())
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_missing_values(tmp_path: Path, is_missing: bool) -> None:
+    """What is stored in their place means nothing."""
+    X = counts(5, 3).toarray() + 1
+    path = write_experiment(tmp_path / "cells", {"data": csr_matrix(X)})
+    folder = path / "ms" / "RNA" / "X" / "data"
+    shutil.rmtree(folder)
+    dims = [tiledb.Dim(f"soma_dim_{k}", domain=(0, n - 1), tile=n, dtype=np.int64) for k, n in enumerate(X.shape)]
+    attribute = tiledb.Attr("soma_data", dtype=np.float32, nullable=True)
+    tiledb.Array.create(str(folder), tiledb.ArraySchema(tiledb.Domain(*dims), [attribute], sparse=True))
+    values = X.ravel().astype(object)
+    values[[3, 4]] = None if is_missing else values[[3, 4]]
+    write_cells(folder, [np.repeat(np.arange(5), 3), np.tile(np.arange(3), 5)], {"soma_data": values})
+    if is_missing:
+        with pytest.raises(
+            gpuload.StoreError, match="2 of its values are missing; write the layer again with values there"
+        ):
+            gpuload.open_loader(path)
+    else:
+        assert_rows(path, X)
+
+
+@pytest.mark.parametrize("is_consolidated", [False, True])
+def test_a_matrix_that_had_another_column(tmp_path: Path, is_consolidated: bool) -> None:
+    path = write_experiment(tmp_path / "cells")
+    folder = path / "ms" / "RNA" / "X" / "data"
+    shutil.rmtree(folder)
+    write_sparse(folder, counts()[:0])
+    evolve(folder, lambda evolution: evolution.add_attribute(tiledb.Attr("other", dtype=np.float32)))
+    part = counts().tocoo()
+    for half in (part.row < 50, part.row >= 50):
+        at = [part.row[half].astype(np.int64), part.col[half].astype(np.int64)]
+        write_cells(folder, at, {"soma_data": part.data[half], "other": part.data[half] + 1})
+    evolve(folder, lambda evolution: evolution.drop_attribute("other"))
+    if is_consolidated:
+        tiledb.consolidate(str(folder))
+        assert_rows(path, counts())
+    else:
+        with pytest.raises(
+            gpuload.StoreError, match="its fragments are encoded differently; consolidate the array, or"
+        ):
+            gpuload.open_loader(path)
+
+
+def evolve(folder: Path, change: Any, when: int | None = None) -> None:
+    """Change a schema, as of a given time or of now."""
+    evolution = tiledb.ArraySchemaEvolution(tiledb.default_ctx())
+    change(evolution)
+    if when is not None:
+        evolution.timestamp(when)
+    evolution.array_evolve(str(folder))
 
 
 def test_deleted_cells_are_refused(tmp_path: Path) -> None:
@@ -276,9 +336,26 @@ def test_what_is_dated_later_is_not_there_yet(tmp_path: Path) -> None:
     folder = path / "ms" / "RNA" / "X" / "data"
     at = [np.array([0]), np.array([5])]
     write_cells(folder, at, {"soma_data": np.array([7], np.float32)}, 9999999999999)
+    evolve(folder, lambda evolution: evolution.add_attribute(tiledb.Attr("other", dtype=np.float32)), 9999999999999)
+    with tiledb.Group(str(path), "w", config=tiledb.Config({"sm.group.timestamp_end": 9999999999999})) as group:
+        group.remove("obs")
     with tiledb.open(str(folder)) as array:
         assert array[:]["soma_data"].size == counts().nnz
+        assert array.nattr == 1
     assert_rows(path, counts())
+
+
+@pytest.mark.parametrize("is_consolidated", [True, False])
+def test_fragments_of_before_tiledb_2_8_are_refused(tmp_path: Path, is_consolidated: bool) -> None:
+    """They are not in the folder of fragments, so they would be overlooked."""
+    path = write_experiment(tmp_path / "cells")
+    folder, name = path / "ms" / "RNA" / "X" / "data", "__1_1_9f1c2a7e5b0d4c38a6e1f2d3c4b5a697_11.ok"
+    if is_consolidated:
+        (folder / "__commits" / "__1_1_0a1b2c3d4e5f60718293a4b5c6d7e8f9_22.con").write_text(f"/{name}\n")
+    else:
+        (folder / name).touch()
+    with pytest.raises(gpuload.StoreError, match=r"X/data: parts of it were written by a TileDB before 2\.8; write it"):
+        gpuload.open_loader(path)
 
 
 def test_nothing_stored(tmp_path: Path) -> None:
@@ -372,6 +449,23 @@ def test_cells_found_by_another_column(tmp_path: Path, dtype: str) -> None:
     write_cells(path / "obs", [names[2:]], {"soma_joinid": np.array([1]), "value": np.array([30], np.int32)}, 3)
     with pytest.raises(gpuload.CorruptDataError, match="soma_joinid 1 occurs twice"):
         gpuload.open_loader(path)
+
+
+def test_filters_of_all_dimensions_are_for_the_type_of_each(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells", {"data": counts(3)})
+    shutil.rmtree(path / "obs")
+    schema = tiledb.ArraySchema(
+        tiledb.Domain(tiledb.Dim("name", domain=(0, 2000), tile=2, dtype=np.int32)),
+        [tiledb.Attr("soma_joinid", dtype=np.int64), tiledb.Attr("value", dtype=np.int32)],
+        sparse=True,
+    )
+    schema._coords_filters = filters(("byteshuffle", "double-delta"))  # in the constructor, they are of each dimension
+    tiledb.Array.create(str(path / "obs"), schema)
+    names = np.array([1500, 7, 300], dtype=np.int32)
+    for when, rows in enumerate(([0, 1, 2], [1, 2]), 1):
+        values = np.array(rows, dtype=np.int32) * 10 + when
+        write_cells(path / "obs", [names[rows]], {"soma_joinid": np.array(rows), "value": values}, when)
+    assert_columns(path, ["value"], pd.DataFrame({"value": np.array([1, 12, 22], np.int32)}))
 
 
 def test_a_column_of_bytes(tmp_path: Path) -> None:

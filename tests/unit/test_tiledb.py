@@ -5,13 +5,16 @@ The specification says how a tile is stored: https://github.com/TileDB-Inc/TileD
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
 
 from gpuload.backends import tiledb
 from gpuload.backends.codecs import DecodeError
 from gpuload.backends.native import tiledb_bands
-from gpuload.backends.native.tiledb_filters import BAD_COUNT, BAD_TILE, XOR
+from gpuload.backends.native.tiledb_filters import BAD_COUNT, BAD_TILE, BIT_WIDTH, N_STEP, XOR
+from gpuload.formats import tiledb_tiles
 
 FLAWED = (XOR, 8, 0, 0, 0)
 """A filter of which `tile` writes no metadata, so that each chunk it is undone for is an error."""
@@ -136,3 +139,11 @@ def test_chunks_of_a_band_without_a_wanted_row_are_not_decoded() -> None:
     for wanted in (np.array([[8, 16]]), np.array([[0, 8], [16, 24]]), None):
         with pytest.raises(DecodeError, match="does not have the size"):
             tiledb.decode_band(stored, described, 24, 8, wanted)
+
+
+@pytest.mark.parametrize(("kind", "n_steps"), [(0, 1), (2, 0), (3, 0), (11, 0), (31, 1)])
+def test_windows_are_of_integers_and_times_only(kind: int, n_steps: int) -> None:
+    """TileDB hands all else on as it is (`BitWidthReductionFilter::run_forward`), if it lets one write it."""
+    pipeline = struct.pack("<IIBII", 1 << 16, 1, BIT_WIDTH, 4, 256)
+    found = tiledb_tiles.read_pipeline(tiledb_tiles.Bytes(pipeline, ""), 20, kind, tiledb_tiles.size_of(kind), "")
+    assert len(found.steps) == n_steps * N_STEP
