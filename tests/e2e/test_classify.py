@@ -69,7 +69,7 @@ def screen(classify: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture
-def run(classify: ModuleType, screen: Path, in_process: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+def run_and_draw(classify: ModuleType, screen: Path, in_process: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Return a function that runs the program; see `in_process`."""
     n_threads = torch.get_num_threads()
 
@@ -79,6 +79,12 @@ def run(classify: ModuleType, screen: Path, in_process: Callable[..., Any]) -> I
     with torch.random.fork_rng():
         yield call
     torch.set_num_threads(n_threads)
+
+
+@pytest.fixture
+def run(run_and_draw: Callable[..., Any], sketched: None) -> Callable[..., Any]:
+    """Return the same function, but that no picture is rendered."""
+    return run_and_draw
 
 
 def report_in(folder: Path) -> dict[str, Any]:
@@ -93,9 +99,9 @@ def outcome(result: dict[str, Any]) -> dict[str, Any]:
 # --- what it does ---
 
 
-def test_every_order_is_trained_scored_and_drawn(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_every_order_is_trained_scored_and_drawn(run_and_draw: Callable[..., Any], tmp_path: Path) -> None:
     models = ("linear", "mlp", "linear")  # one of them twice over: it is trained once
-    code, out, err = run("--out", tmp_path, "--seeds", 2, "--models", *models, "--loader-seconds", 0.05)
+    code, out, err = run_and_draw("--out", tmp_path, "--seeds", 2, "--models", *models, "--loader-seconds", 0.05)
     assert (code, err) == (0, "")
     report = report_in(tmp_path)
     assert (report["n_train"], report["n_test"]) == (N_TRAIN, N_TEST)
@@ -629,10 +635,10 @@ def tahoe(classify: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def test_tahoes_files_are_classified_as_they_are(run: Callable[..., Any], tahoe: Path, tmp_path: Path) -> None:
+def test_tahoes_files_are_classified_as_they_are(run_and_draw: Callable[..., Any], tahoe: Path, tmp_path: Path) -> None:
     common = ("--test", "plate14", "--seeds", 1, "--orders", "streaming", "block", "balanced", "--out", tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tahoe.glob("*.h5ad")}
-    code, out, err = run(*common, "--labels", "cell_line", "drug", "--epochs", 4, of=tahoe)
+    code, out, err = run_and_draw(*common, "--labels", "cell_line", "drug", "--epochs", 4, of=tahoe)
     assert (code, err) == (0, "")
     assert before == {path: path.stat().st_mtime_ns for path in tahoe.glob("*.h5ad")}
     report = report_in(tmp_path)
@@ -802,9 +808,9 @@ def test_what_cannot_be_read_is_not_kept(run: Callable[..., Any], screen: Path, 
     assert (tmp_path / "linear-block-0.json").exists()
 
 
-def test_a_label_named_twice_is_learned_once(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_label_named_twice_is_learned_once(run_and_draw: Callable[..., Any], tmp_path: Path) -> None:
     for labels in (("drug",), ("drug", "drug")):
-        assert run("--out", tmp_path, "--seeds", 1, "--orders", "block", "--labels", *labels)[0] == 0
+        assert run_and_draw("--out", tmp_path, "--seeds", 1, "--orders", "block", "--labels", *labels)[0] == 0
         assert report_in(tmp_path)["runs"][0]["macro_f1"].keys() == {"drug"}
 
 

@@ -48,9 +48,15 @@ def modality() -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def run(modality: ModuleType, in_process: Callable[..., Any]) -> Callable[..., Any]:
+def run_and_draw(modality: ModuleType, in_process: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs the program; see `in_process`."""
     return partial(in_process, modality.main)
+
+
+@pytest.fixture
+def run(run_and_draw: Callable[..., Any], sketched: None) -> Callable[..., Any]:
+    """Return the same function, but that no picture is rendered."""
+    return run_and_draw
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +122,8 @@ def test_an_interrupt_is_no_traceback(run: Any, modality: ModuleType, monkeypatc
     assert run("folder") == (130, "", "modality.py: interrupted\n")
 
 
-def test_it_predicts_better_than_what_is_simpler(run: Callable[..., Any], tmp_path: Path) -> None:
-    code, out, err = run(tmp_path, "--make", 900)
+def test_it_predicts_better_than_what_is_simpler(run_and_draw: Callable[..., Any], tmp_path: Path) -> None:
+    code, out, err = run_and_draw(tmp_path, "--make", 900)
     assert code == 0, err
     result = json.loads((tmp_path / "modality.json").read_text())
     errors = {name: found["rmse"] for name, found in result["methods"].items()}
@@ -233,10 +239,12 @@ def test_mudata_opens_what_was_written(cells: tuple[Paired, Paired], run: Callab
     assert again["rna"].obsm["prot_predicted"].shape == (N_TRAIN + N_TEST, N_PROTEINS)
 
 
-def test_batches_are_held_out_by_name(cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path) -> None:
+def test_batches_are_held_out_by_name(
+    cells: tuple[Paired, Paired], run_and_draw: Callable[..., Any], tmp_path: Path
+) -> None:
     path = tmp_path / "cite.h5mu"
     write_h5mu(path, tables(cells), measured=N_TRAIN + N_TEST)
-    code, _, err = run(path, "--no-baselines", "--test", "s1d1", "s1d2")
+    code, _, err = run_and_draw(path, "--no-baselines", "--test", "s1d1", "s1d2")
     assert code == 0, err
     is_held_out = np.isin(np.concatenate([part.batch for part in cells]), ["s1d1", "s1d2"])
     wanted = np.concatenate([part.proteins for part in cells])[is_held_out]
