@@ -1,4 +1,4 @@
-"""Files that are cut off, or that somebody changes while they are open."""
+"""Files that are truncated, or changed while they are open."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_truncated_at_many_lengths(tmp_path: Path, name: str) -> None:
         assert str(path) in str(caught.value)
 
 
-def test_cut_off_within_the_values_although_the_metadata_is_whole(tmp_path: Path) -> None:
+def test_truncated_values_with_intact_metadata_are_reported(tmp_path: Path) -> None:
     """HDF5 notices a short file by its superblock; with that patched, ranges beyond the end are found at opening."""
     path = tmp_path / "cut.h5ad"
     write_h5ad(path, lambda f: write_csr(f, "X", counts(4000), indptr={"chunks": (500,)}), 4000)
@@ -85,7 +85,7 @@ def test_a_replaced_file_keeps_its_old_bytes(plain: Stored, copy_of: Callable[[s
         np.testing.assert_array_equal(batch.X, counts(seed=9).toarray()[batch.rows])
 
 
-def test_a_file_that_is_replaced_while_it_is_opened(
+def test_file_replaced_during_opening_is_reported(
     copy_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, real = copy_of("old.h5ad"), h5py.File
@@ -129,7 +129,7 @@ def truncate(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [overwrite, append, truncate])
 @pytest.mark.parametrize("when", ["before the first epoch", "during an epoch", "between epochs"])
-def test_a_file_changed_in_place_is_found(
+def test_file_changed_in_place_is_reported(
     copy_of: Callable[[str], Path], change: Callable[[Path], None], when: str
 ) -> None:
     path = copy_of("changed.h5ad")
@@ -149,7 +149,7 @@ def test_a_file_changed_in_place_is_found(
 
 
 @pytest.mark.parametrize("changed", ["rna", "prot"])
-def test_a_file_changed_while_its_last_fetch_is_read(
+def test_file_changed_during_its_last_fetch_is_reported(
     copy_of: Callable[[str], Path], changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths, plain = {name: copy_of(f"{name}.h5ad") for name in ("rna", "prot")}, cpu.read_extents
@@ -169,7 +169,7 @@ def test_a_file_changed_while_its_last_fetch_is_read(
         next(iter(loader))
 
 
-def test_only_the_files_that_a_fetch_reads_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_checks_only_the_files_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of thousands of files, a fetch reads few: each is checked before and after."""
     checked: list[str] = []
     paths = [tmp_path / f"{number}.h5ad" for number in range(6)]
@@ -203,7 +203,7 @@ def test_a_package_that_cannot_be_imported_is_not_damage() -> None:
         raise ImportError("libcublas cannot be loaded")
 
 
-def test_bytes_that_vanish_during_a_read_are_a_short_read(
+def test_truncation_during_a_read_raises_a_short_read(
     copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The size is checked before each fetch; a cut between check and read must be noticed by the read itself."""
@@ -224,7 +224,7 @@ def test_bytes_that_vanish_during_a_read_are_a_short_read(
 def test_each_flipped_byte_under_a_checksum_is_found(
     store_variant: StoreVariant, tmp_path: Path, name: str, verify: str
 ) -> None:
-    """Every 5th byte of one chunk, whichever rows are asked for: named with dataset, chunk and byte offset."""
+    """Every 5th byte of one chunk, whichever rows are requested; errors name dataset, chunk and byte offset."""
     whole = store_variant(f"csr-{name}").path.read_bytes()
     path = tmp_path / "flipped.h5ad"
     path.write_bytes(whole)
@@ -246,8 +246,10 @@ def test_each_flipped_byte_under_a_checksum_is_found(
     "place", [100 << 24, 1500, 301, 200, 700, 0], ids=["far", "next", "between", "twice", "later", "first"]
 )
 @pytest.mark.parametrize("name", ["csr-gzip4", "csr-chunked"])
-def test_a_damaged_key_of_a_chunk(store_variant: StoreVariant, tmp_path: Path, name: str, place: int) -> None:
-    """A chunk of 15 that claims to lie elsewhere: never wrong numbers that h5py would not read."""
+def test_damaged_chunk_key_never_gives_wrong_values(
+    store_variant: StoreVariant, tmp_path: Path, name: str, place: int
+) -> None:
+    """One chunk of 15 claims to lie elsewhere: never numbers that h5py would not read."""
     content = store_variant(name).path.read_bytes()
     path = tmp_path / "key.h5ad"
     path.write_bytes(content)
@@ -267,7 +269,7 @@ def test_a_damaged_key_of_a_chunk(store_variant: StoreVariant, tmp_path: Path, n
         np.testing.assert_array_equal(found, expected)
 
 
-def test_a_chunk_found_right_may_later_be_read_in_part(store_variant: StoreVariant) -> None:
+def test_verified_chunks_may_be_decoded_in_part(store_variant: StoreVariant) -> None:
     stored = store_variant("csr-gzip9")
     with gpuload.open_loader(stored.path, batch_size=2, fetch_factor=1, block_size=1, verify="once") as loader:
         list(loader)
@@ -278,7 +280,7 @@ def test_a_chunk_found_right_may_later_be_read_in_part(store_variant: StoreVaria
         assert loader.stats.n_chunks_partial > before
 
 
-def test_verify_is_checked(plain: Stored) -> None:
+def test_invalid_verify_is_refused(plain: Stored) -> None:
     with pytest.raises(gpuload.PlanError, match="verify='sometimes'"):
         gpuload.open_loader(plain.path, verify="sometimes")
 

@@ -1,4 +1,4 @@
-"""Recycled host memory: nobody else gets what is in use, and what there is is counted."""
+"""Recycled host memory: a buffer in use is never handed out again, and all memory is counted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_idle_buffers_are_limited_and_freed_by_clear() -> None:
     assert (len(pool._idle), counted(pool), pool.peak_nbytes) == (0, 0, 5 * 1062)
 
 
-def test_a_buffer_taken_just_before_it_would_be_dropped_stays_counted() -> None:
+def test_a_buffer_taken_while_being_dropped_stays_counted() -> None:
     class Idle(dict[int, Any]):
         def copy(self) -> dict[int, Any]:
             there = dict(self)

@@ -1,4 +1,4 @@
-"""Which of how many processes this is: by hand, by torch.distributed, by torchrun's environment, else alone."""
+"""Rank and world size: from arguments, torch.distributed or torchrun's environment, else of a single process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def torch_distributed(*, is_available: bool = True, is_initialized: bool = True)
     )
 
 
-def test_alone() -> None:
+def test_a_single_process_is_rank_0_of_1() -> None:
     assert rank_and_world_size() == (0, 1)
     assert "torch.distributed" not in sys.modules
 
@@ -89,7 +89,7 @@ def test_an_impossible_environment_is_refused(
         rank_and_world_size()
 
 
-def test_settings_are_refused_before_a_file_is_opened() -> None:
+def test_invalid_settings_are_refused_before_opening_files() -> None:
     with pytest.raises(gpuload.PlanError, match="rank=3"):
         gpuload.open_loader("no such file.h5ad", rank=3, world_size=3)
     with pytest.raises(gpuload.PlanError, match=r"uneven='keep'.*'drop', 'pad'"):

@@ -1,4 +1,4 @@
-"""Files of a folder as one source: addresses, which of them are open, and that they are what they were."""
+"""Files of a folder as one source: addresses, which files are open, and that they are unchanged."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_empty_folder(tmp_path: Path) -> None:
     assert source.where_is(0) == (str(tmp_path), 0)
 
 
-def test_ranges_of_more_files_than_are_held_at_a_time(made: tuple[FolderSource, list[np.ndarray]]) -> None:
+def test_ranges_span_more_files_than_are_held_open(made: tuple[FolderSource, list[np.ndarray]]) -> None:
     source, data = made
     assert len(SIZES) > MAX_HELD
     rng = np.random.default_rng(1)
@@ -120,7 +120,7 @@ def test_ranges_that_cannot_be_read_in_full_are_returned_short(
     ]
 
 
-def test_few_files_stay_open_and_none_is_closed_while_it_is_read(
+def test_few_files_stay_open_and_none_closes_during_a_read(
     made: tuple[FolderSource, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, data = made
@@ -140,7 +140,7 @@ def test_few_files_stay_open_and_none_is_closed_while_it_is_read(
     assert any(name.endswith("/f9") for name in before)
 
 
-def test_threads_that_open_and_close_the_same_files(
+def test_threads_can_share_the_same_files(
     made: tuple[FolderSource, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, data = made
@@ -166,7 +166,7 @@ def test_threads_that_open_and_close_the_same_files(
     assert len(descriptors(source.name)) <= 2
 
 
-def test_a_closed_source_and_one_closed_while_it_is_read(made: tuple[FolderSource, list[np.ndarray]]) -> None:
+def test_closing_keeps_held_files_and_refuses_later_reads(made: tuple[FolderSource, list[np.ndarray]]) -> None:
     source, _ = made
     with source.hold([3]) as (descriptor,):
         source.close()

@@ -1,4 +1,4 @@
-"""The gather's kernels at sizes that other tests do not reach: minibatches that are written past the caches."""
+"""The gather's kernels at sizes that other tests do not reach: minibatches that bypass the caches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRATCH = np.empty(2 * 33_001, dtype=np.float32)
 
 
 def guarded(n: int, dtype: Any, shift: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return memory, and n elements in the midst of it that start `shift` elements into a cache line."""
+    """Return memory, and n elements in the middle of it that start `shift` elements into a cache line."""
     memory = np.full(n * np.dtype(dtype).itemsize + 256, 0xA5, dtype=np.uint8)
     skip = -memory.ctypes.data % 64 + 64 + shift * np.dtype(dtype).itemsize
     return memory, memory[skip : skip + n * np.dtype(dtype).itemsize].view(dtype)
@@ -52,7 +52,7 @@ def resident(matrix: csr_matrix) -> tuple[np.ndarray, ...]:
 
 @pytest.mark.parametrize("shift", [0, 1, 7])
 @pytest.mark.parametrize("n_cols", [33_001, 32_999])
-def test_a_large_minibatch_is_what_scipy_makes_of_it(matrix: csr_matrix, n_cols: int, shift: int) -> None:
+def test_a_large_minibatch_matches_scipy(matrix: csr_matrix, n_cols: int, shift: int) -> None:
     positions = np.random.default_rng(1).integers(0, 70, 40).astype(np.int32)
     columns = np.full(matrix.shape[1], -1, dtype=np.int32)
     chosen = np.random.default_rng(2).permutation(matrix.shape[1])[:n_cols]
@@ -91,7 +91,7 @@ BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), n_falling=st.sampled_from([0, 0, 1, 3]), has_map=st.booleans())
 def test_rows_of_several_tiles(is_streamed: bool, kind: str, seed: int, n_falling: int, has_map: bool) -> None:
-    """Rows wider than a tile, of which some have columns that fall, or a column twice."""
+    """Rows wider than a tile, some of which have unsorted columns, or a column twice."""
     rng, n_rows = np.random.default_rng(seed), 170 if is_streamed else 3
     n_vars = int(rng.integers(2 * rows.TILE, 4 * rows.TILE))
     picked = [np.sort(rng.integers(0, n_vars, int(rng.integers(0, 300)))) for _ in range(5)]
@@ -144,7 +144,7 @@ def test_float16_overflow_is_checked_after_summing(row: list[float], bad: int) -
         assert out.view(np.float16)[0, [5, rows.TILE + 900]].tolist() == [60_000, 1]
 
 
-def test_a_large_minibatch_of_dense_rows_transformed(matrix: csr_matrix) -> None:
+def test_a_large_minibatch_of_transformed_dense_rows(matrix: csr_matrix) -> None:
     X = matrix.toarray()
     positions = np.arange(40, dtype=np.int32)
     _, flat = guarded(40 * X.shape[1], np.float32, 5)
@@ -174,7 +174,7 @@ def test_values_that_are_not_small_counts(target_sum: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-9, 0.37, 1234.5, 1e30])
-def test_log1p_is_right_to_the_last_place(scale: float) -> None:
+def test_log1p_is_accurate_to_the_last_place(scale: float) -> None:
     rng = np.random.default_rng(3)
     edges = np.array([0.0, 2**-0.5 - 1, 2**0.5 - 1, 1.0, 2**0.5, 3.0, 1e-30, 3e38]) / scale
     drawn = np.concatenate(
@@ -197,7 +197,7 @@ def test_log1p_is_right_to_the_last_place(scale: float) -> None:
 
 
 @pytest.mark.parametrize("beside", [5.0, -0.75])
-def test_log1p_of_a_zero_of_either_sign_has_no_sign(beside: float) -> None:
+def test_log1p_of_either_zero_is_positive_zero(beside: float) -> None:
     values = np.array([-0.0, 0.0, beside], dtype=np.float32)
     rows.log1p_row(values, values.size, 1.0)
     assert values[:2].tobytes() == bytes(8)

@@ -45,7 +45,7 @@ def test_given_arguments_win_even_if_they_equal_the_default(saved):
     assert echo("x", settings=None) == echo("x")
 
 
-def test_a_sampler_that_is_given_wins_over_order_and_block_size_of_a_file(plain):
+def test_a_given_sampler_overrides_saved_order_and_block_size(plain):
     saved = {"shuffle": False, "block_size": 16}
     assert echo("x", settings=saved, sampler=lambda: 1)["shuffle"] is True
     assert echo("x", settings=saved, sampler=lambda: 1)["block_size"] == 16
@@ -100,7 +100,7 @@ def test_files_that_are_not_settings_are_refused(tmp_path, plain):
         gpuload.open_loader(plain.path, settings={"batch_size": 0})
 
 
-def test_every_saved_setting_is_one_of_the_loader(plain):
+def test_known_settings_are_those_of_the_loader(plain):
     with pytest.raises(PlanError) as error:
         gpuload.open_loader(plain.path, settings={"x": 1})
     known = str(error.value).split("known settings are ")[1].rstrip(".").split(", ")
@@ -139,6 +139,6 @@ def test_a_misspelt_argument_gets_a_suggestion(name, meant):
         gpuload.open_loader("none.h5ad", **{name: 1})
 
 
-def test_an_argument_like_no_other_is_refused_by_python():
+def test_an_unknown_argument_raises_pythons_own_error():
     with pytest.raises(TypeError, match=r"^open_loader\(\) got an unexpected keyword argument 'xyz'$"):
         gpuload.open_loader("none.h5ad", xyz=1)

@@ -1,4 +1,4 @@
-"""Threads for short calls: as a small executor, without its conditions; and what closes objects that are forgotten."""
+"""Threads for short calls, like a small executor without conditions; and closing of collected objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Thing:
-    """Something that can be referred to weakly."""
+    """Something that can be weakly referenced."""
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_running_call_is_not_done(threads: QuickThreads) -> None:
     assert call.done()
 
 
-def test_a_cancelled_call_is_never_made(threads: QuickThreads) -> None:
+def test_a_cancelled_call_never_runs(threads: QuickThreads) -> None:
     until = held(threads)
     made: list[int] = []
     calls = [threads.submit(made.append, k) for k in range(3)]
@@ -93,7 +93,7 @@ def test_a_cancelled_call_is_never_made(threads: QuickThreads) -> None:
     assert sorted(made) == [0, 2]
 
 
-def test_a_call_that_is_being_made_cannot_be_cancelled(threads: QuickThreads) -> None:
+def test_a_running_call_cannot_be_cancelled(threads: QuickThreads) -> None:
     started, until = threading.Event(), threading.Event()
 
     def work() -> int:
@@ -227,7 +227,7 @@ def test_a_call_during_close_is_refused_or_cancelled() -> None:
 
 
 @pytest.mark.parametrize("kind", [QuickThreads, DaemonThreads])
-def test_threads_that_cannot_be_started(kind: Any, allow_threads: Callable[[int], None]) -> None:
+def test_calls_run_on_the_threads_that_could_start(kind: Any, allow_threads: Callable[[int], None]) -> None:
     pool = kind(3, "test-quick")
     allow_threads(0)
     with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -241,7 +241,7 @@ def test_threads_that_cannot_be_started(kind: Any, allow_threads: Callable[[int]
     pool.close()
 
 
-# --- what closes objects ---
+# --- closers ---
 
 
 def closed_by() -> tuple[Thing, list[str]]:
@@ -253,7 +253,7 @@ def closed_by() -> tuple[Thing, list[str]]:
     return thing, names
 
 
-def test_an_object_is_closed_once_and_by_whoever_closes_it() -> None:
+def test_an_object_is_closed_once_in_the_calling_thread() -> None:
     thing, names = closed_by()
     thing.closer()
     thing.closer()
@@ -263,7 +263,7 @@ def test_an_object_is_closed_once_and_by_whoever_closes_it() -> None:
 
 
 def test_a_forgotten_object_is_closed_even_while_its_lock_is_held() -> None:
-    """A collection may happen in a thread that holds what the closing takes, as here."""
+    """Garbage may be collected in a thread that holds the lock that closing takes, as here."""
     lock, found = threading.Lock(), SimpleQueue[bool]()
     thing: Any = Thing()
     thing.itself = thing
@@ -292,7 +292,7 @@ def test_a_forked_process_closes_nothing(*, is_forgotten: bool) -> None:
     assert len(names) == 1
 
 
-def test_at_exit_objects_are_closed_before_the_process_ends() -> None:
+def test_objects_are_closed_before_the_process_exits() -> None:
     program = """if True:
         import time
         from gpuload.threads import Closer
