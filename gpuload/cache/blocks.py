@@ -153,14 +153,14 @@ class BlockCache:
     max_gap, max_extent = MAX_GAP, MAX_EXTENT
 
     def __init__(self, store: SampleStore) -> None:
-        if not isinstance(getattr(store, "remote", None), BlockRemote):
+        blocks = getattr(store, "remote", None)
+        if not isinstance(blocks, BlockRemote):
             of = f"it keeps the objects of {store.remote.name} whole" if hasattr(store, "remote") else repr(store)
             raise PlanError(f"cache: {of}; expected a SampleStore over a BlockRemote.")
         store.drop_strays()
         store.copies.shrink()
         self._store = store
-        self._blocks: BlockRemote = store.remote  # type: ignore[assignment]
-        self.inner = self._blocks.remote
+        self._blocks, self.inner = blocks, blocks.remote
         self.name = self.inner.name
         self._lock = threading.Lock()
         self._under_way: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()  # for as long as it is used

@@ -35,6 +35,7 @@ from gpuload.cache.fetchers import _keep
 from gpuload.cache.files import adopt_strays
 from gpuload.cache.leases import Lease
 from gpuload.cache.order import visiting_order
+from gpuload.cache.process import FetcherProcess
 from gpuload.cache.reading import Sample, SampleReader, read_copy
 from gpuload.errors import BusyError, CorruptDataError, PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, RemoteObject, open_remote
@@ -1410,6 +1411,32 @@ def test_a_killed_fetcher_is_replaced(tmp_path: Path, caplog: Any) -> None:
         assert store.stats()["n_fetchers_died"] == 1
         assert sorted(train(store)) == list(range(N))
     assert "a fetcher process ended with -9" in caplog.text
+
+
+def test_a_fetcher_that_cannot_be_replaced_at_once_has_ended_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = FetcherProcess(
+        str(tmp_path / "store"), FolderRemote(fill(tmp_path / "remote", 1)), Settings(0, 0, "lru"), 60
+    )
+    popen, left = subprocess.Popen, [None] * 4
+
+    def fail_at_first(*arguments: Any, **settings: Any) -> Any:
+        if left:
+            left.pop()
+            raise BlockingIOError("Resource temporarily unavailable")
+        return popen(*arguments, **settings)
+
+    monkeypatch.setattr(subprocess, "Popen", fail_at_first)
+    try:
+        os.kill(process.pid, signal.SIGKILL)
+        while left or process._process.poll() is not None:
+            with suppress(BlockingIOError):
+                process.check()
+            time.sleep(0.02)
+        assert (process.n_died, process.n_died_in_a_row) == (1, 1)
+    finally:
+        process.close()
 
 
 def test_a_hung_fetcher_is_killed_and_its_stack_is_shown(tmp_path: Path, caplog: Any) -> None:
