@@ -157,7 +157,7 @@ def explain_missing_column(
     sampler: Sampler | None,
     named: Sequence[str],
     table: Collection[Any] | None,
-    where: Where | None = None,
+    where: Where | None,
 ) -> None:
     """Raise a StoreError that says more of a missing column, if there is more to say.
 

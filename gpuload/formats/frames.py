@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from gpuload.errors import StoreError
+from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats import soma
 from gpuload.formats.arrays import as_strings, check_length, member, numbered
 from gpuload.formats.members import keys_of, name_in, shape_of
@@ -73,7 +73,13 @@ def stored_cell_names(path: str, layer: str) -> NDArray[np.object_] | int:
 
 
 def _have_obs(groups: Sequence[Any], path: str) -> bool:
-    return bool(groups) and all(member(group, "obs", path) is not None for group in groups)
+    """Return whether all AnnData of a file have an obs; raise CorruptDataError if only some data sets have."""
+    lacking = [group.name for group in groups if member(group, "obs", path) is None]
+    if lacking and len(lacking) < len(groups):
+        raise CorruptDataError(
+            f"{path}: {lacking[0]} has no obs, which other data sets of this collection have; copy all of it again."
+        )
+    return len(groups) > len(lacking)
 
 
 def _check_length(n: int, group: Any, path: str, layer: str, where: str, axis: int) -> None:

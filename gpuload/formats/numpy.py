@@ -13,7 +13,6 @@ References
 ----------
 .. [1] NumPy documentation, "A simple file format for NumPy arrays" (NEP 1), versions 1.0 to 3.0.
 .. [2] SciPy documentation, ``scipy.sparse.save_npz``.
-.. [3] PKWARE, "APPNOTE.TXT - .ZIP File Format Specification" 6.3.10, 4.3.7 (local file header).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib import format as npy
 
-from gpuload.errors import CorruptDataError, ReadError, StoreError, first_line, listing
+from gpuload.errors import CorruptDataError, StoreError, first_line, listing
 from gpuload.formats.arrays import (
     check_integers,
     check_n_dims,
@@ -41,6 +40,7 @@ from gpuload.formats.arrays import (
     numbered,
     plain_layout,
 )
+from gpuload.formats.zips import data_start
 from gpuload.source import BufferSource, FileSource
 from gpuload.store import CsrMatrix, Store
 
@@ -53,9 +53,6 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 _log = logging.getLogger("gpuload")
-
-_LOCAL_HEADER = 30
-"""Bytes of a zip member's local header before its name."""
 
 CURE = "pass an .h5ad file, or an AnnData"
 
@@ -224,7 +221,9 @@ def _member(archive: zipfile.ZipFile, file: IO[bytes], name: str, source: FileSo
     path, info = source.name, _info(archive, name, source.name)
     within: Source = source
     if info.compress_type == zipfile.ZIP_STORED:
-        start = _data_start(file, info, path, name)
+        start = data_start(source, info)
+        if start is None:
+            raise CorruptDataError(f"{path}: {name} does not start where the archive says; restore the file.")
         file.seek(start)
         array, end = _read_header(file, f"{path}: {name}"), start + info.file_size
     else:
@@ -237,15 +236,3 @@ def _member(archive: zipfile.ZipFile, file: IO[bytes], name: str, source: FileSo
     if array.offset + array.shape[0] * array.dtype.itemsize > end:
         raise CorruptDataError(f"{path}: {name} has {array.shape[0]} elements, more than its member holds; restore it.")
     return plain_layout(within, name, array.shape, array.dtype, array.offset)
-
-
-def _data_start(file: IO[bytes], info: zipfile.ZipInfo, path: str, name: str) -> int:
-    """Return the first byte of a stored member: after its local header, which has lengths of its own."""
-    file.seek(info.header_offset)
-    header = file.read(_LOCAL_HEADER)
-    if len(header) < _LOCAL_HEADER:
-        raise ReadError(f"{path}: {name} should start at byte {info.header_offset}. Was it truncated?")
-    if header[:4] != b"PK\3\4":
-        raise CorruptDataError(f"{path}: {name} does not start where the archive says; restore the file.")
-    n_name, n_extra = (int.from_bytes(header[k : k + 2], "little") for k in (26, 28))
-    return info.header_offset + _LOCAL_HEADER + n_name + n_extra

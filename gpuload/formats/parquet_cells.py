@@ -87,10 +87,13 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str], fill: bo
     genes = genes_of(paths[0])
     progress = Progress(len(paths), "row lengths of %d of %d files were read")
     files = _each(paths, partial(_look_at, layer=layer, progress=progress))
-    first = 0 if genes is None else genes[0]
-    n_vars = max(file.greatest for file in files) + 1 if genes is None else genes[1].size
-    check_n_vars(paths[0], n_vars)
-    for file in files if genes is not None else ():
+    if genes is None:
+        greatest = max(file.greatest for file in files)
+        check_n_vars(paths[0], greatest + 1)
+        genes = 0, numbered(greatest + 1), None
+    first, var_names, var_ids = genes
+    n_vars = var_names.size
+    for file in files:
         if file.greatest - first >= n_vars:
             raise StoreError(
                 f"{file.path}: {file.names[0]!r} holds the number {file.greatest}, but {GENES_FILE} names genes "
@@ -101,14 +104,13 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str], fill: bo
         check_length(
             f"{paths[0]}: obs column {name!r}", column.values.size, sum(f.lengths.size for f in files), "cells"
         )
-    var_names = numbered(n_vars) if genes is None else genes[1]
     with ExitStack() as on_error:
         sources, places = _sources(files)
         for source in sources:
             on_error.callback(source.close)
         matrices = tuple(matrix_of(file, *place, first, n_vars) for file, place in zip(files, places, strict=True))
         on_error.pop_all()
-    return Store(matrices, tuple(paths), var_names, columns, sources, None if genes is None else genes[2])
+    return Store(matrices, tuple(paths), var_names, columns, sources, var_ids)
 
 
 def obs_columns(path: str) -> list[str]:

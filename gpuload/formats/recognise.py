@@ -48,17 +48,18 @@ _OPENERS = {
     "hdf5": ("h5ad", "open_hdf5"),
     "npy": ("numpy", "open_npy"),
     "npz": ("numpy", "open_npz"),
+    "parquet": ("parquet_cells", "open_cells"),
     "scdl": ("scdl", "open_scdl"),
     "soma": ("soma", "open_soma"),
     "zarr": ("zarr", "open_zarr"),
 }
-"""Module and function that opens one path of a form, imported only for a path of it."""
+"""Module and function that opens paths of a form, imported only for a path of it."""
 
-_OF_ANNDATA = {"hdf5": "h5ad", "zarr": "zarr"}
-"""Modules of forms that may hold AnnData: they name its columns of obs, open a CSC matrix, and give its groups."""
+_OF_ANNDATA = ("hdf5", "zarr")
+"""Forms that may hold AnnData: their modules also open a CSC matrix, and give the groups."""
 
-_WITH_COLUMNS = {"parquet": "parquet_cells", "scdl": "scdl", "soma": "soma"}
-"""Modules that name the columns of obs of other forms."""
+_WITHOUT_OBS = ("npy", "npz")
+"""Forms without columns of obs, which the modules of all others name."""
 
 
 def expand(path: str) -> list[str]:
@@ -159,11 +160,10 @@ def open_path(path: str, *, layer: str, obs: Sequence[str], fill: bool = False) 
         raise no_modalities(path, modality)
     if form == "parquet":
         return open_parquet([path], layer=layer, obs=obs)
-    module, function = _OPENERS[form]
     named: dict[str, Any] = {"modality": modality} if form in _WITH_MODALITIES else {}
     if form == "zarr":
         named["fill"] = fill
-    opened: Store = getattr(_module(module), function)(path, layer=layer, obs=obs, **named)
+    opened: Store = getattr(_module(form), _OPENERS[form][1])(path, layer=layer, obs=obs, **named)
     return opened
 
 
@@ -192,11 +192,10 @@ def obs_columns(path: str) -> list[str]:
     """Return the names of a path's columns of obs; of several files, those of the first."""
     path, modality = _modality(expand(path)[0])
     form = _form(path)
-    names: list[str] = []
-    if form in _OF_ANNDATA:
-        names = _module(_OF_ANNDATA[form]).obs_columns(path, modality)
-    elif form in _WITH_COLUMNS:
-        names = _module(_WITH_COLUMNS[form]).obs_columns(path)
+    if form in _WITHOUT_OBS:
+        return []
+    named = {"modality": modality} if form in _OF_ANNDATA else {}
+    names: list[str] = _module(form).obs_columns(path, **named)
     return names
 
 
@@ -209,7 +208,7 @@ def open_by_columns(path: str, *, layer: str) -> Store | None:
     form = _form(path)
     if form not in _OF_ANNDATA:
         return None
-    opened: Store | None = _module(_OF_ANNDATA[form]).open_by_columns(path, layer=layer, modality=modality)
+    opened: Store | None = _module(form).open_by_columns(path, layer=layer, modality=modality)
     return opened
 
 
@@ -221,12 +220,12 @@ def anndata_groups(path: str) -> Iterator[list[Any]]:
     if form not in _OF_ANNDATA:
         yield []
         return
-    with _module(_OF_ANNDATA[form]).anndata_groups(path, modality) as groups:
+    with _module(form).anndata_groups(path, modality) as groups:
         yield groups
 
 
-def _module(name: str) -> Any:
-    return import_module(f"gpuload.formats.{name}")
+def _module(form: str) -> Any:
+    return import_module(f"gpuload.formats.{_OPENERS[form][0]}")
 
 
 def file_of(path: str) -> str:

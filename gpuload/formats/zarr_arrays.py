@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from gpuload.formats.zarr_spec import Spec
     from gpuload.types import Source
 
-_NUMBER = re.compile(r"0|[1-9][0-9]*")
+_NUMBER = "(0|[1-9][0-9]{0,17})"
+"""Pattern of an index in a grid: a number below 2**63, without leading zeros."""
 
 
 class Array:
@@ -216,17 +217,12 @@ class Array:
         tuple of (n, n_dims), (n,) and (n,) int64
             Grid position, first byte and size of each.
         """
-        spec = self.spec
-        prefix = f"{spec.prefix}{spec.separator}" if spec.prefix else ""
-        places, ranges = [], []
-        for key, extent in files.items():
-            parts = key.removeprefix(prefix).split(spec.separator)
-            is_one = key.startswith(prefix) and all(map(_NUMBER.fullmatch, parts)) and len(parts) == len(grid)
-            if is_one and all(int(p) < n for p, n in zip(parts, grid, strict=True)):
-                places.append(tuple(map(int, parts)))
-                ranges.append(extent)
-        first, size = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
-        return np.array(places, dtype=np.int64).reshape(-1, len(grid)), first, size
+        prefix, separator = self.spec.prefix, re.escape(self.spec.separator)
+        key_of = re.compile(separator.join([*([prefix] if prefix else []), *[_NUMBER] * len(grid)]))
+        rows = [(*map(int, m.groups()), *at) for key, at in files.items() if (m := key_of.fullmatch(key))]
+        table = np.array(rows, dtype=np.int64).reshape(-1, len(grid) + 2)
+        table = table[(table[:, :-2] < np.array(grid)).all(axis=1)]
+        return table[:, :-2], table[:, -2], table[:, -1]
 
 
 def _grid(shape: Sequence[int], chunk_shape: Sequence[int]) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ metadata is ignored: it may be stale, and each node has its own.
 References
 ----------
 .. [1] Zarr core specification version 3, doi:10.5281/zenodo.7319826 ("Metadata", "Stores"); version 2 ("Hierarchies").
-.. [2] PKWARE, ".ZIP File Format Specification" 6.3.10 (local file header; central directory).
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import numpy as np
 from gpuload.errors import CorruptDataError, ReadError, StoreError, first_line
 from gpuload.folder_source import FolderSource
 from gpuload.formats.zarr_spec import parse_v2, parse_v3
+from gpuload.formats.zips import data_start
 from gpuload.source import FileSource
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 GROUP_FILES = ("zarr.json", ".zgroup")
 """Files one of which a folder has that is a group, whatever the version."""
 
-NODE_FILES = ("zarr.json", ".zgroup", ".zarray")
+NODE_FILES = (*GROUP_FILES, ".zarray")
 """Files one of which a folder has that is a group or an array, whatever the version."""
 
 METADATA = (*NODE_FILES, ".zattrs", ".zmetadata")
@@ -51,13 +51,8 @@ _ENCODINGS = {
 }
 """The arrays of groups that form one column, by anndata's encoding type."""
 
-_LOCAL_HEADER, _LOCAL_NBYTES = b"PK\x03\x04", 30
-
 _AFTER_SLASH = "0"
 """The character after the slash: all names in a folder sort before the folder's own name followed by it."""
-
-_IS_UTF8 = 0x800
-"""Flag of a member of a zip whose name is in UTF-8."""
 
 
 class Tree(Protocol):
@@ -226,15 +221,12 @@ class ZipTree(Tree):
                 f"{self.name}: {info.filename} is {how}; a zip store's members must be stored as they are: unpack it, "
                 "or pack it again with zip -0."
             )
-        name = info.orig_filename.encode("utf-8" if info.flag_bits & _IS_UTF8 else "cp437")
-        head = np.empty(_LOCAL_NBYTES + len(name), dtype=np.uint8)
-        is_whole = self.source.read_into(head, info.header_offset) == head.size
-        if not is_whole or head[:4].tobytes() != _LOCAL_HEADER or head[_LOCAL_NBYTES:].tobytes() != name:
+        start = data_start(self.source, info)
+        if start is None:
             raise CorruptDataError(
                 f"{self.name}: {info.filename} does not begin where the zip directory says. Restore "
                 "the file from its source."
             )
-        start = info.header_offset + _LOCAL_NBYTES + sum(struct.unpack_from("<HH", head.tobytes(), 26))
         if info.file_size != info.compress_size or start + info.file_size > self.source.nbytes:
             raise ReadError(
                 f"{self.name}: {info.filename} should reach byte {start + info.file_size} but the file ends at byte "

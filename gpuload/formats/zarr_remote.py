@@ -80,11 +80,8 @@ class RemoteTree(Tree):
         listed, prefix = self._address.listed, f"{key}/" if key else ""
         found: dict[str, RemoteObject]
         if listed is not None:
-            found = {
-                name[len(prefix) :]: o
-                for name, o in sorted(listed.items())
-                if name.startswith(prefix) and name.rpartition("/")[2] not in METADATA
-            }
+            own = (n for n in listed if n.startswith(prefix) and n.rpartition("/")[2] not in METADATA)
+            found = {name[len(prefix) :]: listed[name] for name in sorted(own)}
         else:
             names = list(islice(names, MAX_ASKED + 1))
             if len(names) > MAX_ASKED:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from gpuload.formats.zarr_spec import Spec
     from gpuload.types import Source
 
-_ABSENT = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+ABSENT = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+"""Both numbers of a chunk that is absent, in the index of a shard."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +114,7 @@ class Shards:
         for number, raw in read_each(self.source, at, np.full_like(at, wanted)):
             entries = self._entries(raw, n, wanted, int(self.first[number]))
             inside = within + (self.place[number] * np.array(self.per_file)).reshape(-1, 1)
-            is_there = (entries != _ABSENT).any(axis=1) & (inside < np.array(self.grid).reshape(-1, 1)).all(axis=0)
+            is_there = (entries != ABSENT).any(axis=1) & (inside < np.array(self.grid).reshape(-1, 1)).all(axis=0)
             chunks = np.ravel_multi_index(tuple(inside[:, is_there]), self.grid)
             offset[chunks], nbytes[chunks] = self._places(entries[is_there], number)
         return offset, nbytes

@@ -6,10 +6,11 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gpuload.formats import SOURCE_FILE
 from gpuload.packing.parts import Part, PartFile, kept_open, make_part, part_path, write_part
 from gpuload.packing.rows import RowReader
 from gpuload.packing.shards import done_path, write_bucket
-from gpuload.packing.tables import SOURCE_FILE, SOURCE_ROW, source_rows
+from gpuload.packing.tables import SOURCE_ROW, source_rows
 from gpuload.packing.workplace import layer_at
 
 if TYPE_CHECKING:

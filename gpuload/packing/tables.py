@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from gpuload.errors import CorruptDataError, StoreError
-from gpuload.formats import frames
+from gpuload.formats import SOURCE_FILE, frames
 from gpuload.formats.arrays import no_column
 from gpuload.formats.obs import index_pieces, read_values
 from gpuload.formats.recognise import anndata_groups, obs_columns
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from gpuload.formats import Join
     from gpuload.store import Store
 
-SOURCE_FILE, SOURCE_ROW = "source_file", "source_row"
-"""Columns of obs that hold the origin of a row."""
+SOURCE_ROW = "source_row"
+"""Column of obs that holds the row of each cell in its file, beside `SOURCE_FILE`."""
 
 WITH_GENES = ("X", "raw/X")
 """Matrices of the target that have genes of their own; layers have those of X."""

@@ -25,6 +25,7 @@ import pandas as pd
 from gpuload.backends.codecs import encode_blosc, encode_zstd
 from gpuload.backends.native.checksums import crc32c
 from gpuload.errors import StoreError
+from gpuload.formats.zarr_shards import ABSENT
 from gpuload.packing.files import write_whole
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ TABLE_CHUNK = 1 << 17
 """Elements per chunk of a table's column."""
 
 _LEAVE_OUT = "Leave it out by naming the other columns."
-_ABSENT = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _ARRAY = {"encoding-type": "array", "encoding-version": "0.2.0"}
 _STRINGS = {"encoding-type": "string-array", "encoding-version": "0.2.0"}
 _NULLABLE = {"i": "nullable-integer", "u": "nullable-integer", "b": "nullable-boolean"}
@@ -111,7 +111,7 @@ class Codec:
 
 def shard_pieces(chunks: Sequence[Any], n_places: int) -> Iterator[Any]:
     """Yield the bytes of a shard: encoded chunks and padding, then the index of `n_places` chunks and its checksum."""
-    index = np.full((n_places, 2), _ABSENT, dtype="<u8")
+    index = np.full((n_places, 2), ABSENT, dtype="<u8")
     at = 0
     for place, chunk in enumerate(chunks):
         index[place] = at, len(chunk)

@@ -351,10 +351,16 @@ def test_npz_with_a_wrong_member_offset(tmp_path: Path) -> None:
     write_npz(path)
     with zipfile.ZipFile(path) as archive:
         start = archive.getinfo("data.npy").header_offset
+        other = archive.getinfo("indices.npy").header_offset
     raw = bytearray(path.read_bytes())
-    raw[start : start + 4] = b"\xff" * 4
-    path.write_bytes(raw)
-    assert_refused("CorruptDataError", path, f"{path}: data does not start where the archive says; restore the file")
+    entry = raw.rindex(b"PK\x01\x02", 0, raw.rindex(b"data.npy"))  # of data, in the directory
+    assert int.from_bytes(raw[entry + 42 : entry + 46], "little") == start
+    said = f"{path}: data does not start where the archive says; restore the file"
+    for place, wrong in ((start, b"\xff" * 4), (entry + 42, other.to_bytes(4, "little"))):
+        changed = raw.copy()
+        changed[place : place + 4] = wrong
+        path.write_bytes(changed)
+        assert_refused("CorruptDataError", path, said)
 
 
 def test_encrypted_npz(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,18 @@ def test_missing_files_and_bad_arguments_are_refused(tmp_path: Path) -> None:
         gpuload.obs_names([])
     with pytest.raises(gpuload.PlanError, match="storage_options"):
         gpuload.obs_names(tmp_path, storage_options={"anonymous": True})
+
+
+def test_a_data_set_of_a_collection_whose_obs_is_gone(tmp_path: Path) -> None:
+    from tests import zarr_writers
+
+    path = tmp_path / "collection.zarr"
+    zarr_writers.collection(path, 3)
+    assert len(gpuload.obs_names(path)) == 20 + 21 + 22
+    shutil.rmtree(path / "dataset_1" / "obs")
+    said = rf"^{path}: /dataset_1 has no obs, which other data sets of this collection have; copy all of it again\.$"
+    with pytest.raises(gpuload.CorruptDataError, match=said):
+        gpuload.obs_names(path)
 
 
 def test_a_part_of_a_file_that_has_none(tmp_path: Path) -> None:
