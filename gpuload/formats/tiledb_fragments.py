@@ -19,14 +19,14 @@ from gpuload.errors import StoreError
 from gpuload.formats.tiledb_tiles import Bytes, check_version, damaged, read_generic_tile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from gpuload.formats.tiledb_files import Files
     from gpuload.formats.tiledb_schema import Field, Schema
 
-_SUFFIXES = (".wrt", ".con", ".ign", ".vac", ".del", ".upd")
+LISTS = (".con", ".ign", ".vac")
+"""Suffixes of files that list commits kept in one file, those of them to ignore, and fragments that were replaced."""
 
 _MAX_CELLS = 1 << 40
 
@@ -203,13 +203,15 @@ def _dense_cells(schema: Schema, domain: NDArray[np.int64], where: str) -> NDArr
     return np.full(n_tiles, n_cells, dtype=np.int64)
 
 
-def committed(files: Files, folder: str, where: str) -> list[str]:
+def committed(names: Sequence[str], old: Sequence[str], lists: Mapping[str, bytes], where: str) -> list[str]:
     """Return the names of the fragments that an array consists of now, in the order in which they were written.
 
     Parameters
     ----------
-    files, folder
-        Its folder of commits.
+    names, old
+        What is in its folder of commits, and in its own.
+    lists
+        The bytes of the former whose names end in `LISTS`.
     where
         The array's name in errors.
 
@@ -218,32 +220,21 @@ def committed(files: Files, folder: str, where: str) -> list[str]:
     StoreError
         Cells were deleted by a condition, or there are fragments of before version 12, which are elsewhere.
     """
-    names = files.names(folder)
-    has_old = any(name.endswith(".ok") for name in files.names(os.path.dirname(folder)))
-    listed = {suffix: [name for name in names if name.endswith(suffix)] for suffix in _SUFFIXES}
 
-    def read(suffix: str) -> list[bytes]:
-        return files.read([f"{folder}/{name}" for name in listed[suffix]])
+    def lines(suffix: str, split: Callable[[bytes], Iterable[str]] = _lines) -> list[str]:
+        return [line for name, raw in lists.items() if name.endswith(suffix) for line in split(raw)]
 
-    ignored = {line for raw in read(".ign") for line in _lines(raw)}
-    found = {name.removesuffix(".wrt") for name in listed[".wrt"]}
-    n_deletes = len(listed[".del"]) + len(listed[".upd"])
-    for raw in read(".con"):
-        for line in _entries(raw):
-            n_deletes += line.endswith((".del", ".upd"))
-            if line not in ignored:
-                has_old |= line.endswith(".ok")
-                found |= {os.path.basename(line).removesuffix(".wrt")} if line.endswith(".wrt") else set()
-    if has_old:
-        raise StoreError(f"{where}: parts of it were written by a TileDB before 2.8; write it again with a newer one.")
-    if n_deletes:
+    ignored, together = set(lines(".ign")), lines(".con", _entries)
+    if any(name.endswith((".del", ".upd")) for name in (*names, *together)):
         raise StoreError(
             f"{where}: cells were deleted from it by a condition, which is not supported; write what is left as a new "
             "array."
         )
-    for raw in read(".vac"):
-        found -= {os.path.basename(line.rstrip("/")) for line in _lines(raw)}
-    return until_now(found)
+    commits = [*names, *(os.path.basename(line) for line in together if line not in ignored)]
+    if any(name.endswith(".ok") for name in (*old, *commits)):
+        raise StoreError(f"{where}: parts of it were written by a TileDB before 2.8; write it again with a newer one.")
+    replaced = {os.path.basename(line.rstrip("/")) for line in lines(".vac")}
+    return until_now({name.removesuffix(".wrt") for name in commits if name.endswith(".wrt")} - replaced)
 
 
 def until_now(names: Iterable[str]) -> list[str]:
