@@ -36,8 +36,15 @@ def aws_profile(profile: str | None, options: dict[str, Any]) -> dict[str, Any]:
         ("AWS_CONFIG_FILE", "config", "profile "),
         ("AWS_SHARED_CREDENTIALS_FILE", "credentials", ""),
     ):
-        parser = configparser.RawConfigParser()
-        parser.read(os.environ.get(variable) or os.path.join(home, file))
+        parser, path = configparser.RawConfigParser(), os.environ.get(variable) or os.path.join(home, file)
+        try:
+            parser.read(path)
+        except (configparser.Error, UnicodeDecodeError) as error:
+            line = f", line {error.lineno}" if hasattr(error, "lineno") else ""
+            raise PlanError(  # without the error itself, which may show a key
+                f"{path}{line}: it is no {file} file of the AWS tools ({type(error).__name__}); correct it, or pass "
+                "keys."
+            ) from None
         section = f"{prefix}{name}" if name and name != "default" else "default"
         if parser.has_section(section):
             found |= dict(parser.items(section))

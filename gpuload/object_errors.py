@@ -140,23 +140,12 @@ def _request_error(error: Exception, kinds: Any, remote: str, place: str) -> Rea
 
 
 def check_length(body: Any, nbytes: int, place: str, start: int | None = None) -> None:
-    """Raise BusyError if a response has another length than was asked for: the next one may be whole.
-
-    Parameters
-    ----------
-    body
-        The response, a buffer.
-    nbytes
-        The length asked for.
-    place
-        Address of the object, for the error message.
-    start
-        First byte asked for; None if the whole object was.
-    """
+    """Raise BusyError if a response, from byte `start` on or of a whole object, has another length than asked for."""
     got = memoryview(body).nbytes
+    if got != nbytes and start is None:
+        raise BusyError(f"{place}: short read: wanted {nbytes} bytes, got {got}.")
     if got != nbytes:
-        at = "" if start is None else f" at byte {start}"
-        raise BusyError(f"{place}: short read{at}: wanted {nbytes} bytes, got {got}.")
+        raise BusyError(f"{place}: short read at byte {start}: wanted {nbytes} bytes, got {got}.")
 
 
 def address_error(url: str, options: dict[str, Any], error: Exception) -> PlanError:

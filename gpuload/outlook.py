@@ -104,24 +104,19 @@ class Outlook:
         return self.entropy_bits >= least_bits
 
 
-class Rated(Protocol):
+class _Rated(Protocol):
     """What settings are compared by: an `Outlook`, or a trial of them."""
 
     @property
-    def cells_per_s(self) -> float:
-        """Cells per second."""
-
+    def cells_per_s(self) -> float: ...
     @property
-    def entropy_bits(self) -> float:
-        """Entropy of the label in minibatches; NaN without a label."""
-
+    def entropy_bits(self) -> float: ...
     @property
-    def n_blocks(self) -> float:
-        """Blocks per fetch, which count if there is no label."""
+    def n_blocks(self) -> float: ...
 
 
-def is_worse(one: Rated, other: Rated) -> bool:
-    """Return whether one is both slower and less mixed than another."""
+def is_worse(one: _Rated, other: _Rated) -> bool:
+    """Return whether one is both slower and less mixed than another; without a label, the blocks tell how mixed."""
     has_label = not np.isnan(one.entropy_bits)
     is_less_mixed = one.entropy_bits < other.entropy_bits if has_label else one.n_blocks < other.n_blocks
     return is_less_mixed and one.cells_per_s < other.cells_per_s

@@ -13,7 +13,6 @@ import random
 import time
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote
 
@@ -81,18 +80,18 @@ class Patience:
         ReadError
             The reason to wait has ended.
         """
-        began_at = time.monotonic()
-        for attempt in count():
+        began_at, n_asked, bound = time.monotonic(), 0, min(self.first_wait_s, self.longest_wait_s)
+        while True:
             if _is_over(ended):
                 raise ReadError("the read was given up, because its source was closed meanwhile. Open it again.")
-            is_last = attempt + 1 >= self.tries and time.monotonic() - began_at >= self.at_least_s
+            n_asked += 1
+            is_last = n_asked >= self.tries and time.monotonic() - began_at >= self.at_least_s
             try:
                 return question()
             except BUSY:
-                bound = min(self.longest_wait_s, self.first_wait_s * 2.0 ** min(attempt, 99))
                 if is_last or _ends_within(random.uniform(0, bound), ended):  # noqa: S311 - no secret
                     raise
-        raise AssertionError
+            bound = min(2 * bound, self.longest_wait_s)
 
 
 def _is_over(ended: threading.Event | None) -> bool:

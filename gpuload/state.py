@@ -94,7 +94,7 @@ def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int, int, tupl
 
 
 def has_position(state: Any) -> bool:
-    """Return whether the numbers that a state should have are there, and of the right kind."""
+    """Return whether a state has the numbers that it should, of the right kind."""
     if not isinstance(state, dict):
         return False
     epoch, step, world_size, history = (state.get(name) for name in _PLACE)

@@ -336,8 +336,10 @@ class Bench:
     def time(self, trial: Trial, turn: int, seconds: float) -> float:
         """Return cells per second from the first minibatch of a fetch to that of another; each turn is an epoch."""
         plan = self.outlooks.plan(trial.block_size, trial.fetch_factor)
-        options = {"device": self._wish.device, "num_threads": trial.num_threads}
-        with closing(open_part(self._store, plan, self._form, trial.prefetch, **options)) as loader:  # type: ignore[arg-type]
+        loader = open_part(
+            self._store, plan, self._form, trial.prefetch, device=self._wish.device, num_threads=trial.num_threads
+        )
+        with closing(loader):
             loader.set_epoch(turn)
             n_cells, n_fetches, start = 0, -trial.prefetch, time.perf_counter()
             while True:

@@ -109,6 +109,14 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, s
 
 
 @pytest.fixture
+def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put figures together without rendering them, which takes longer than all else of a small run."""
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: path.touch())
+
+
+@pytest.fixture
 def no_leaks(warmed_up: None) -> Iterator[None]:
     """Fail if threads or descriptors outlive the test."""
     gc.collect()

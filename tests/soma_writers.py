@@ -47,6 +47,7 @@ def filters(names: Sequence[Any]) -> Any:
         "dictionary": tiledb.DictionaryFilter,
         "bzip2": tiledb.Bzip2Filter,
         "md5": tiledb.ChecksumMD5Filter,
+        "none": tiledb.NoOpFilter,
     }
     made = [known[name]() if isinstance(name, str) else known[name[0]](**name[1]) for name in names]
     return tiledb.FilterList(made)

@@ -122,9 +122,7 @@ def test_imports_go_down(module: str) -> None:
         below = depth(other)
         assert below is None or below > level, f"{module} imports {name}, which is not below it"
         assert below is not None or level == 0, f"{module} imports {name}, which only the command line may"
-        assert not {part, other} <= APART or part == other, (
-            f"{module} imports {name}: they are to know nothing of each other"
-        )
+        assert not {part, other} <= APART or part == other, f"{module} imports {name}: they must not import each other"
 
 
 @pytest.mark.parametrize("package", HOMES)
@@ -137,7 +135,7 @@ def test_each_package_has_one_home(package: str) -> None:
             )
 
 
-def test_types_and_errors_know_nothing_of_the_rest() -> None:
+def test_types_and_errors_import_no_other_part() -> None:
     for name in ("errors", "types"):
         for found in imports(PACKAGE / f"{name}.py", with_type_checking=False):
             package = found.split(".")[0]
@@ -158,7 +156,7 @@ def test_import_is_light() -> None:
     assert not loaded_by("import gpuload") & set(HEAVY)
 
 
-def test_opening_a_loader_loads_no_front(store_variant: object, plain: object) -> None:
+def test_opening_a_loader_imports_no_front(store_variant: object, plain: object) -> None:
     path = plain.path  # type: ignore[attr-defined]
     loaded = loaded_by(f"import gpuload\nwith gpuload.open_loader({str(path)!r}) as loader: list(loader)")
     unwanted = loaded & {"torch", "nvidia", "cupy", "kvikio", "matplotlib", "tqdm"}
@@ -196,13 +194,13 @@ def test_modules_functions_and_classes_are_documented(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_no_line_of_code_is_too_long_and_nothing_is_left_undone(module: str) -> None:
+def test_no_todos_or_bare_exceptions(module: str) -> None:
     for number, line in enumerate(MODULES[module].read_text().splitlines(), 1):
         words = ("TO" + "DO", "FIX" + "ME", "raise Exception(")
         assert not any(word in line for word in words), f"{module}:{number}: {line}"
 
 
-def test_errors_are_of_their_builtin_kinds_too() -> None:
+def test_errors_subclass_their_builtin_kinds() -> None:
     kinds = {
         "PlanError": ValueError,
         "StoreError": ValueError,
@@ -225,7 +223,7 @@ def test_errors_are_of_their_builtin_kinds_too() -> None:
         ("gpuload.lightning", "lightning"),
     ],
 )
-def test_a_front_without_its_package_names_the_pip_command(front: str, package: str) -> None:
+def test_missing_package_of_a_front_names_the_pip_command(front: str, package: str) -> None:
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
         "import gpuload\n"

@@ -1,4 +1,4 @@
-"""`gpuload.pack`: what anndata reads of the target is what the sources hold, in the order that was asked for."""
+"""`gpuload.pack`: anndata reads from the target what the sources hold, in the requested order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MEMORY = 1 << 20
-"""Bytes, the least that is allowed."""
+"""In bytes; the least that is allowed."""
 
 
 def cells(n_obs: int = 400, n_vars: int = 300, seed: int = 0, density: float = 0.2) -> ad.AnnData:
@@ -62,7 +62,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same_rows(packed: Path, *sources: Path) -> ad.AnnData:
-    """Compare every row of a packed store with the row that it says it is; return what anndata reads of it."""
+    """Compare every row of a packed store with its recorded source row; return what anndata reads of the store."""
     adata = ad.read_zarr(packed)
     originals = {str(path): ad.read_h5ad(path) for path in sources}
     where = list(zip(adata.obs["source_file"].astype(str), adata.obs["source_row"], strict=True))
@@ -120,7 +120,7 @@ def test_every_codec_in_many_buckets(kind: str, codec: str, tmp_path: Path) -> N
             np.testing.assert_array_equal(batch.X, wanted if kind == "dense" else wanted.toarray())
 
 
-def test_chunks_begin_at_pages(source: Path, tmp_path: Path) -> None:
+def test_chunks_are_page_aligned(source: Path, tmp_path: Path) -> None:
     gpuload.pack(source, tmp_path / "out.zarr", block_size=8)
     shard = (tmp_path / "out.zarr/X/data/c/0").read_bytes()
     meta = json.loads((tmp_path / "out.zarr/X/data/zarr.json").read_text())
@@ -132,7 +132,7 @@ def test_chunks_begin_at_pages(source: Path, tmp_path: Path) -> None:
     assert not (index[:, 0] % 4096).any()
 
 
-def test_several_files_keep_where_rows_are_from(tmp_path: Path) -> None:
+def test_rows_of_several_files_keep_their_origin(tmp_path: Path) -> None:
     one, two = cells(300, seed=1), cells(200, seed=2)
     two.obs["plate"] = pd.Categorical(["x", "y"] * 100, categories=["y", "x"])
     two.obs_names = [f"other_{i}" for i in range(200)]
@@ -142,14 +142,14 @@ def test_several_files_keep_where_rows_are_from(tmp_path: Path) -> None:
     assert set(adata.obs["plate"].cat.categories) == {*one.obs["plate"].cat.categories, "x", "y"}
 
 
-def test_names_that_files_have_in_common_get_their_number(tmp_path: Path) -> None:
+def test_shared_cell_names_get_the_file_number(tmp_path: Path) -> None:
     paths = [written(cells(n, 20, seed=n), tmp_path / f"{n}.h5ad") for n in (30, 20)]
     gpuload.pack(paths, tmp_path / "out.zarr", keep_order=True)
     wanted = [f"cell_{i}-0" for i in range(30)] + [f"cell_{i}-1" for i in range(20)]
     assert ad.read_zarr(tmp_path / "out.zarr").obs_names.tolist() == wanted
 
 
-def test_categories_that_one_file_has_none_of(tmp_path: Path) -> None:
+def test_category_column_empty_in_one_file(tmp_path: Path) -> None:
     one, two = cells(30, 20, seed=1), cells(20, 20, seed=2)
     two.obs["plate"] = pd.Categorical([np.nan] * 20)  # written with categories of float64
     paths = [written(one, tmp_path / "one.h5ad"), written(two, tmp_path / "two.h5ad")]
@@ -179,10 +179,10 @@ KINDS: dict[str, Any] = {
     "truths": pd.Categorical([True, False, None] * 2),
     "text": np.array(["x", None, "y"] * 2, dtype=object),
 }
-"""Values of a column of obs; none at all first."""
+"""Values of a column of obs; "none" stands for no such column."""
 
 TEXT = {"categories", "ordered", "text"}
-"""Kinds that do not go together with categories that are numbers."""
+"""Kinds that cannot be joined with numeric categories."""
 
 
 def plain(column: pd.Series) -> list[Any]:
@@ -190,7 +190,7 @@ def plain(column: pd.Series) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def of_two_kinds(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[str]]:
+def files_of_mixed_columns(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[str]]:
     """Return two files, whose columns are of all pairs of kinds, and the names of the columns."""
     pairs = {f"{one}-{two}": (one, two) for one in KINDS for two in KINDS if one != two}
     paths = []
@@ -203,10 +203,10 @@ def of_two_kinds(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], 
     return paths, list(pairs)
 
 
-def test_columns_of_two_kinds_have_the_values_that_the_loader_gives(
-    of_two_kinds: tuple[list[Path], list[str]], tmp_path: Path
+def test_columns_of_mixed_kinds_match_the_loader(
+    files_of_mixed_columns: tuple[list[Path], list[str]], tmp_path: Path
 ) -> None:
-    paths, names = of_two_kinds
+    paths, names = files_of_mixed_columns
     wanted: dict[str, list[Any]] = {}
     for name in names:
         with suppress(gpuload.StoreError), gpuload.open_loader(paths, obs=[name], join="outer", device="cpu") as loader:
@@ -226,17 +226,17 @@ def test_columns_of_two_kinds_have_the_values_that_the_loader_gives(
         assert {name: plain(loader.obs[name]) for name in wanted} == wanted
 
 
-def test_whole_numbers_that_are_missing_in_a_file_stay_exact(
-    of_two_kinds: tuple[list[Path], list[str]], tmp_path: Path
+def test_integers_missing_from_one_file_stay_exact(
+    files_of_mixed_columns: tuple[list[Path], list[str]], tmp_path: Path
 ) -> None:
-    gpuload.pack(of_two_kinds[0], tmp_path / "out.zarr", obs="large-none", join="outer", keep_order=True)
+    gpuload.pack(files_of_mixed_columns[0], tmp_path / "out.zarr", obs="large-none", join="outer", keep_order=True)
     assert plain(ad.read_zarr(tmp_path / "out.zarr").obs["large-none"]) == [*KINDS["large"].tolist(), *[None] * 6]
     for name in ("large-float", "float-large"):
         with pytest.raises(gpuload.StoreError, match="whole number 1152921504606846981 and would become float64"):
-            gpuload.pack(of_two_kinds[0], tmp_path / "none.zarr", obs=name, join="outer")
+            gpuload.pack(files_of_mixed_columns[0], tmp_path / "none.zarr", obs=name, join="outer")
 
 
-def test_columns_that_only_some_files_have(tmp_path: Path) -> None:
+def test_columns_missing_from_some_files(tmp_path: Path) -> None:
     one, two = cells(30, 20, 1), cells(20, 15, 2)
     one.obs, two.obs = one.obs[["plate", "depth"]], two.obs[["stage", "plate"]]
     two.X = two.X.tocsc()
@@ -260,7 +260,7 @@ def test_columns_that_only_some_files_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:zarr v3 autosharding")
-def test_columns_that_only_some_data_sets_of_a_collection_have(tmp_path: Path) -> None:
+def test_columns_missing_from_some_datasets_of_a_collection(tmp_path: Path) -> None:
     path = tmp_path / "collection.zarr"
     root = zarr.open_group(str(path), mode="w")
     root.attrs["encoding-type"] = "annbatch-preshuffled"
@@ -287,7 +287,7 @@ def test_categories_of_anndata_0_7_stay_ordered(tmp_path: Path) -> None:
     assert stage.tolist() == writers.cells_frame()["stage"].tolist()
 
 
-def test_columns_of_other_byte_orders(tmp_path: Path) -> None:
+def test_big_endian_columns(tmp_path: Path) -> None:
     path = written(cells(30, 20), tmp_path / "in.h5ad")
     with h5py.File(path, "r+") as file:
         del file["obs/depth"]
@@ -299,7 +299,7 @@ def test_columns_of_other_byte_orders(tmp_path: Path) -> None:
     assert depth.tolist() == list(range(30))
 
 
-def test_a_column_that_is_the_index_too(tmp_path: Path) -> None:
+def test_column_that_is_also_the_index(tmp_path: Path) -> None:
     adata = cells(30, 20)
     adata.obs["barcode"] = adata.obs_names
     adata.obs.index.name = "barcode"
@@ -329,7 +329,7 @@ def assert_same_genes(packed: Path, source: Path) -> ad.AnnData:
     return adata
 
 
-def test_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
+def test_file_name_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"caf\xe9.h5ad")
     gpuload.pack(written(cells(30, 20), path), tmp_path / "out.zarr", keep_order=True)
     assert set(ad.read_zarr(tmp_path / "out.zarr").obs["source_file"]) == {f"{tmp_path}/caf\\xe9.h5ad"}
@@ -344,7 +344,7 @@ def test_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["..", "zarr.json", "x" * 256])
-def test_a_column_that_no_folder_can_be_called(tmp_path: Path, name: str) -> None:
+def test_column_name_unusable_as_a_folder_is_refused(tmp_path: Path, name: str) -> None:
     adata = cells(30, 20)
     adata.obs[name] = 1
     with pytest.raises(gpuload.StoreError, match=r"in.h5ad: obs has a column '.*which no folder can be called; rename"):
@@ -357,7 +357,7 @@ def order_of(path: Path) -> NDArray[np.int64]:
     return rows
 
 
-def test_orders(source: Path, tmp_path: Path) -> None:
+def test_row_order_depends_on_seed_and_keep_order(source: Path, tmp_path: Path) -> None:
     orders = {}
     for name, settings in {"a": {}, "b": {}, "c": {"seed": 1}, "kept": {"keep_order": True}}.items():
         gpuload.pack(source, tmp_path / name, **settings)  # type: ignore[arg-type]
@@ -368,7 +368,7 @@ def test_orders(source: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(orders["kept"], np.arange(400))
 
 
-def test_any_memory_gives_one_order(source: Path, tmp_path: Path) -> None:
+def test_order_is_independent_of_memory(source: Path, tmp_path: Path) -> None:
     for name, memory in (("small", MEMORY), ("large", "1GiB")):
         gpuload.pack(source, tmp_path / name, memory=memory)
     np.testing.assert_array_equal(order_of(tmp_path / "small"), order_of(tmp_path / "large"))
@@ -386,8 +386,8 @@ def test_grouped_rows_stand_together_and_are_shuffled(column: str, source: Path,
     assert first.size < 3 or (np.diff(first) < 0).any()
 
 
-def test_labels_that_differ_after_a_nul_character_are_told_apart(tmp_path: Path) -> None:
-    """Pandas' own codes are of what is before it."""
+def test_labels_differing_after_a_nul_are_distinguished(tmp_path: Path) -> None:
+    """Pandas' own codes ignore everything from that character on."""
     labels = ["a\0", "a", "", "\0", "a", "a\0c", "a\0"] * 5
     adata = ad.AnnData(np.ones((len(labels), 2), dtype=np.float32), obs={"label": np.array(labels, dtype=object)})
     with warnings.catch_warnings(action="ignore"), ad.settings.override(zarr_write_format=3):
@@ -401,7 +401,7 @@ def test_labels_that_differ_after_a_nul_character_are_told_apart(tmp_path: Path)
     assert sum(one != other for one, other in pairwise(found)) == 4
 
 
-def test_categories_that_differ_after_a_nul_character_are_told_apart() -> None:
+def test_categories_differing_after_a_nul_are_distinguished() -> None:
     parts = [pd.Categorical.from_codes([0, 1, -1], names) for names in (["a", "a\0"], ["a\0", "b"])]
     joined = frames.join(parts, "label").astype(object)
     assert joined[[0, 1, 3, 4]].tolist() == ["a", "a\0", "a\0", "b"]
@@ -439,7 +439,7 @@ def of_bits(bits: int) -> np.float64:
         ([of_bits(0x7FF80000000007A2), 3], "float64"),  # after a calculation
     ],
 )
-def test_smallest_dtype_that_loses_nothing(values: list[float], dtype: str, tmp_path: Path) -> None:
+def test_smallest_lossless_dtype_is_chosen(values: list[float], dtype: str, tmp_path: Path) -> None:
     X = np.zeros((50, 8))
     X[:, 0] = values[1]
     X[49, 7] = values[0]
@@ -483,7 +483,7 @@ def test_layers_and_chosen_columns(source: Path, tmp_path: Path) -> None:
     assert (found.X.toarray() == 2 * adata.X.toarray()).all()
 
 
-def test_a_packed_store_is_a_source(source: Path, tmp_path: Path) -> None:
+def test_packed_store_can_be_packed_again(source: Path, tmp_path: Path) -> None:
     gpuload.pack(source, tmp_path / "one.zarr")
     with pytest.raises(gpuload.StoreError, match="obs has a column 'source_file', which packing adds"):
         gpuload.pack(tmp_path / "one.zarr", tmp_path / "two.zarr")
@@ -496,7 +496,7 @@ def test_a_packed_store_is_a_source(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("memory", [MEMORY, "1GiB"])
-def test_cells_that_lie_by_columns(memory: int | str, tmp_path: Path) -> None:
+def test_csc_matrices_are_packed(memory: int | str, tmp_path: Path) -> None:
     adata = cells(3_000, 200)
     full = adata.X.tolil()
     full[5] = 1  # a cell with all genes
@@ -517,7 +517,7 @@ def test_cells_that_lie_by_columns(memory: int | str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.packing"))
 
 
-def test_files_by_rows_and_by_columns_together(tmp_path: Path) -> None:
+def test_csr_and_csc_files_together(tmp_path: Path) -> None:
     one, two = cells(300, seed=1), cells(200, seed=2)
     one.layers["double"], two.layers["double"] = one.X * 2, (two.X * 2).tocsc()
     two.X = two.X.tocsc()
@@ -542,7 +542,7 @@ def test_files_by_rows_and_by_columns_together(tmp_path: Path) -> None:
     ],
     ids=["no-values", "no-values-by-columns", "zeros", "one", "empty-rows-at-the-end"],
 )
-def test_edges(X: Any, codec: str, tmp_path: Path) -> None:
+def test_edge_cases(X: Any, codec: str, tmp_path: Path) -> None:
     path = written(ad.AnnData(X), tmp_path / "in.h5ad")
     gpuload.pack(path, tmp_path / "out.zarr", codec=codec)
     assert_same_rows(tmp_path / "out.zarr", path)
@@ -579,7 +579,7 @@ def test_every_form_can_be_packed(name: str, tmp_path: Path) -> None:
         assert found.obs[column][is_there].astype(object).tolist() == wanted[is_there].tolist()
 
 
-def test_forms_that_are_no_anndata(tmp_path: Path) -> None:
+def test_plain_array_is_packed(tmp_path: Path) -> None:
     X = np.random.default_rng(0).integers(0, 5, (40, 12)).astype(np.float32)
     np.save(tmp_path / "in.npy", X)
     gpuload.pack(tmp_path / "in.npy", tmp_path / "out.zarr")
@@ -589,7 +589,7 @@ def test_forms_that_are_no_anndata(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* names are not unique:UserWarning")
-def test_cells_of_10x_keep_their_barcodes(tmp_path: Path) -> None:
+def test_10x_cells_keep_their_barcodes(tmp_path: Path) -> None:
     form = FORMS["tenx-3"](tmp_path)
     gpuload.pack(form.path, tmp_path / "out.zarr", keep_order=True)
     assert ad.read_zarr(tmp_path / "out.zarr").obs_names.tolist() == form.obs["barcode"]
@@ -627,9 +627,7 @@ def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["pack", str(source), str(target), "--group-by", "plate", "--keep-order"]) == 2
 
 
-def test_threads_have_the_name_that_they_have_in_every_command(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pack_command_accepts_num_threads(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: dict[str, Any] = {}
     plain = gpuload.packing.pack
     monkeypatch.setattr(gpuload.packing, "pack", lambda *paths, **given: taken.update(given) or plain(*paths, **given))

@@ -1,4 +1,4 @@
-"""`gpuload.pack` on Dask: the same store, byte for byte, as this machine's threads make."""
+"""`gpuload.pack` on Dask: the same store, byte for byte, as from local threads."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_cluster_makes_the_same_store(tmp_path: Path) -> None:
 
 
 class Here:
-    """A client whose only worker is this process, which runs every task when its result is asked for."""
+    """A client whose only worker is this process, which runs every task when its result is requested."""
 
     loop = None
 
@@ -121,9 +121,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_a_worker_opens_once_what_the_tasks_of_a_pass_read(
-    here: Here, opened: Counter[str], tmp_path: Path, no_leaks: None
-) -> None:
+def test_worker_opens_each_file_once_per_pass(here: Here, opened: Counter[str], tmp_path: Path, no_leaks: None) -> None:
     source = written(cells(3_000, 200), tmp_path / "in.h5ad")
     gpuload.pack(source, tmp_path / "there.zarr", memory=MEMORY, scheduler="here")
     assert here.n_runs == 3
@@ -135,7 +133,7 @@ def test_a_worker_opens_once_what_the_tasks_of_a_pass_read(
     assert contents(tmp_path / "there.zarr") == contents(tmp_path / "here.zarr")
 
 
-def test_a_worker_closes_all_when_a_task_fails(
+def test_worker_closes_all_files_when_a_task_fails(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
     from gpuload.packing import cluster
@@ -158,7 +156,7 @@ def test_a_worker_closes_all_when_a_task_fails(
     assert here.n_runs > 3
 
 
-def test_a_scheduler_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_scheduler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuload.packing import cluster
 
     monkeypatch.setattr(cluster, "CONNECT_S", 0.5)
@@ -177,10 +175,10 @@ def test_a_scheduler_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Monke
         (("here", {"tcp://a": ImportError("no numba")}), "the worker tcp://a cannot import gpuload: no numba; install"),
     ],
 )
-def test_places_that_cannot_do_the_work_are_named_before_it(
+def test_unusable_workers_are_named_before_packing(
     found: tuple[Any, dict[str, Any]], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dask hands a worker that cannot import a task the same task for ever."""
+    """Dask retries a task forever on a worker that cannot import it."""
     source = written(cells(20, 10), tmp_path / "in.h5ad")
     monkeypatch.setattr(distributed, "Client", partial(Places, *found))
     with pytest.raises(gpuload.ReadError, match=match):
@@ -188,9 +186,7 @@ def test_places_that_cannot_do_the_work_are_named_before_it(
     assert [path.name for path in tmp_path.iterdir()] == ["in.h5ad"]
 
 
-def test_workers_that_are_still_to_come_are_waited_for_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_waiting_for_workers_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from gpuload.packing import cluster
 
     monkeypatch.setattr(distributed, "Client", partial(Places, "here", {}))
@@ -215,10 +211,10 @@ class Places:
         """There is nothing to close."""
 
 
-def test_what_happens_to_a_cluster_is_said_in_one_sentence(
+def test_cluster_failures_are_reported_in_one_sentence(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
-    """Dask hands over tasks that it gave up as if they were done, and a client without its scheduler raises too."""
+    """Dask returns tasks that it gave up on as if they were done, and a client without its scheduler raises too."""
     source = written(cells(3_000, 200), tmp_path / "in.h5ad")
 
     def killed(*_: Any, **__: Any) -> Any:
@@ -247,7 +243,7 @@ def test_what_happens_to_a_cluster_is_said_in_one_sentence(
     gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY, scheduler="here")
 
 
-def test_an_error_of_the_callers_cancels_the_tasks_at_once(here: Here, tmp_path: Path, no_leaks: None) -> None:
+def test_caller_error_cancels_tasks_at_once(here: Here, tmp_path: Path, no_leaks: None) -> None:
     from gpuload.packing import cluster
 
     source = written(cells(3_000, 200), tmp_path / "in.h5ad")
@@ -261,7 +257,7 @@ def test_an_error_of_the_callers_cancels_the_tasks_at_once(here: Here, tmp_path:
     del caught
 
 
-def test_without_dask_the_pip_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_dask_names_the_pip_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     source = written(cells(20, 10), tmp_path / "in.h5ad")
     with pytest.raises(gpuload.MissingDependencyError, match=r"pip install 'gpuload\[dask\]'"):

@@ -64,7 +64,7 @@ def contents(store: Path) -> dict[str, bytes]:
     return {str(path.relative_to(store)): path.read_bytes() for path in store.rglob("*") if path.is_file()}
 
 
-def test_killed_at_any_place_it_goes_on(source: Path, tmp_path: Path) -> None:
+def test_pack_resumes_after_a_kill(source: Path, tmp_path: Path) -> None:
     target, folder = tmp_path / "out.zarr", tmp_path / "out.zarr.packing"
     gpuload.pack(source, tmp_path / "whole.zarr", memory=MEMORY, block_size=16)
     seen = []
@@ -90,7 +90,7 @@ def test_killed_at_any_place_it_goes_on(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def source_of_several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source_with_several_matrices(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Cells with matrices besides X: a layer by rows and one by columns that take several parts, and a small obsm."""
     adata = cells(3_000, 200)
     adata.layers["double"] = adata.X * 2
@@ -102,10 +102,10 @@ def source_of_several(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SEVERAL: dict[str, Any] = {"layer": ["X", "double", "by_columns"], "obsm": ["X_pca"]}
 
 
-def test_killed_in_any_matrix_it_goes_on(source_of_several: Path, tmp_path: Path) -> None:
+def test_pack_resumes_after_a_kill_in_any_matrix(source_with_several_matrices: Path, tmp_path: Path) -> None:
     target, folder = tmp_path / "out.zarr", tmp_path / "out.zarr.packing"
     settings: dict[str, Any] = {"memory": MEMORY, "block_size": 16, **SEVERAL}
-    whole = gpuload.pack(source_of_several, tmp_path / "whole.zarr", **settings)
+    whole = gpuload.pack(source_with_several_matrices, tmp_path / "whole.zarr", **settings)
     finished: dict[Path, int] = {}
     for n_before, what in (
         (1, "matrix-000002/rows-000000/parts"),
@@ -116,7 +116,7 @@ def test_killed_in_any_matrix_it_goes_on(source_of_several: Path, tmp_path: Path
         (0, "obsm/X_pca/c/0"),
         (0, "obs/plate/codes"),
     ):
-        arguments = [str(source_of_several), str(target), str(n_before), what, json.dumps(SEVERAL)]
+        arguments = [str(source_with_several_matrices), str(target), str(n_before), what, json.dumps(SEVERAL)]
         done = subprocess.run(
             [sys.executable, "-c", KILLED_IN_THE_MIDDLE, *arguments],
             check=False, timeout=300, capture_output=True, text=True,
@@ -129,7 +129,7 @@ def test_killed_in_any_matrix_it_goes_on(source_of_several: Path, tmp_path: Path
         assert all(now[path] == finished[path] for path in finished if path in now), "finished work was done again"
         finished = {path: stamp for path, stamp in now.items() if not path.name.endswith(".partial")}
     assert len([path for path in finished if "matrix-000001" in str(path)]) > 3
-    packed = gpuload.pack(source_of_several, target, **settings)
+    packed = gpuload.pack(source_with_several_matrices, target, **settings)
     assert packed.n_resumed == len([path for path in finished if "rows-000000" not in str(path)])
     assert packed.digest == whole.digest
     assert contents(target) == contents(tmp_path / "whole.zarr")
@@ -137,7 +137,7 @@ def test_killed_in_any_matrix_it_goes_on(source_of_several: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(("first", "stride"), [(3, 41), pytest.param(0, 1, marks=pytest.mark.slow)])
-def test_killed_at_any_step_it_goes_on(first: int, stride: int, tmp_path: Path) -> None:
+def test_pack_resumes_after_a_kill_at_any_step(first: int, stride: int, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.pack_steps", str(tmp_path), str(first), str(stride)]
     done = subprocess.run(command, check=False, timeout=3_000, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -192,8 +192,8 @@ def test_joined_genes_are_counted_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("matrix", ["layers/double", "layers/by_columns", "obsm/X_pca"])
-def test_a_wrong_value_in_any_matrix_is_found(
-    matrix: str, source_of_several: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_wrong_value_in_any_matrix_is_detected(
+    matrix: str, source_with_several_matrices: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = shards._shard
 
@@ -205,22 +205,22 @@ def test_a_wrong_value_in_any_matrix_is_found(
 
     monkeypatch.setattr(shards, "_shard", damage)
     with pytest.raises(gpuload.CorruptDataError, match="do not read back as those of the sources"):
-        gpuload.pack(source_of_several, tmp_path / "out.zarr", **SEVERAL)
+        gpuload.pack(source_with_several_matrices, tmp_path / "out.zarr", **SEVERAL)
     assert not (tmp_path / "out.zarr").exists()
 
 
 def test_too_little_disk_for_a_transposition_leaves_nothing(
-    source_of_several: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source_with_several_matrices: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workplace.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 10_000))  # type: ignore[attr-defined]
     with pytest.raises(gpuload.ReadError, match="packing needs up to"):
-        gpuload.pack(source_of_several, tmp_path / "out.zarr", **SEVERAL)
+        gpuload.pack(source_with_several_matrices, tmp_path / "out.zarr", **SEVERAL)
     assert not os.listdir(tmp_path)
 
 
 @pytest.fixture
 def stopped(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a target whose making ended with an error after the first pass."""
+    """Return a target whose packing failed after the first pass."""
     with monkeypatch.context() as patch:
         patch.setattr(passes, "write_bucket", fail)
         with pytest.raises(RuntimeError):
@@ -232,7 +232,7 @@ def fail(*args: Any, **settings: Any) -> None:
     raise RuntimeError("planted")
 
 
-def test_a_transposition_that_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_transposition_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adata = cells(3_000, 200)
     adata.X = adata.X.tocsc()
     path, target = written(adata, tmp_path / "in.h5ad"), tmp_path / "out.zarr"
@@ -252,7 +252,7 @@ def test_a_transposition_that_stopped_goes_on(tmp_path: Path, monkeypatch: pytes
     assert_same_rows(target, path)
 
 
-def test_a_wrong_transposition_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_transposition_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adata = cells(300, 20)
     adata.X = adata.X.tocsc()
     plain = columns.place_elements
@@ -270,18 +270,18 @@ def test_a_wrong_transposition_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     "settings",
     [{"seed": 1}, {"codec": "zstd"}, {"group_by": "plate"}, {"block_size": 32}, {"join": "outer"}, {"layer": ["X"]}],
 )
-def test_work_of_other_settings_is_begun_anew(settings: dict[str, Any], source: Path, stopped: Path) -> None:
+def test_work_with_other_settings_is_restarted(settings: dict[str, Any], source: Path, stopped: Path) -> None:
     is_same = settings == {"layer": ["X"]}
     assert (gpuload.pack(source, stopped, memory=MEMORY, **settings).n_resumed == 0) != is_same
     assert_same_rows(stopped, source)
 
 
-def test_work_of_a_changed_source_is_begun_anew(source: Path, stopped: Path, tmp_path: Path) -> None:
+def test_work_on_a_changed_source_is_restarted(source: Path, stopped: Path, tmp_path: Path) -> None:
     os.utime(source, ns=(0, source.stat().st_mtime_ns + 1))
     assert gpuload.pack(source, stopped, memory=MEMORY).n_resumed == 0
 
 
-def test_work_without_its_store_is_begun_anew(source: Path, stopped: Path) -> None:
+def test_work_without_its_store_is_restarted(source: Path, stopped: Path) -> None:
     shutil.rmtree(f"{stopped}.packing/store")  # as after a kill between the last rename and the end
     assert gpuload.pack(source, stopped, memory=MEMORY).n_resumed == 0
     assert_same_rows(stopped, source)
@@ -294,7 +294,7 @@ def test_a_target_at_an_address_is_refused(source: Path) -> None:
         gpuload.pack(source, "s3://b/x.zarr")
 
 
-def test_a_target_does_not_replace_a_source_by_another_name(tmp_path: Path) -> None:
+def test_target_that_is_a_source_by_another_name_is_refused(tmp_path: Path) -> None:
     store, link, inner = tmp_path / "cells.zarr", tmp_path / "link.zarr", tmp_path / "cells.zarr" / "inner.zarr"
     for path in (store, inner):
         gpuload.pack(written(cells(5, 5), tmp_path / "in.h5ad"), path)
@@ -311,7 +311,7 @@ def test_a_target_does_not_replace_a_source_by_another_name(tmp_path: Path) -> N
     assert ad.read_zarr(inner).n_obs == 5
 
 
-def test_a_folder_of_something_else_is_not_worked_in(source: Path, tmp_path: Path) -> None:
+def test_foreign_work_folder_is_refused(source: Path, tmp_path: Path) -> None:
     notes = tmp_path / "out.zarr.packing" / "notes.txt"
     notes.parent.mkdir()
     notes.write_text("mine")
@@ -322,7 +322,7 @@ def test_a_folder_of_something_else_is_not_worked_in(source: Path, tmp_path: Pat
     assert notes.read_text() == "mine"
 
 
-def test_a_target_that_appears_meanwhile_is_not_replaced(
+def test_target_created_during_packing_is_not_replaced(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "out.zarr"
@@ -332,7 +332,7 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(
     assert not list(target.iterdir())
 
 
-def test_a_source_that_changes_meanwhile_is_an_error(
+def test_source_changed_during_packing_is_an_error(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "in.h5ad"
@@ -355,8 +355,8 @@ def relabel(path: Path) -> None:
     os.utime(path, ns=(0, 1))
 
 
-def test_a_file_of_a_source_that_is_put_back_changes_its_stamp(tmp_path: Path) -> None:
-    """With the size that the one before had, and an older time than other files."""
+def test_restored_file_changes_the_source_stamp(tmp_path: Path) -> None:
+    """With the same size as before, and an older time than other files."""
     for name in "abc":
         (tmp_path / name).write_text(name)
         os.utime(tmp_path / name, ns=(0, ord(name)))
@@ -366,7 +366,7 @@ def test_a_file_of_a_source_that_is_put_back_changes_its_stamp(tmp_path: Path) -
     assert packing._stamp(str(tmp_path)) != before
 
 
-def test_a_change_behind_a_link_to_a_folder_changes_the_stamp(tmp_path: Path) -> None:
+def test_change_behind_a_folder_link_changes_the_stamp(tmp_path: Path) -> None:
     """Stores are read through such links; those that lead back are followed once."""
     store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
     for folder in (store, elsewhere):
@@ -397,7 +397,7 @@ def replace_by_another(path: Path) -> None:
     ("step", "change"),
     [("_write_tables", replace_by_another), ("_verify", replace_by_another), ("_verify", relabel)],
 )
-def test_the_target_is_of_one_state_of_a_source(
+def test_source_changed_late_in_packing_is_an_error(
     step: str, change: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = Path(shutil.copy(source, tmp_path / "in.h5ad"))
@@ -418,7 +418,7 @@ def damage_values(array: Any) -> None:
     array[len(array) // 2] += 1
 
 
-def test_a_wrong_value_is_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_value_is_detected(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = zarr_files.Codec.encode
     calls = []
 
@@ -436,7 +436,7 @@ def test_a_wrong_value_is_found(source: Path, tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "out.zarr").exists()
 
 
-def test_rows_that_change_places_are_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_rows_are_detected(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = tables._provenance
 
     def swapped(name: str, store: Any, order: Any) -> Any:
@@ -451,7 +451,7 @@ def test_rows_that_change_places_are_found(source: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("column", cells(3, 3).obs.columns)
-def test_a_column_that_does_not_read_back_is_found(
+def test_column_that_does_not_read_back_is_detected(
     column: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = tables.write_column
@@ -464,7 +464,9 @@ def test_a_column_that_does_not_read_back_is_found(
         gpuload.pack(source, tmp_path / "out.zarr", obs=[column])
 
 
-def test_names_that_do_not_read_back_are_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_do_not_read_back_are_detected(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = tables.start_table
 
     def start(folder: str, columns: list[str], index: Any, name: str, where: str) -> None:
@@ -489,7 +491,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"onetwo"
 
 
-def test_two_that_write_one_file_do_not_meet(tmp_path: Path) -> None:
+def test_concurrent_writers_of_one_file_do_not_interfere(tmp_path: Path) -> None:
     """As a worker of a cluster does if the task of a run that was killed still goes on: in one process, or in two
     of the same number on two machines."""
 
@@ -518,7 +520,7 @@ def test_a_bucket_syncs_the_folders_of_its_own_shards(tmp_path: Path, monkeypatc
     assert [counts[name] for name in (".", "X", "X/c")] == [n_buckets] * 3
 
 
-def test_a_full_disk_is_one_sentence(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_in_one_sentence(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: str, pieces: Any) -> int:
         raise OSError(28, "No space left on device", path)
 
@@ -529,7 +531,7 @@ def test_a_full_disk_is_one_sentence(source: Path, tmp_path: Path, monkeypatch: 
     assert gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY).n_resumed > 0
 
 
-def test_too_little_disk_is_refused_before_the_work(
+def test_too_little_disk_is_refused_before_packing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workplace.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 10_000))  # type: ignore[attr-defined]
@@ -538,7 +540,7 @@ def test_too_little_disk_is_refused_before_the_work(
     assert not os.listdir(tmp_path)
 
 
-def test_a_target_is_not_replaced_unasked(source: Path, tmp_path: Path) -> None:
+def test_target_is_replaced_only_with_overwrite(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.zarr"
     gpuload.pack(source, target, keep_order=True)
     with pytest.raises(gpuload.StoreError, match=r"overwrite it \(overwrite=True, or --overwrite\)"):
@@ -547,12 +549,12 @@ def test_a_target_is_not_replaced_unasked(source: Path, tmp_path: Path) -> None:
     assert ad.read_zarr(target).obs["source_row"].iloc[:3].tolist() != [0, 1, 2]
     assert os.listdir(tmp_path) == ["out.zarr"]
     (tmp_path / "home").mkdir()
-    for overwrite in (True, False):  # to advise to overwrite would be of no use
+    for overwrite in (True, False):  # advising to overwrite would not help
         with pytest.raises(gpuload.StoreError, match="not a zarr store, so it is not overwritten; choose another"):
             gpuload.pack(source, tmp_path / "home", overwrite=overwrite)
 
 
-def test_an_old_target_stays_until_the_new_is_whole(
+def test_old_target_stays_until_the_new_one_is_complete(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "out.zarr"
@@ -564,7 +566,7 @@ def test_an_old_target_stays_until_the_new_is_whole(
     assert contents(target) == before
 
 
-def test_an_old_target_outlives_a_replacement_that_was_cut_short(
+def test_old_target_survives_an_interrupted_replacement(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, rename = tmp_path / "out.zarr", os.rename
@@ -602,7 +604,7 @@ def test_an_old_target_outlives_a_replacement_that_was_cut_short(
     assert os.listdir(tmp_path) == ["out.zarr"]
 
 
-def test_two_at_one_target(source: Path, tmp_path: Path) -> None:
+def test_second_pack_to_the_same_target_is_refused(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out.zarr.packing"
     folder.mkdir()
     with (
@@ -632,7 +634,7 @@ def test_two_at_one_target(source: Path, tmp_path: Path) -> None:
         ({"group_by": ["plate"]}, r"group_by=\['plate'\]: expected the name of an obs column, or None"),
     ],
 )
-def test_settings_are_refused_in_one_sentence(
+def test_invalid_settings_are_refused_in_one_sentence(
     settings: dict[str, Any], match: str, source: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(gpuload.GpuloadError, match=match):
@@ -640,7 +642,7 @@ def test_settings_are_refused_in_one_sentence(
     assert not (tmp_path / "out.zarr").exists()
 
 
-def test_sources_and_targets_are_refused_in_one_sentence(source: Path, tmp_path: Path) -> None:
+def test_invalid_sources_and_targets_are_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(gpuload.PlanError, match="is given twice"):
         gpuload.pack([source, source], tmp_path / "out.zarr")
     (tmp_path / "link.h5ad").symlink_to(source)
@@ -684,14 +686,14 @@ class Counted(str):
         return str.__eq__(self, other)
 
 
-def test_thousands_of_files_are_not_compared_with_one_another() -> None:
+def test_source_files_are_not_compared_pairwise() -> None:
     paths = [Counted(f"plates/{i}.h5ad") for i in range(2_000)]
     assert packing._source_files(paths) == paths
     assert Counted.n_compared < 10 * len(paths)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((9, 2), np.float64), ((9,), np.longdouble)])
-def test_a_column_of_other_than_a_number_a_row_is_refused(
+def test_column_without_one_number_per_row_is_refused(
     tmp_path: Path, shape: tuple[int, ...], dtype: type[np.floating[Any]]
 ) -> None:
     path = written(cells(9, 5), tmp_path / "in.h5ad")
@@ -727,7 +729,7 @@ def resize(path: Path, key: str, n: int) -> None:
         ("var/chromosome/codes", "/var/chromosome", 1),
     ],
 )
-def test_tables_of_another_length_than_the_matrix_are_refused(
+def test_tables_that_mismatch_the_matrix_length_are_refused(
     key: str, where: str, axis: int, is_by_columns: bool, n_more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(work.Local, "write_parts", fail)
@@ -748,7 +750,7 @@ def test_tables_of_another_length_than_the_matrix_are_refused(
     assert not (tmp_path / "out.zarr").exists()
 
 
-def test_files_whose_indexes_make_up_for_each_other_are_refused(tmp_path: Path) -> None:
+def test_index_lengths_are_checked_file_by_file(tmp_path: Path) -> None:
     paths = [written(cells(n, 20), tmp_path / f"{n}.h5ad") for n in (30, 20)]
     for path, n in zip(paths, (29, 21), strict=True):
         resize(path, "obs/_index", n)
@@ -757,7 +759,7 @@ def test_files_whose_indexes_make_up_for_each_other_are_refused(tmp_path: Path) 
 
 
 def with_numbers(path: Path) -> Path:
-    """Write cells of one gene more whose plates, and whose genes' chromosomes, are categories that are numbers."""
+    """Write cells with one more gene, and with numeric categories for plates and chromosomes."""
     adata = cells(9, 6)
     adata.obs["plate"] = pd.Categorical([1, 2, 3] * 3)
     adata.var["chromosome"] = pd.Categorical([1] * 6)
@@ -773,7 +775,7 @@ def with_numbers(path: Path) -> Path:
         ({"obs": [], "join": "inner"}, "var column 'chromosome'"),
     ],
 )
-def test_categories_of_unlike_types_are_refused_before_the_work(
+def test_categories_of_mixed_types_are_refused_before_packing(
     settings: dict[str, Any], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(work.Local, "write_parts", fail)
@@ -788,7 +790,7 @@ def test_categories_of_unlike_types_are_refused_before_the_work(
     assert not (tmp_path / "out.zarr").exists()
 
 
-def test_a_row_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_row_larger_than_memory_is_refused(tmp_path: Path) -> None:
     wide = ad.AnnData(np.ones((2, 100_000), dtype=np.float32))
     path = written(wide, tmp_path / "in.h5ad")
     with pytest.raises(gpuload.PlanError, match=r"memory=1048576 bytes: a row of 100000 values alone needs"):

@@ -1,4 +1,4 @@
-"""`gpuload.pack` with several matrices, and with files whose genes differ: as anndata reads, and joins, the sources."""
+"""`gpuload.pack` with several matrices, and with files whose genes differ: as anndata reads and joins the sources."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def named(layers: Any) -> set[str]:
 
 
 def assert_same(packed: Path, *sources: Path) -> ad.AnnData:
-    """Compare all matrices of a packed store with those of the rows that it says they are; return the store."""
+    """Compare all matrices of a packed store with its recorded source rows; return the store."""
     found = read(packed)
     originals = {str(path): ad.read_h5ad(path) for path in sources}
     assert found.n_obs == sum(adata.n_obs for adata in originals.values())
@@ -107,7 +107,7 @@ def test_all_matrices_have_the_same_rows_in_the_same_order(memory: int | str, tm
     assert [p.name for p in tmp_path.iterdir() if p.name != "in.h5ad"] == ["out.zarr"]
 
 
-def test_the_loader_hands_over_what_the_sources_hold(source: Path, tmp_path: Path) -> None:
+def test_loader_delivers_the_source_values(source: Path, tmp_path: Path) -> None:
     gpuload.pack(source, tmp_path / "out.zarr", layer=LAYERS, obsm=OBSM)
     adata = ad.read_h5ad(source)
     settings: dict[str, Any] = {"layer": LAYERS, "obsm": OBSM, "obs": ["source_row"], "device": "cpu"}
@@ -122,7 +122,7 @@ def test_the_loader_hands_over_what_the_sources_hold(source: Path, tmp_path: Pat
                 np.testing.assert_array_equal(batch.obsm[name], dense(adata.obsm[name]).astype(np.float32)[rows])
 
 
-def test_x_stays_where_it_is(source: Path, tmp_path: Path) -> None:
+def test_x_stays_x_whatever_the_layer_order(source: Path, tmp_path: Path) -> None:
     adata = ad.read_h5ad(source)
     gpuload.pack(source, tmp_path / "one.zarr", layer=["spliced", "X"], keep_order=True)
     found = read(tmp_path / "one.zarr")
@@ -140,7 +140,7 @@ def test_x_stays_where_it_is(source: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.obsm["one"], adata.obsm["one"])
 
 
-def test_one_order_for_any_choice_of_matrices(source: Path, tmp_path: Path) -> None:
+def test_order_is_independent_of_the_matrices_chosen(source: Path, tmp_path: Path) -> None:
     orders = []
     digests = []
     for name, settings in {"one": {}, "two": {"layer": ["X", "dense"]}, "three": {"obsm": OBSM}}.items():
@@ -174,7 +174,7 @@ def test_narrow_dense_matrices_have_chunks_of_a_page(source: Path, tmp_path: Pat
 
 
 def parts(n: int = 4, *, is_dense: bool = False) -> list[ad.AnnData]:
-    """Return cells of files with genes of their own; all have gene_0 to gene_9."""
+    """Return cells of files with different genes; all have gene_0 to gene_9."""
     found = []
     for seed in range(n):
         adata = several.part(seed, is_dense=is_dense, n_obs=60 + seed)
@@ -202,9 +202,7 @@ LISTED = ["gene_3", "gene_61", "gene_0", "gene_25", "gene_40"]
 @pytest.mark.parametrize("memory", [MEMORY, "1GiB"])
 @pytest.mark.parametrize("join", ["inner", "outer", LISTED], ids=["inner", "outer", "listed"])
 @pytest.mark.parametrize("is_dense", [False, True])
-def test_joined_genes_are_those_that_anndata_joins(
-    is_dense: bool, join: Any, memory: int | str, tmp_path: Path
-) -> None:
+def test_joined_genes_match_anndata(is_dense: bool, join: Any, memory: int | str, tmp_path: Path) -> None:
     adatas = parts(is_dense=is_dense)
     paths = several.write(tmp_path / "in", adatas)
     target = tmp_path / "out.zarr"
@@ -236,7 +234,7 @@ def test_joined_genes_are_those_that_anndata_joins(
     assert found.var["seen"].tolist() == [f"in {k}" for k in has]
 
 
-def test_joined_raw_and_cells_that_lie_by_columns(tmp_path: Path) -> None:
+def test_joined_raw_and_csc_matrices(tmp_path: Path) -> None:
     adatas = parts(3)
     for k, adata in enumerate(adatas):
         other = several.part(50 + k, n_obs=adata.n_obs)
@@ -253,7 +251,7 @@ def test_joined_raw_and_cells_that_lie_by_columns(tmp_path: Path) -> None:
         np.testing.assert_array_equal(dense(part.X), dense(wanted[:, part.var_names].X))
 
 
-def test_the_same_genes_in_another_order(tmp_path: Path) -> None:
+def test_reordered_genes_are_joined(tmp_path: Path) -> None:
     one, two = cells(50, 40, 1), cells(60, 40, 2)[:, ::-1].copy()
     two.obs_names = [f"other_{i}" for i in range(60)]
     paths = [written(one, tmp_path / "one.h5ad"), written(two, tmp_path / "two.h5ad")]
@@ -290,7 +288,7 @@ def test_other_forms_are_joined_too(tmp_path: Path) -> None:
         gpuload.pack([dense_part, tmp_path / "plain.npy"], tmp_path / "no.zarr", join="inner", obs=[])
 
 
-# --- matrices that lie by columns
+# --- matrices stored by columns
 
 
 def by_columns(adata: ad.AnnData) -> ad.AnnData:
@@ -364,7 +362,7 @@ BY_COLUMNS = [write_v2, write_v3, write_sharded, write_zip, write_h5mu, write_mu
 
 
 @pytest.mark.parametrize("write", BY_COLUMNS, ids=lambda write: write.__name__)
-def test_every_form_that_lies_by_columns_is_refused_with_a_cure_that_works(write: Any, tmp_path: Path) -> None:
+def test_csc_refusal_suggests_a_working_command(write: Any, tmp_path: Path) -> None:
     adata = cells(300, 80)
     adata.layers["double"] = csc_matrix(adata.X * 2)
     path = write(tmp_path, adata)
@@ -401,7 +399,7 @@ def test_nothing_is_left_open(stores: list[Path], tmp_path: Path, no_leaks: None
         gpuload.pack(path, tmp_path / f"{number}.zarr")
 
 
-def test_the_cure_for_obsm_works(source: Path, tmp_path: Path) -> None:
+def test_csc_obsm_refusal_suggests_pack(source: Path, tmp_path: Path) -> None:
     with pytest.raises(gpuload.StoreError, match=rf"or with: gpuload pack {source} DST --obsm by_columns\."):
         gpuload.open_loader(source, obsm="by_columns", device="cpu")
 
@@ -424,7 +422,7 @@ def test_the_cure_for_obsm_works(source: Path, tmp_path: Path) -> None:
         ({"layer": ["raw.X", "spliced"]}, "its spliced has other genes than its raw.X, so it cannot be a layer beside"),
     ],
 )
-def test_matrices_are_refused_in_one_sentence(settings: dict[str, Any], match: str, tmp_path: Path) -> None:
+def test_invalid_matrices_are_refused_in_one_sentence(settings: dict[str, Any], match: str, tmp_path: Path) -> None:
     adata = full(30)
     adata.obsm["table"] = pd.DataFrame({"a": np.ones(30)}, index=adata.obs_names)
     path = written(adata, tmp_path / "in.h5ad")
@@ -433,7 +431,7 @@ def test_matrices_are_refused_in_one_sentence(settings: dict[str, Any], match: s
     assert [p.name for p in tmp_path.iterdir()] == ["in.h5ad"]
 
 
-def test_matrices_of_other_cells_are_refused(source: Path, tmp_path: Path) -> None:
+def test_obsm_with_a_different_row_count_is_refused(source: Path, tmp_path: Path) -> None:
     import h5py
 
     path = tmp_path / "in.h5ad"
@@ -446,7 +444,7 @@ def test_matrices_of_other_cells_are_refused(source: Path, tmp_path: Path) -> No
         gpuload.pack(path, tmp_path / "out.zarr", obsm="X_pca")
 
 
-def test_columns_of_var_of_unlike_types_are_refused(tmp_path: Path) -> None:
+def test_var_columns_of_mixed_types_are_refused(tmp_path: Path) -> None:
     adatas = parts(2)
     adatas[1].var["number"] = [f"number {i}" for i in range(adatas[1].n_vars)]
     paths = several.write(tmp_path / "in", adatas)

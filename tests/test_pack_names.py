@@ -1,4 +1,4 @@
-"""Names of cells while they are packed: in few bytes, exact, and numbered if files have some in common."""
+"""Cell names during packing: compact, exact, and numbered where files share some."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cell_names(files: list[list[str]], order: np.ndarray, *, has_numbers: bool =
 
 @settings(deadline=None, derandomize=True)
 @given(NAMES, st.sampled_from([np.uint32, np.int64]), st.integers(1, 9))
-def test_names_in_common_are_found_exactly(files: list[list[str]], dtype: type, room: int) -> None:
+def test_shared_names_are_detected_exactly(files: list[list[str]], dtype: type, room: int) -> None:
     names = cell_names(files, np.arange(sum(map(len, files))))
     table = np.zeros(len(names) + room, dtype=dtype)
     distinct = [set(one) for one in files]
@@ -49,7 +49,7 @@ def test_names_in_common_are_found_exactly(files: list[list[str]], dtype: type, 
     assert have_common(names.utf8, names.starts, names.file_start, table) == wanted
 
 
-def test_names_that_meet_in_the_table_are_compared() -> None:
+def test_colliding_names_are_compared() -> None:
     files = [[f"{number}{i:05}" for i in range(2_000)] for number in range(2)]
     for last, wanted in (("100000", False), ("000000", True)):
         files[1][-1] = last
@@ -60,7 +60,7 @@ def test_names_that_meet_in_the_table_are_compared() -> None:
 
 @settings(deadline=None, derandomize=True)
 @given(NAMES, st.randoms(use_true_random=False), st.booleans())
-def test_names_in_another_order(files: list[list[str]], random: object, has_numbers: bool) -> None:
+def test_names_follow_the_packed_order(files: list[list[str]], random: object, has_numbers: bool) -> None:
     each = [name + f"-{i}" * has_numbers for i, one in enumerate(files) for name in one]
     order = np.arange(len(each))
     random.shuffle(order)  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def test_names_in_another_order(files: list[list[str]], random: object, has_numb
         assert not names.are([*pieces[:-1], pieces[-1] + "x"])
 
 
-def test_names_take_few_bytes_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_take_few_bytes_per_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     n, paths = 30_000, []
     for number in range(2):
         index = pd.Index([f"cell_{number}_{i:013}" for i in range(n)])
@@ -97,7 +97,7 @@ def test_names_take_few_bytes_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert peak < MAX_NBYTES * 2 * n + (1 << 20)
 
 
-def test_names_that_files_share_late(tmp_path: Path) -> None:
+def test_name_shared_at_the_end_is_detected(tmp_path: Path) -> None:
     one, two = cells(300, 20), cells(200, 20)
     two.obs_names = [f"other_{i}" for i in range(199)] + ["cell_299"]
     paths = [written(one, tmp_path / "one.h5ad"), written(two, tmp_path / "two.h5ad")]
@@ -106,7 +106,7 @@ def test_names_that_files_share_late(tmp_path: Path) -> None:
     assert ad.read_zarr(tmp_path / "out.zarr").obs_names.tolist() == wanted
 
 
-def test_names_of_one_file_that_are_not_unique_stay(tmp_path: Path) -> None:
+def test_duplicate_names_within_one_file_are_kept(tmp_path: Path) -> None:
     one, two = cells(30, 20), cells(20, 20)
     two.obs_names = [f"other_{i}" for i in range(20)]
     paths = [written(one, tmp_path / "one.h5ad"), written(two, tmp_path / "two.h5ad")]

@@ -1,4 +1,4 @@
-"""The parts between the two passes of `gpuload.pack`: a file holds what the part in memory does, and is opened once."""
+"""The parts between the two passes of `gpuload.pack`: a file equals the part in memory, and is opened once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def numbers(rng: np.random.Generator, n: int, dtype: str) -> NDArray[Any]:
 
 
 def random_part(counts: list[tuple[int, int]], dest: str, length: str, indices: str, values: str) -> Part:
-    """Return a part with so many pieces and elements in each bucket; arrays of dtype "" are absent."""
+    """Return a part with the given numbers of pieces and elements per bucket; arrays of dtype "" are absent."""
     rng = np.random.default_rng(len(counts))
     pieces, elements = (np.concatenate([[0], np.cumsum([c[i] for c in counts])]).astype(np.int64) for i in (0, 1))
     sizes = {"dest": pieces[-1], "length": pieces[-1], "indices": elements[-1], "values": elements[-1]}
@@ -45,7 +45,7 @@ def random_part(counts: list[tuple[int, int]], dest: str, length: str, indices: 
     [("i8", "i8", "u2"), ("i8", "i8", "i4"), ("i8", "i8", ""), ("i4", "", "u2"), ("i4", "", "i4")],
     ids=["csr", "csr-wide", "dense", "csc", "csc-wide"],
 )
-def test_a_file_holds_what_the_part_does(dest: str, length: str, indices: str, values: str, tmp_path: Path) -> None:
+def test_saved_part_round_trips(dest: str, length: str, indices: str, values: str, tmp_path: Path) -> None:
     counts = [(1, 3), (0, 0), (2, 5), (3, 3), (0, 0)]
     counts = counts if length else [(n, n) for _, n in counts]
     part = random_part(counts, dest, length, indices, values)
@@ -62,7 +62,7 @@ def test_a_file_holds_what_the_part_does(dest: str, length: str, indices: str, v
             assert one.flags.writeable, "kernels would be compiled once more"
 
 
-def test_a_part_of_nothing(tmp_path: Path) -> None:
+def test_empty_part_round_trips(tmp_path: Path) -> None:
     save_part(str(tmp_path / "part"), random_part([(0, 0), (0, 0)], "i8", "i8", "u2", "u1"))
     assert PartFile(str(tmp_path / "part")).segment(1).values.size == 0
 
@@ -100,7 +100,7 @@ def test_a_part_is_not_opened_for_every_bucket(is_by_columns: bool, opens: Opens
     assert max(opens.counts.values()) <= 3  # its head, twice, and its segments
 
 
-def test_no_more_are_kept_open_than_a_process_may(
+def test_open_parts_stay_within_the_descriptor_limit(
     opens: Opens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(cells(3_000, 200), tmp_path / "in.h5ad")
@@ -140,7 +140,7 @@ def test_parts_are_closed_when_a_bucket_fails(tmp_path: Path, monkeypatch: pytes
     assert own_descriptors("parts") == []
 
 
-def test_a_part_that_was_truncated_is_named_and_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_part_is_named_and_can_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, target = written(cells(3_000, 200), tmp_path / "in.h5ad"), tmp_path / "out.zarr"
     with monkeypatch.context() as patch:
         patch.setattr(passes, "write_bucket", fail)
@@ -156,7 +156,7 @@ def test_a_part_that_was_truncated_is_named_and_made_anew(tmp_path: Path, monkey
     assert_same_rows(target, path)
 
 
-def test_kept_open_in_a_block(tmp_path: Path) -> None:
+def test_parts_stay_open_within_kept_open(tmp_path: Path) -> None:
     part = random_part([(1, 3), (2, 5)], "i8", "i8", "u2", "u1")
     for name in ("1", "2"):
         save_part(str(tmp_path / name), part)

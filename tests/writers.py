@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 import pandas as pd
-from anndata.io import write_elem
 from scipy.sparse import csr_matrix
 
 if TYPE_CHECKING:
@@ -78,6 +77,13 @@ def write_root(file: h5py.File, obs: pd.DataFrame, var: pd.DataFrame) -> None:
         warnings.simplefilter("ignore")
         write_elem(file, "obs", obs)
         write_elem(file, "var", var)
+
+
+def write_elem(parent: h5py.Group, key: str, value: Any) -> None:
+    """Write an element as anndata does, which is imported here: it takes longer than all else of a small test run."""
+    from anndata.io import write_elem
+
+    write_elem(parent, key, value)
 
 
 def write_csr(

@@ -13,10 +13,9 @@ zstd).
 from __future__ import annotations
 
 import ctypes
-import gzip
-import io
 import logging
 import struct
+import zlib
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -164,10 +163,16 @@ def _gzip(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> B
         plain = imagecodecs.gzip_decode(data, out=_room(nbytes))
         if len(plain) == nbytes:
             return plain
-    plain = gzip.GzipFile(fileobj=io.BytesIO(data)).read(nbytes + 1 if nbytes >= 0 else -1)  # to the end, to verify it
-    if len(plain) > nbytes >= 0:
-        raise DecodeError(f"it decodes to more than {nbytes} bytes")
-    return plain
+    joined = bytearray()
+    while len(data):
+        member = zlib.decompressobj(16 + zlib.MAX_WBITS)
+        joined += member.decompress(data, nbytes + 1 - len(joined) if nbytes >= 0 else 0)
+        if len(joined) > nbytes >= 0:
+            raise DecodeError(f"it decodes to more than {nbytes} bytes")
+        if not member.eof:
+            raise DecodeError("it is cut off")
+        data = member.unused_data.lstrip(b"\0")  # padding
+    return joined
 
 
 def _lz4(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:

@@ -30,6 +30,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from gpuload.cache.reading import read_copy
+from gpuload.checks import parse_nbytes
 from gpuload.errors import PlanError, StoreError, shown
 from gpuload.layout import MAX_EXTENT, MAX_GAP
 from gpuload.object_errors import check_length
@@ -63,25 +64,25 @@ class BlockRemote:
     keys
         The objects to present; None presents all.
     block_nbytes
-        Size of a block; the last one of an object may be smaller.
+        Size of a block, as a number or as ``"4MiB"``; the last one of an object may be smaller.
 
     Raises
     ------
     PlanError
-        `keys` is one key or a number, or `block_nbytes` is not above 0, or above 1 GiB.
+        `keys` is one key or a number, or `block_nbytes` is no size, or above 1 GiB.
     """
 
-    def __init__(self, remote: Remote, keys: Collection[str] | None = None, block_nbytes: int = 4 << 20) -> None:
+    def __init__(self, remote: Remote, keys: Collection[str] | None = None, block_nbytes: int | str = 4 << 20) -> None:
         if isinstance(keys, (str, bytes)) or not isinstance(keys, (Collection, NoneType)):
             raise PlanError(
                 f"keys={shown(keys)}: expected a list of keys, or None for all objects; the size of a block is "
                 "block_nbytes=."
             )
-        if not 1 <= block_nbytes <= 1 << 30:
+        self.block_nbytes = parse_nbytes("block_nbytes", block_nbytes)
+        if self.block_nbytes > 1 << 30:
             raise PlanError(f"block_nbytes={block_nbytes}: expected at least 1, and at most 1 GiB.")
         self.remote = remote
-        self.block_nbytes = block_nbytes
-        self.name = f"{getattr(remote, 'identity', remote.name)} in blocks of {block_nbytes} bytes"
+        self.name = f"{getattr(remote, 'identity', remote.name)} in blocks of {self.block_nbytes} bytes"
         self._keys = keys
 
     def list(self) -> Iterator[RemoteObject]:
@@ -152,14 +153,14 @@ class BlockCache:
     max_gap, max_extent = MAX_GAP, MAX_EXTENT
 
     def __init__(self, store: SampleStore) -> None:
-        if not isinstance(getattr(store, "remote", None), BlockRemote):
+        blocks = getattr(store, "remote", None)
+        if not isinstance(blocks, BlockRemote):
             of = f"it keeps the objects of {store.remote.name} whole" if hasattr(store, "remote") else repr(store)
             raise PlanError(f"cache: {of}; expected a SampleStore over a BlockRemote.")
         store.drop_strays()
         store.copies.shrink()
         self._store = store
-        self._blocks: BlockRemote = store.remote  # type: ignore[assignment]
-        self.inner = self._blocks.remote
+        self._blocks, self.inner = blocks, blocks.remote
         self.name = self.inner.name
         self._lock = threading.Lock()
         self._under_way: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()  # for as long as it is used

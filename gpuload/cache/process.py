@@ -166,12 +166,12 @@ class FetcherProcess:
             self._process.stdout.close()
 
     def _start(self) -> None:
-        self._start_at = None
-        self._busy_s = 0.0
-        self._heard_at = time.monotonic() + 30.0  # time to import what the remote needs
         self._process = subprocess.Popen(  # noqa: S603  (our own code)
             [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
+        self._start_at = None  # not before: if it could not be started, that is tried again
+        self._busy_s = 0.0
+        self._heard_at = time.monotonic() + 30.0  # time to import what the remote needs
         self._listener = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
         self._listener.start()
         assert self._process.stdin is not None  # noqa: S101

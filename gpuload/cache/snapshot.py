@@ -176,11 +176,11 @@ class Snapshot:
                         "take another snapshot, with generation= for the same samples."
                     )
                 with stats.waiting():
-                    batch, samples, n_read = pending[0].result()
+                    batch, samples, outcomes = pending[0].result()
                 pending.popleft()
-                ready = self._checked(batch, samples, n_read, limit)
+                ready = self._checked(batch, samples, outcomes, limit)
                 self._hand_over(samples)
-                del batch, n_read
+                del batch, outcomes
                 if len(ready):
                     yield ready
                 del ready

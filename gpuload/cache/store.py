@@ -313,18 +313,8 @@ class SampleStore:
             `min_free`, will never have room for so many; or too many are in quarantine.
         """
         rank, world_size = rank_and_world_size(rank, world_size)
-        settings, generation, position = settled(
-            {
-                "seed": seed,
-                "mode": mode,
-                "n_samples": n_samples,
-                "echo_max": echo_max,
-                "rank": rank,
-                "world_size": world_size,
-            },
-            generation,
-            state,
-        )
+        given = {"seed": seed, "mode": mode, "n_samples": n_samples, "echo_max": echo_max}
+        settings, generation, position = settled(given | {"rank": rank, "world_size": world_size}, generation, state)
         if wait_s is not None:
             check_seconds("wait_s", wait_s)
         if check_int64("min_samples", min_samples, 0):

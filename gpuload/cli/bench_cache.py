@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gpuload.checks import parse_nbytes
 from gpuload.cli import text
 from gpuload.errors import PlanError
+from gpuload.hub import split_address
 
 if TYPE_CHECKING:
     import argparse
@@ -57,13 +58,13 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 @contextmanager
 def opened(args: argparse.Namespace) -> Iterator[SampleStore | None]:
-    """Open the store that the options ask for, over the bucket or server of all paths; None without one.
+    """Open the store that the options ask for, over the bucket, server or repository of all paths; None without one.
 
     Raises
     ------
     PlanError
-        A path is not an address, the paths are not all on one server or in one bucket, the budget is not a size, or
-        there is no folder for the cache.
+        A path is not an address, the paths are not all in one bucket, server or repository, the budget is not a size,
+        or there is no folder for the cache.
     """
     if args.cache is None:
         if args.cache_budget is not None:
@@ -85,10 +86,15 @@ def _root(paths: Sequence[str]) -> str:
         raise PlanError(
             f"--cache: it is for addresses such as s3://bucket/atlas.h5ad, but {near[0]} is not one; leave it out."
         )
-    roots = list(dict.fromkeys("/".join(path.split("/")[:3]) for path in paths))
+    roots = list(dict.fromkeys(_root_of_one(path) for path in paths))
     if len(roots) > 1:
         raise PlanError(f"--cache: {roots[0]} and {roots[1]} cannot share one; measure the paths of each separately.")
     return roots[0]
+
+
+def _root_of_one(path: str) -> str:
+    """Return the bucket, server or repository that an address leads to."""
+    return split_address(path)[0] if path.startswith("hf://") else "/".join(path.split("/")[:3])
 
 
 def told(cache: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ from gpuload.formats.arrays import OBSM, as_strings, no_column, no_obsm, numbere
 from gpuload.formats.soma_matrices import open_matrix
 from gpuload.formats.tiledb_arrays import Array
 from gpuload.formats.tiledb_files import files_of
-from gpuload.formats.tiledb_fragments import time_of
+from gpuload.formats.tiledb_fragments import until_now
 from gpuload.formats.tiledb_schema import parse_group
 from gpuload.store import Store
 
@@ -173,8 +173,7 @@ class _Experiment:
     def _members(self, key: str) -> dict[str, str]:
         """Return the members of a group, name to key; none if it is not a group."""
         folder = f"{key}/__group" if key else "__group"
-        names = [name for name in self._files.names(folder) if name.startswith("__") and not name.endswith(".vac")]
-        names.sort(key=time_of)
+        names = until_now(n for n in self._files.names(folder) if n.startswith("__") and not n.endswith(".vac"))
         raw = self._files.read([f"{folder}/{name}" for name in names])
         where = os.path.join(self._files.name, folder)
         found = {}

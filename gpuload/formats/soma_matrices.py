@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from gpuload.formats.tiledb_arrays import Array
     from gpuload.formats.tiledb_fragments import Fragment
-    from gpuload.formats.tiledb_schema import Field
+    from gpuload.formats.tiledb_schema import Field, Schema
     from gpuload.types import Source
 
 VALUE = "soma_data"
@@ -80,7 +80,7 @@ def open_matrix(array: Array, n_obs: int, n_vars: int | None) -> tuple[CsrMatrix
     if value.dtype is None or value.is_time:
         raise StoreError(f"{array.where}: its values are neither numbers nor booleans; choose another layer.")
     check_dtype(f"{array.where}: its values", value.dtype)
-    _check_alike(array)
+    _check_fragments(array)
     if n_vars is None:
         n_vars = _width(array)
     check_n_vars(array.where, n_vars)
@@ -97,15 +97,23 @@ def _width(array: Array) -> int:
     return max((int(fragment.domain[1, 1]) + 1 for fragment in array.fragments), default=0)
 
 
-def _check_alike(array: Array) -> None:
-    """Refuse fragments that were written with other filters."""
-    now = array.schema.fields
+def _check_fragments(array: Array) -> None:
+    """Refuse fragments that were written with other columns or filters, and values that are missing."""
+
+    def form(schema: Schema) -> tuple[Any, ...]:
+        columns = {name: (field.file, field.dtype, field.filters) for name, field in schema.fields.items()}
+        return columns, schema.capacity
+
+    value, now = array.field(VALUE), form(array.schema)
     for fragment in array.fragments:
-        for name, then in fragment.schema.fields.items():
-            if then.filters != now[name].filters or then.dtype != now[name].dtype or then.file != now[name].file:
-                raise StoreError(f"{array.where}: its fragments are encoded differently; consolidate the array.")
-        if fragment.schema.capacity != array.schema.capacity:
-            raise StoreError(f"{array.where}: its fragments have tiles of different sizes; consolidate the array.")
+        if form(fragment.schema) != now:
+            raise StoreError(
+                f"{array.where}: its fragments are encoded differently; consolidate the array, or write it again."
+            )
+        if value.is_nullable and (n_missing := fragment.n_missing(value)):
+            raise StoreError(
+                f"{array.where}: {n_missing} of its values are missing; write the layer again with values there."
+            )
 
 
 def _sparse(array: Array, n_obs: int, n_vars: int) -> tuple[CsrMatrix, Source]:

@@ -15,6 +15,7 @@ References
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from gpuload.backends import tiledb
 from gpuload.backends.codecs import DecodeError
 from gpuload.backends.native.tiledb_filters import RLE
 from gpuload.errors import CorruptDataError, StoreError
-from gpuload.formats.tiledb_fragments import committed, parse_fragment, time_of
+from gpuload.formats.tiledb_fragments import LISTS, committed, parse_fragment, time_of, until_now
 from gpuload.formats.tiledb_schema import parse_enumeration, parse_schema, strings
 from gpuload.formats.tiledb_tiles import Bytes, damaged
 from gpuload.sampling.classes import factorize
@@ -66,9 +67,7 @@ class Array:
     where
         Its name in errors.
     schema
-        Its latest schema.
-    fragments
-        In the order in which they were written.
+        Its latest schema; that of its creation if all are of later than now.
 
     Raises
     ------
@@ -83,15 +82,23 @@ class Array:
         if not names:
             raise StoreError(f"{self.where}: it is not a TileDB array, or one of before TileDB 2.4; write it again.")
         names.sort(key=time_of)
-        raw = files.read([self._at(_SCHEMA, name) for name in names])
-        schemas = {
-            name: parse_schema(one, f"{self.where}/{_SCHEMA}/{name}") for name, one in zip(names, raw, strict=True)
+        commits = files.names(self._at(_COMMITS))
+        lists = [name for name in commits if name.endswith(LISTS)]
+        raw = files.read([*(self._at(_SCHEMA, name) for name in names), *(self._at(_COMMITS, name) for name in lists)])
+        self._schemas = {
+            n: parse_schema(one, f"{self.where}/{_SCHEMA}/{n}") for n, one in zip(names, raw, strict=False)
         }
-        self.schema = schemas[names[-1]]
-        keys = [self._at(_FRAGMENTS, name) for name in committed(files, self._at(_COMMITS), self.where)]
-        footers = files.read([f"{one}/{_METADATA}" for one in keys])
-        self.fragments = [
-            parse_fragment(one, os.path.join(files.name, place), place, schemas)
+        self.schema = self._schemas[[names[0], *until_now(names)][-1]]
+        listed = dict(zip(lists, raw[len(names) :], strict=True))
+        self._committed = committed(commits, files.names(key), listed, self.where)
+
+    @cached_property
+    def fragments(self) -> list[Fragment]:
+        """Its fragments, in the order in which they were written."""
+        keys = [self._at(_FRAGMENTS, name) for name in self._committed]
+        footers = self.files.read([f"{one}/{_METADATA}" for one in keys])
+        return [
+            parse_fragment(one, os.path.join(self.files.name, place), place, self._schemas)
             for place, one in zip(keys, footers, strict=True)
         ]
 

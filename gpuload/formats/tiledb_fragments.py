@@ -19,14 +19,14 @@ from gpuload.errors import StoreError
 from gpuload.formats.tiledb_tiles import Bytes, check_version, damaged, read_generic_tile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from gpuload.formats.tiledb_files import Files
     from gpuload.formats.tiledb_schema import Field, Schema
 
-_SUFFIXES = (".wrt", ".con", ".ign", ".vac", ".del", ".upd")
+LISTS = (".con", ".ign", ".vac")
+"""Suffixes of files that list commits kept in one file, those of them to ignore, and fragments that were replaced."""
 
 _MAX_CELLS = 1 << 40
 
@@ -59,7 +59,8 @@ class Fragment:
     _sizes: NDArray[np.int64] = field(repr=False)
     """(3, n_columns): sizes of the files of values or offsets, of text, and of validity."""
     _tables: NDArray[np.int64] = field(repr=False)
-    """(4, n_columns): where the tables of tiles, of text, of sizes of text and of validity are."""
+    """(8, n_columns): where the tables of tiles, of text, of sizes of text, of validity, of least, greatest and summed
+    values, and of missing ones are."""
     _rtree: int
     _known: dict[Any, NDArray[np.int64]] = field(default_factory=dict, repr=False)
     """Tables that were decoded."""
@@ -94,6 +95,10 @@ class Fragment:
     def validity_tiles(self, column: Field) -> NDArray[np.int64]:
         """Return the offset of each tile of a column's validity, and the end of the file."""
         return self._edges(3, column.index, 2)
+
+    def n_missing(self, column: Field) -> int:
+        """Return how many values of a column that is nullable are missing."""
+        return int(self._table(7, column.index).sum())
 
     def bounds(self) -> NDArray[np.int64]:
         """Return the first and last coordinate of each tile along each dimension of int64: (n_tiles, n_dims, 2)."""
@@ -181,7 +186,7 @@ def parse_fragment(raw: bytes, where: str, key: str, schemas: Mapping[str, Schem
     n_columns = len(schema.attributes) + 1 + len(schema.dims) + has_timestamps
     sizes = cursor.words(3 * n_columns).reshape(3, n_columns)
     rtree = int(cursor.read("Q"))
-    tables = cursor.words(4 * n_columns).reshape(4, n_columns)
+    tables = cursor.words(8 * n_columns).reshape(8, n_columns)
     return Fragment(where, key, schema, domain, cells, bool(has_timestamps), raw, sizes, tables, rtree)
 
 
@@ -198,44 +203,44 @@ def _dense_cells(schema: Schema, domain: NDArray[np.int64], where: str) -> NDArr
     return np.full(n_tiles, n_cells, dtype=np.int64)
 
 
-def committed(files: Files, folder: str, where: str) -> list[str]:
+def committed(names: Sequence[str], old: Sequence[str], lists: Mapping[str, bytes], where: str) -> list[str]:
     """Return the names of the fragments that an array consists of now, in the order in which they were written.
 
     Parameters
     ----------
-    files, folder
-        Its folder of commits.
+    names, old
+        What is in its folder of commits, and in its own.
+    lists
+        The bytes of the former whose names end in `LISTS`.
     where
         The array's name in errors.
 
     Raises
     ------
     StoreError
-        Cells were deleted by a condition.
+        Cells were deleted by a condition, or there are fragments of before version 12, which are elsewhere.
     """
-    names = files.names(folder)
-    listed = {suffix: [name for name in names if name.endswith(suffix)] for suffix in _SUFFIXES}
 
-    def read(suffix: str) -> list[bytes]:
-        return files.read([f"{folder}/{name}" for name in listed[suffix]])
+    def lines(suffix: str, split: Callable[[bytes], Iterable[str]] = _lines) -> list[str]:
+        return [line for name, raw in lists.items() if name.endswith(suffix) for line in split(raw)]
 
-    ignored = {line for raw in read(".ign") for line in _lines(raw)}
-    found = {name.removesuffix(".wrt") for name in listed[".wrt"]}
-    n_deletes = len(listed[".del"]) + len(listed[".upd"])
-    for raw in read(".con"):
-        for line in _entries(raw):
-            if line not in ignored:
-                n_deletes += line.endswith((".del", ".upd"))
-                found |= {os.path.basename(line).removesuffix(".wrt")} if line.endswith(".wrt") else set()
-    if n_deletes:
+    ignored, together = set(lines(".ign")), lines(".con", _entries)
+    if any(name.endswith((".del", ".upd")) for name in (*names, *together)):
         raise StoreError(
             f"{where}: cells were deleted from it by a condition, which is not supported; write what is left as a new "
             "array."
         )
-    for raw in read(".vac"):
-        found -= {os.path.basename(line.rstrip("/")) for line in _lines(raw)}
+    commits = [*names, *(os.path.basename(line) for line in together if line not in ignored)]
+    if any(name.endswith(".ok") for name in (*old, *commits)):
+        raise StoreError(f"{where}: parts of it were written by a TileDB before 2.8; write it again with a newer one.")
+    replaced = {os.path.basename(line.rstrip("/")) for line in lines(".vac")}
+    return until_now({name.removesuffix(".wrt") for name in commits if name.endswith(".wrt")} - replaced)
+
+
+def until_now(names: Iterable[str]) -> list[str]:
+    """Return timestamped names in the order of time, without those of later than now."""
     now = time.time_ns() // 10**6
-    return sorted((name for name in found if time_of(name)[1] <= now), key=time_of)
+    return sorted((name for name in names if time_of(name)[1] <= now), key=time_of)
 
 
 def _lines(raw: bytes) -> list[str]:

@@ -18,6 +18,7 @@ from gpuload.formats.tiledb_tiles import (
     ASCII,
     CHAR,
     DTYPES,
+    NO_FILTERS,
     TIMES,
     UINT8,
     UINT64,
@@ -138,10 +139,11 @@ def parse_schema(raw: bytes, where: str) -> Schema:
     allows_duplicates, kind, tile_order, cell_order, capacity = cursor.read("?BBBQ")
     if not 0 < capacity <= _MAX_CAPACITY:
         raise damaged(where, f"its tiles should have {capacity} cells")
+    at_coords = cursor.at
     coords, offsets = (read_pipeline(cursor, version, UINT64, 8, where) for _ in range(2))
     validity = read_pipeline(cursor, version, UINT8, 1, where)
     n_dims = cursor.read("I")
-    dims = [_read_dim(cursor, version, where, k, coords) for k in range(n_dims)]
+    dims = [_read_dim(cursor, version, where, k, at_coords) for k in range(n_dims)]
     n_attributes = cursor.read("I")
     attributes = [_read_attribute(cursor, version, where, k) for k in range(n_attributes)]
     dims = [replace(dim, index=n_attributes + 1 + k) for k, dim in enumerate(dims)]  # one more was for old versions
@@ -236,12 +238,15 @@ def parse_group(files: list[tuple[bytes, str]]) -> dict[str, str]:
     return members
 
 
-def _read_dim(cursor: Bytes, version: int, where: str, k: int, coords: Filters) -> Field:
-    """Return dimension k; its index is to be set."""
+def _read_dim(cursor: Bytes, version: int, where: str, k: int, at_coords: int) -> Field:
+    """Return dimension k; its index is to be set. If it has no filters, those at `at_coords` apply to its type."""
     name = cursor.text()
     kind, per_cell = cursor.read("BI")
     is_var = per_cell == _VAR
-    own = read_pipeline(cursor, version, kind, 0 if is_var else size_of(kind), where)
+    nbytes, at = 0 if is_var else size_of(kind), cursor.at
+    filters = read_pipeline(cursor, version, kind, nbytes, where)
+    if cursor.at == at + NO_FILTERS:
+        filters = read_pipeline(Bytes(cursor.raw, where, at_coords), version, kind, nbytes, where)
     domain = cursor.take(cursor.read("Q"))
     dtype = None if is_var else DTYPES.get(kind)
     bounds, extent = (0, -1), 0
@@ -260,7 +265,7 @@ def _read_dim(cursor: Bytes, version: int, where: str, k: int, coords: Filters) 
         fill=b"",
         is_filled_missing=False,
         enumeration="",
-        filters=own if own.steps or own.of_text else coords,
+        filters=filters,
         domain=bounds,
         extent=extent,
         current=bounds,

@@ -54,8 +54,12 @@ TIMES = range(18, 40)
 """Numbers of other types: text, bytes, and dates and times."""
 
 DTYPES |= dict.fromkeys(TIMES, "<i8")
-_INT32_OF_SIZE = {1: 5, 2: 7, 4: 0, 8: 1}
+_INT_OF_SIZE = {1: 5, 2: 7, 4: 0, 8: 1}
+_FLOATS = (2, 3)
 _GENERIC_HEADER = "IQQBQBI"
+
+NO_FILTERS = 8
+"""Bytes of a filter pipeline without filters."""
 
 
 class Bytes:
@@ -185,14 +189,14 @@ def read_pipeline(cursor: Bytes, version: int, kind: int, cell_nbytes: int, wher
         elif number == FLOAT_SCALE:
             scale, offset, width = options.read("qqQ")
             step[2:] = scale, offset, width
-            after = _INT32_OF_SIZE.get(int(width), -1)
-            if after < 0 or kind not in (2, 3):
+            after = _INT_OF_SIZE.get(int(width), -1)
+            if after < 0 or kind not in _FLOATS:
                 raise damaged(where, "a float scaling filter of another type")
         elif number == XOR:
-            after = _INT32_OF_SIZE[item]
+            after = _INT_OF_SIZE[item]
         elif number in (BIT_WIDTH, POSITIVE_DELTA):
             is_idle = (number == BIT_WIDTH and item == 1) or (kind in TIMES and version < 20)
-            if is_idle or kind in (ASCII, UTF8, CHAR, BLOB):
+            if is_idle or kind not in DTYPES or kind in _FLOATS:
                 continue
         steps += step
         kind = after

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from gpuload.checks import check_whole
+from gpuload.checks import check_order, check_whole
 from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, shown
 from gpuload.samples.sources import RemoteSamples, open_source
 from gpuload.samples.tensor_files import FORMATS, Descriptions, Span, bytes_of, load
@@ -75,12 +75,14 @@ class SampleSet:
                 f"labels={shown(labels)}: expected a dict from ID to label, or None; dict(zip(ids, labels)) makes one "
                 "of labels in the order of the IDs."
             )
-        missing = [i for i in ids if i not in labels] if labels is not None else []
+        check_order(f"ids={shown(ids)}", ids, "a list of IDs")
+        self.ids = list(ids)
+        missing = [i for i in self.ids if i not in labels] if labels is not None else []
         if missing:
             raise PlanError(
-                f"labels: {missing[0]!r} has none ({len(missing)} of {len(ids)} IDs have none); give every ID a label."
+                f"labels: {missing[0]!r} has none ({len(missing)} of {len(self.ids)} IDs have none); give every ID a "
+                "label."
             )
-        self.ids = list(ids)
         self.labels = labels
         self._decode = decode
         self._suffix = suffix if suffix is not None else f".{decode}" if decode in FORMATS[:3] else ""

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("kind", ["csr-gzip4", "dense-gzip4"])
-def test_a_consumer_whose_thread_is_on_another_device(store_variant: StoreVariant, kind: str, output: str) -> None:
+def test_consumer_thread_may_be_on_another_device(store_variant: StoreVariant, kind: str, output: str) -> None:
     import cupy
 
     from tests.cuda.on_fake_runtime import fake
@@ -61,7 +61,7 @@ def test_closing_frees_page_locked_memory(store_variant: StoreVariant) -> None:
     assert fake.fake_n_host_blocks() == before
 
 
-def test_streams_of_others_stay_theirs(store_variant: StoreVariant) -> None:
+def test_foreign_streams_are_not_destroyed(store_variant: StoreVariant) -> None:
     stored = store_variant("csr-gzip4")
     with gpuload.open_loader(stored.path, device="cuda:0", batch_size=7) as loader:
         device = loader._backend._device  # type: ignore[attr-defined]
@@ -75,8 +75,8 @@ def test_streams_of_others_stay_theirs(store_variant: StoreVariant) -> None:
 
 
 @pytest.mark.parametrize("kind", ["csr-gzip4", "dense-gzip4"])
-def test_a_stream_in_use_remains_in_use(store_variant: StoreVariant, kind: str) -> None:
-    """What CuPy's own ``with stream:`` would end."""
+def test_current_stream_stays_current(store_variant: StoreVariant, kind: str) -> None:
+    """CuPy's own ``with stream:`` would end this."""
     import cupy
 
     stored = store_variant(kind)
@@ -100,14 +100,14 @@ def test_doctor_reads_a_file_and_compares() -> None:
     assert found.value.endswith("io_mode pinned")
 
 
-def test_kernels_that_do_not_compile(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_do_not_compile_are_a_device_error(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuload.backends.cuda.device.source_of_kernels", lambda: "__global__ void fill(")
     told = r"^cuda:0: the kernels do not compile for this device: (?s:.*) See `gpuload doctor`\.$"
     with pytest.raises(gpuload.DeviceError, match=told):
         gpuload.open_loader(plain.path, device="cuda:0")
 
 
-def test_what_cuda_refuses_is_a_device_error(store_variant: StoreVariant) -> None:
+def test_cuda_errors_become_device_errors(store_variant: StoreVariant) -> None:
     with gpuload.open_loader(store_variant("csr-gzip4").path, device="cuda:0", batch_size=7) as loader:
         device = loader._backend._device  # type: ignore[attr-defined]
         stream = device.stream()

@@ -319,7 +319,7 @@ def a_truncated_file_is_a_read_error_and_nothing_is_written_after_it() -> None:
     reader.close()
 
 
-def what_kvikio_alone_cannot_read_is_told_in_its_words() -> None:
+def kvikio_read_errors_are_reported_in_its_words() -> None:
     device, file = Device(), File(200_000)
     reader = KvikioReader(device)
     extent = np.array([4096], dtype=np.int64), np.array([100_000], dtype=np.int64), np.array([0], dtype=np.int64)
@@ -332,7 +332,7 @@ def what_kvikio_alone_cannot_read_is_told_in_its_words() -> None:
     reader.close()
 
 
-def a_file_that_kvikio_cannot_open_is_told() -> None:
+def a_file_that_kvikio_cannot_open_is_reported() -> None:
     device, file = Device(), File(200_000)
     reader = KvikioReader(device)
     extent = np.array([0]), np.array([100_000]), np.array([0])
@@ -356,7 +356,7 @@ def a_file_that_kvikio_cannot_open_is_told() -> None:
     reader.close()
 
 
-def a_read_waits_for_what_its_stream_was_given_before() -> None:
+def a_read_waits_for_earlier_work_on_its_stream() -> None:
     device, file = Device(), File(300_000)
     reader = KvikioReader(device)
     is_past = threading.Event()
@@ -390,7 +390,7 @@ def a_cancelled_read_ends_soon_and_writes_no_more() -> None:
         except CancelledError:
             assert read.done()
         else:
-            raise AssertionError("a cancelled read was whole")
+            raise AssertionError("a cancelled read completed")
     n_copies = driver.fake_n_copies()
     is_written = [bool((out.download() != UNTOUCHED).any()) for out in outs]
     assert is_written[0]
@@ -403,7 +403,7 @@ def a_cancelled_read_ends_soon_and_writes_no_more() -> None:
     reader.close()
 
 
-def closing_gives_threads_and_descriptors_back() -> None:
+def closing_releases_threads_and_descriptors() -> None:
     device, file, other = Device(), File(1_000_000), File(500_000, seed=1)
     KvikioReader(device).close()
     before = kvikio.defaults.get("num_threads"), n_threads(), n_descriptors()
@@ -487,7 +487,7 @@ def the_bytes_are_those_of_the_file_that_was_opened() -> None:
     reader.close()
 
 
-def what_is_no_file_goes_through_pinned_memory() -> None:
+def memory_sources_go_through_pinned_memory() -> None:
     device = Device()
     data = np.random.default_rng(3).integers(0, 256, 3_000_000, dtype=np.uint8)
     source = BufferSource("memory", data)
@@ -530,7 +530,7 @@ def places_without_room_are_refused() -> None:
     reader.close()
 
 
-def a_fork_is_refused_and_its_parent_goes_on() -> None:
+def a_fork_is_refused_and_its_parent_continues() -> None:
     device, file = Device(), File(100_000)
     reader = KvikioReader(device)
     extent = np.array([0]), np.array([50_000]), np.array([0])
@@ -596,7 +596,7 @@ def a_short_direct_transfer_is_a_read_error() -> None:
     reader.close()
 
 
-def gds_is_claimed_only_where_bytes_went_there() -> None:
+def gds_is_reported_only_if_bytes_went_through_it() -> None:
     reader = KvikioReader(Device())
     facts: dict[str, bool] = {}
     counted = (0, 0)
@@ -680,7 +680,7 @@ def objects_are_byte_exact() -> None:
             assert server.counts()["most_in_flight"] > 20
 
 
-def what_a_store_refuses_at_first_is_asked_for_again() -> None:
+def refused_object_reads_are_retried() -> None:
     with object_store() as (source, data, server, reader, device):
         kvikio.defaults.set("http_max_attempts", 1)
         try:
@@ -692,7 +692,7 @@ def what_a_store_refuses_at_first_is_asked_for_again() -> None:
         assert len(faults) == 3, faults
 
 
-def what_a_store_never_gives_is_a_read_error() -> None:
+def lasting_store_failures_are_read_errors() -> None:
     with object_store(n=1) as (source, data, server, reader, device):
         kvikio.defaults.set("http_max_attempts", 1)
         try:
@@ -712,7 +712,7 @@ def what_a_store_never_gives_is_a_read_error() -> None:
         assert "are wanted, but it has 600000" in told, told
 
 
-def an_object_that_changes_or_goes_is_a_read_error() -> None:
+def changed_or_deleted_objects_are_read_errors() -> None:
     with object_store() as (source, data, server, reader, device):
         path = server.root / "data" / "some" / "1"
         whole = path.read_bytes()
@@ -728,8 +728,8 @@ def an_object_that_changes_or_goes_is_a_read_error() -> None:
         read_objects(source, data, reader, device)
 
 
-def what_is_no_file_is_read_by_several_threads() -> None:
-    """Else a source that is far is asked for one thing after the other."""
+def memory_sources_are_read_by_several_threads() -> None:
+    """Otherwise a remote source would be read one piece after the other."""
     device, data = Device(), np.zeros(2 * BUFFER_NBYTES, dtype=np.uint8)
     both = threading.Barrier(2, timeout=20)
 
@@ -745,14 +745,14 @@ def what_is_no_file_is_read_by_several_threads() -> None:
     reader.close()
 
 
-def what_kvikio_cannot_reach_goes_through_pinned_memory() -> None:
+def objects_kvikio_cannot_reach_go_through_pinned_memory() -> None:
     with object_store(key="with space ") as (source, data, _, reader, device):
         assert source.reach(0) is None
         read_objects(source, data, reader, device, room=0)
         assert reader.io_mode == "pinned"
 
 
-def an_object_that_kvikio_alone_cannot_reach_is_told() -> None:
+def partly_unreachable_objects_are_reported() -> None:
     from gpuload.remote_source import RemoteSource
 
     with object_store() as (source, _, server, reader, device):
@@ -785,27 +785,27 @@ COMPAT = (
     pinned_reads_are_byte_exact_too,
     the_mode_is_compat_before_anything_is_read,
     a_truncated_file_is_a_read_error_and_nothing_is_written_after_it,
-    what_kvikio_alone_cannot_read_is_told_in_its_words,
-    a_file_that_kvikio_cannot_open_is_told,
-    a_read_waits_for_what_its_stream_was_given_before,
+    kvikio_read_errors_are_reported_in_its_words,
+    a_file_that_kvikio_cannot_open_is_reported,
+    a_read_waits_for_earlier_work_on_its_stream,
     a_cancelled_read_ends_soon_and_writes_no_more,
-    closing_gives_threads_and_descriptors_back,
+    closing_releases_threads_and_descriptors,
     closing_waits_for_reads_in_progress,
     a_reader_closed_by_its_own_thread_closes_itself_later,
     readers_share_the_pool_of_the_process,
     the_bytes_are_those_of_the_file_that_was_opened,
-    what_is_no_file_goes_through_pinned_memory,
-    what_is_no_file_is_read_by_several_threads,
+    memory_sources_go_through_pinned_memory,
+    memory_sources_are_read_by_several_threads,
     places_without_room_are_refused,
-    gds_is_claimed_only_where_bytes_went_there,
+    gds_is_reported_only_if_bytes_went_through_it,
     objects_are_byte_exact,
-    what_a_store_refuses_at_first_is_asked_for_again,
-    what_a_store_never_gives_is_a_read_error,
-    an_object_that_changes_or_goes_is_a_read_error,
-    what_kvikio_cannot_reach_goes_through_pinned_memory,
-    an_object_that_kvikio_alone_cannot_reach_is_told,
+    refused_object_reads_are_retried,
+    lasting_store_failures_are_read_errors,
+    changed_or_deleted_objects_are_read_errors,
+    objects_kvikio_cannot_reach_go_through_pinned_memory,
+    partly_unreachable_objects_are_reported,
     a_read_of_objects_that_is_cancelled_writes_no_more,
-    a_fork_is_refused_and_its_parent_goes_on,
+    a_fork_is_refused_and_its_parent_continues,
 )
 DIRECT = (direct_transfers_are_of_whole_pages, a_short_direct_transfer_is_a_read_error)
 

@@ -141,7 +141,7 @@ def test_csr(open_fake: Callable[..., Opened], stored: Stored) -> None:
             np.testing.assert_array_equal(getattr(batch.X, name), getattr(expected, name))
 
 
-def test_cells_taken_beside_an_iteration(open_fake: Callable[..., Opened], stored: Stored) -> None:
+def test_cells_taken_during_an_iteration(open_fake: Callable[..., Opened], stored: Stored) -> None:
     opened = open_fake(stored.path, layer=stored.layer, seed=3, **SMALL)
     rng, seen, taken = np.random.default_rng(0), [], []
     for batch in opened.loader:  # nothing waits for the streams until the end
@@ -157,7 +157,9 @@ def test_cells_taken_beside_an_iteration(open_fake: Callable[..., Opened], store
 
 
 @pytest.mark.parametrize("chunks", [(6, 2, 5, 4), (6, 2, 3, 2), None])
-def test_arrays_of_cells(open_fake: Callable[..., Opened], tmp_path: Path, chunks: tuple[int, ...] | None) -> None:
+def test_arrays_per_cell_are_handed_over(
+    open_fake: Callable[..., Opened], tmp_path: Path, chunks: tuple[int, ...] | None
+) -> None:
     images = np.random.default_rng(0).integers(0, 200, (53, 3, 5, 4)).astype(np.uint8)
     path = tmp_path / "cells.h5ad"
     anndata.AnnData(csr_matrix(np.eye(53, 6, dtype=np.float32))).write_h5ad(path)
@@ -183,7 +185,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("kind", ["anndata-csr-gzip", "dense-gzip4"])
-def test_what_the_cpu_backend_hands_over(
+def test_minibatches_match_the_cpu_backend(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, settings: dict[str, Any]
 ) -> None:
     path = store_variant(kind).path
@@ -197,12 +199,10 @@ def test_what_the_cpu_backend_hands_over(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_minibatches_that_are_kept_are_never_overwritten(
-    open_fake: Callable[..., Opened], plain: Stored, seed: int
-) -> None:
+def test_kept_minibatches_are_never_overwritten(open_fake: Callable[..., Opened], plain: Stored, seed: int) -> None:
     opened = open_fake(plain.path, seed_of_streams=seed, batch_size=5, fetch_factor=3, obs=["depth", "cell_line"])
     kept, dropped = [], 0
-    for i, batch in enumerate(opened.loader):  # nothing waited for: the consumer's own work is late too
+    for i, batch in enumerate(opened.loader):  # without waiting: the consumer's own work is late too
         if i % 3:
             kept.append(batch)
         else:
@@ -214,10 +214,10 @@ def test_minibatches_that_are_kept_are_never_overwritten(
         np.testing.assert_array_equal(batch.obs["depth"], plain.obs["depth"].to_numpy()[batch.rows])
 
 
-def test_nothing_is_allocated_once_all_goes_round(open_fake: Callable[..., Opened], plain: Stored) -> None:
+def test_nothing_is_allocated_in_the_steady_state(open_fake: Callable[..., Opened], plain: Stored) -> None:
     opened = open_fake(plain.path, batch_size=8, fetch_factor=2, block_size=4, shuffle=False)
     allocated = []
-    for _ in range(12):  # sizes differ here by more than a block has room, so it takes some epochs
+    for _ in range(12):  # sizes vary by more than a block has room for, so it takes some epochs
         before = opened.device.n_allocated
         for _ in opened.epoch():
             gc.collect(0)
@@ -226,7 +226,7 @@ def test_nothing_is_allocated_once_all_goes_round(open_fake: Callable[..., Opene
     assert sum(allocated[-6:]) < sum(allocated[:6]) / 2
 
 
-def test_a_chunk_that_only_the_device_finds_bad_is_decoded_on_the_host(
+def test_chunk_that_fails_on_the_device_is_decoded_on_the_host(
     open_fake: Callable[..., Opened], plain: Stored, caplog: pytest.LogCaptureFixture
 ) -> None:
     opened = open_fake(plain.path, fail_at=1, **SMALL)
@@ -238,7 +238,7 @@ def test_a_chunk_that_only_the_device_finds_bad_is_decoded_on_the_host(
 
 
 @pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-lz4", "csr-blosc-lz4-shuffle"])
-def test_a_stream_of_which_nvcomp_reports_nothing_is_not_taken_for_decoded(
+def test_a_stream_without_an_nvcomp_status_is_not_taken_for_decoded(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str
 ) -> None:
     opened = open_fake(store_variant(kind).path, verify="never", **SMALL)
@@ -260,7 +260,7 @@ def test_a_stream_of_which_nvcomp_reports_nothing_is_not_taken_for_decoded(
     assert len(retried) >= opened.loader.stats.n_chunks / 2
 
 
-def test_what_the_device_could_not_decode_is_not_taken_for_rounded_integers(
+def test_undecoded_chunks_are_not_reported_as_rounded_integers(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, caplog: pytest.LogCaptureFixture
 ) -> None:
     stored = store_variant("csr-data-i4")
@@ -291,7 +291,7 @@ def test_a_damaged_chunk_is_named(open_fake: Callable[..., Opened], copy_of: Cal
 
 
 @pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-lzf", "csr-gzip-fletcher32", "dense-gzip4"])
-def test_damage_is_told_as_the_cpu_backend_tells_it(
+def test_damage_is_reported_as_by_the_cpu_backend(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, tmp_path: Path, kind: str
 ) -> None:
     path = tmp_path / "cells.h5ad"
@@ -312,7 +312,7 @@ def test_damage_is_told_as_the_cpu_backend_tells_it(
 
 
 @pytest.mark.parametrize("verify", ["once", "never"])
-def test_a_wrong_zlib_header_is_told_as_the_cpu_backend_tells_it(
+def test_a_wrong_zlib_header_is_reported_as_by_the_cpu_backend(
     open_fake: Callable[..., Opened], copy_of: Callable[..., Any], verify: str
 ) -> None:
     path = copy_of()
@@ -331,9 +331,7 @@ def test_a_wrong_zlib_header_is_told_as_the_cpu_backend_tells_it(
     assert str(found.value) == str(expected.value)
 
 
-def test_a_damaged_piece_of_a_long_array_needs_no_memory_for_all_of_it(
-    open_fake: Callable[..., Opened], tmp_path: Path
-) -> None:
+def test_damage_in_a_long_array_needs_no_memory_for_all_of_it(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
     path = tmp_path / "cells.h5ad"
     anndata.AnnData(csr_matrix(np.ones((1000, 200), dtype=np.float32))).write_h5ad(path)
     with h5py.File(path, "r+") as file:
@@ -388,7 +386,7 @@ def test_one_damaged_header_does_not_send_all_containers_to_the_host(
     store.close()
 
 
-def test_a_value_that_float16_cannot_hold(open_fake: Callable[..., Opened], store_variant: StoreVariant) -> None:
+def test_value_beyond_float16_is_refused(open_fake: Callable[..., Opened], store_variant: StoreVariant) -> None:
     opened = open_fake(
         store_variant("anndata-csr-gzip").path, dtype="float16", transform=gpuload.Transform(1e9, log1p=False), **SMALL
     )
@@ -397,7 +395,7 @@ def test_a_value_that_float16_cannot_hold(open_fake: Callable[..., Opened], stor
 
 
 @pytest.mark.parametrize("target_sum", [None, 1e38])
-def test_a_sum_after_log1p_that_float16_cannot_hold(
+def test_sum_after_log1p_beyond_float16_is_refused(
     open_fake: Callable[..., Opened], tmp_path: Path, target_sum: float | None
 ) -> None:
     path, n = tmp_path / "cells.h5ad", 20_000
@@ -416,12 +414,12 @@ def test_a_sum_after_log1p_that_float16_cannot_hold(
         list(open_fake(path, **settings).epoch())
 
 
-def test_verify_is_one_of_three(open_fake: Callable[..., Opened], plain: Stored) -> None:
+def test_unknown_verify_is_refused(open_fake: Callable[..., Opened], plain: Stored) -> None:
     with pytest.raises(gpuload.PlanError, match=r"^verify='sometimes': expected one of 'never', 'once', 'always'\.$"):
         open_fake(plain.path, verify="sometimes")
 
 
-def test_more_values_than_a_minibatch_of_csr_can_have(open_fake: Callable[..., Opened], plain: Stored) -> None:
+def test_csr_minibatch_with_too_many_values_is_refused(open_fake: Callable[..., Opened], plain: Stored) -> None:
     backend = open_fake(plain.path, output="csr").loader._backend
     crowded = CudaResident(2, 3, host_indptr=np.array([0, 1 << 30, 1 << 31]))
     told = r"^output='csr': a minibatch has more than 2\*\*31 - 1 values; use a smaller batch_size\.$"
@@ -429,7 +427,7 @@ def test_more_values_than_a_minibatch_of_csr_can_have(open_fake: Callable[..., O
         backend.take_rows(crowded, np.arange(2, dtype=np.int32), Form("csr", "float32", 3))
 
 
-def test_memory_is_bounded_and_named(open_fake: Callable[..., Opened], plain: Stored) -> None:
+def test_memory_names_its_parts(open_fake: Callable[..., Opened], plain: Stored) -> None:
     opened = open_fake(plain.path, **SMALL)
     list(opened.epoch())
     assert {"residents", "minibatches", "arenas", "scratch", "metadata"} <= opened.loader.memory().keys()
@@ -437,7 +435,7 @@ def test_memory_is_bounded_and_named(open_fake: Callable[..., Opened], plain: St
 
 
 @pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-blosc-lz4-shuffle"])
-def test_scratch_memory_is_that_of_a_part_however_many_there_are(
+def test_scratch_memory_is_that_of_a_single_part(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     def scratch(n_parts: int) -> int:
@@ -454,7 +452,7 @@ def test_scratch_memory_is_that_of_a_part_however_many_there_are(
     assert scratch(8) < 0.6 * scratch(1)
 
 
-def test_idle_memory_is_given_up_where_there_is_too_little() -> None:
+def test_idle_memory_is_released_if_there_is_too_little() -> None:
     from gpuload.backends.cuda.memory import DevicePool
 
     device = FakeDevice(n_bytes=10_000)
@@ -467,7 +465,7 @@ def test_idle_memory_is_given_up_where_there_is_too_little() -> None:
         pool.lease(10_001, stream)
 
 
-def test_another_stream_of_the_consumers_waits_for_what_the_first_was_given(
+def test_a_new_consumer_stream_waits_for_work_on_the_old_one(
     open_fake: Callable[..., Opened], store_variant: StoreVariant
 ) -> None:
     opened = open_fake(store_variant("anndata-csr-gzip").path, obs=["cell_line"], **SMALL)
@@ -486,7 +484,7 @@ def test_another_stream_of_the_consumers_waits_for_what_the_first_was_given(
         np.testing.assert_array_equal(found, expected[i])
 
 
-def test_a_stream_that_becomes_cupys_current_one_waits_for_what_the_one_before_was_given(
+def test_a_new_current_cupy_stream_waits_for_work_on_the_old_one(
     open_fake: Callable[..., Opened], plain: Stored
 ) -> None:
     opened = open_fake(plain.path, seed_of_streams=None)
@@ -501,7 +499,7 @@ def test_a_stream_that_becomes_cupys_current_one_waits_for_what_the_one_before_w
     del kept
 
 
-def test_parts_before_one_that_fails_live_until_the_stream_is_past_them(
+def test_parts_before_a_failed_one_live_until_their_work_is_done(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gpuload.backends.cuda.decode import Decoder
@@ -538,7 +536,7 @@ def test_parts_before_one_that_fails_live_until_the_stream_is_past_them(
     assert "let go" not in events[last : last + events[last:].index("waited")]
 
 
-def test_closing_leaves_nothing(open_fake: Callable[..., Opened], plain: Stored, no_leaks: None) -> None:
+def test_closing_leaves_nothing_behind(open_fake: Callable[..., Opened], plain: Stored, no_leaks: None) -> None:
     opened = open_fake(plain.path, **SMALL)
     next(iter(opened.loader))
     opened.loader.close()
@@ -549,7 +547,7 @@ def test_closing_leaves_nothing(open_fake: Callable[..., Opened], plain: Stored,
     "kind", ["csr-gzip4", "csr-zstd", "csr-lzf", "csr-lz4", "csr-blosc-lz4-shuffle", "csr-blosc-blosclz-shuffle"]
 )
 @pytest.mark.parametrize("nbytes", [1000, 20_000, "1MiB"])
-def test_chunks_in_the_cache_are_not_read_again(
+def test_cached_chunks_are_not_read_again(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, nbytes: int | str
 ) -> None:
     stored = store_variant(kind)
@@ -604,7 +602,7 @@ def test_a_chunk_takes_room_in_the_cache_once(
     assert used == used[:1] * 3
 
 
-def test_room_of_a_load_that_failed_is_used_even_where_no_more_is_left(
+def test_cache_room_of_a_failed_load_is_reused_when_full(
     open_fake: Callable[..., Opened], store_variant: StoreVariant
 ) -> None:
     from gpuload.backends.cuda.cache import ChunkCache
@@ -622,9 +620,7 @@ def test_room_of_a_load_that_failed_is_used_even_where_no_more_is_left(
     assert cache.used_nbytes == cache.memory.nbytes
 
 
-def test_a_load_that_fails_takes_no_room_in_the_cache(
-    open_fake: Callable[..., Opened], copy_of: Callable[..., Any]
-) -> None:
+def test_failed_loads_do_not_fill_the_cache(open_fake: Callable[..., Opened], copy_of: Callable[..., Any]) -> None:
     path = copy_of()
     damage_a_chunk(path)
     opened = open_fake(path, device_cache="1MiB", shuffle=False, prefetch=1, **SMALL)
@@ -637,13 +633,13 @@ def test_a_load_that_fails_takes_no_room_in_the_cache(
     assert used == used[:1] * 3
 
 
-def test_device_memory_is_a_bound(open_fake: Callable[..., Opened], plain: Stored) -> None:
+def test_device_memory_is_bounded(open_fake: Callable[..., Opened], plain: Stored) -> None:
     opened = open_fake(plain.path, n_bytes=20_000, **SMALL)
     with pytest.raises(gpuload.DeviceError, match="out of memory"):
         list(opened.epoch())
 
 
-def test_an_arena_that_grows_takes_the_place_of_idle_memory(open_fake: Callable[..., Opened], plain: Stored) -> None:
+def test_growing_arena_reclaims_idle_memory(open_fake: Callable[..., Opened], plain: Stored) -> None:
     opened = open_fake(plain.path, **SMALL)
     list(opened.epoch())
     backend, arena = opened.loader._backend, _Arena(opened.device.stream())
@@ -653,7 +649,7 @@ def test_an_arena_that_grows_takes_the_place_of_idle_memory(open_fake: Callable[
 
 
 @pytest.mark.parametrize(("fault", "n_good"), [("read", 0), ("launch", 0), ("allocation", 2), ("allocation", 8)])
-def test_whoever_keeps_an_error_keeps_no_device_memory(
+def test_keeping_an_error_keeps_no_device_memory(
     open_fake: Callable[..., Opened], plain: Stored, monkeypatch: pytest.MonkeyPatch, fault: str, n_good: int
 ) -> None:
     opened = open_fake(plain.path, prefetch=1, **SMALL)
@@ -685,7 +681,7 @@ def test_whoever_keeps_an_error_keeps_no_device_memory(
 
 @pytest.mark.parametrize("verb", ["_load", "take_rows"])
 @pytest.mark.parametrize("of", ["epoch", "take"])
-def test_whoever_keeps_an_error_of_one_matrix_keeps_nothing_of_the_other(
+def test_keeping_an_error_of_one_matrix_keeps_nothing_of_the_other(
     open_fake: Callable[..., Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, of: str
 ) -> None:
     X = csr_matrix(np.ones((50, 20), dtype=np.float32))
@@ -762,7 +758,7 @@ def test_rows_of_chosen_genes_are_sorted(open_fake: Callable[..., Opened], tmp_p
 @pytest.mark.parametrize("fetch_factor", [1, 4])
 @pytest.mark.parametrize("kind", ["dense-gzip4", "anndata-csr-gzip"])
 @pytest.mark.parametrize("form", [{"output": "csr", "genes": ["gene_003", "gene_007"]}, {"dtype": "float16"}])
-def test_rows_are_asked_about_without_waiting_for_the_consumer(
+def test_row_facts_are_queried_without_waiting_for_the_consumer(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, fetch_factor: int, form: dict[str, Any]
 ) -> None:
     path = store_variant(kind).path
@@ -795,7 +791,7 @@ def test_rows_are_asked_about_without_waiting_for_the_consumer(
 def test_a_part_is_not_read_before_its_arena_is_free(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the reader would wait for it: with its buffers full, and while its speed is measured."""
+    """Otherwise the reader would wait for it, with full buffers and while its speed is measured."""
     monkeypatch.setattr("gpuload.backends.cuda.backend.PART_NBYTES", 256)
     monkeypatch.setattr("gpuload.layout.MAX_EXTENT", 256)
     opened = open_fake(store_variant("csr-gzip4").path, seed_of_streams=None, **SMALL)
@@ -812,7 +808,7 @@ def test_a_part_is_not_read_before_its_arena_is_free(
     assert all(was_free)
 
 
-def test_the_consumer_is_busy_until_its_stream_is_through(
+def test_the_consumer_is_busy_until_its_stream_has_finished(
     open_fake: Callable[..., Opened], store_variant: StoreVariant
 ) -> None:
     opened = open_fake(store_variant("csr-gzip4").path, seed_of_streams=None, **SMALL)
@@ -823,16 +819,14 @@ def test_the_consumer_is_busy_until_its_stream_is_through(
     assert not backend.busy()()
     device.give(consumer, lambda: None)
     is_busy = backend.busy()
-    device.give(consumer, lambda: None)  # of what is given later nothing is asked
+    device.give(consumer, lambda: None)  # later work does not count
     assert is_busy()
     device._run(consumer, consumer.n_given - 1)
     assert not is_busy()
 
 
-def test_the_consumers_own_fault_is_what_it_hears_of(
-    open_fake: Callable[..., Opened], store_variant: StoreVariant
-) -> None:
-    """After a fault of CUDA's all calls fail; the loader is closed all the same, and its files too."""
+def test_the_consumer_gets_its_own_error(open_fake: Callable[..., Opened], store_variant: StoreVariant) -> None:
+    """After a CUDA fault all calls fail; the loader and its files are closed nevertheless."""
     path = store_variant("csr-gzip4").path
     opened = open_fake(path, **SMALL)
 
@@ -856,7 +850,7 @@ def test_the_consumers_own_fault_is_what_it_hears_of(
 
 @pytest.mark.parametrize("compression", ["gzip", None])
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
-def test_many_files_that_are_alike(
+def test_many_similar_files_form_one_group(
     open_fake: Callable[..., Opened], tmp_path: Path, is_dense: bool, compression: str | None
 ) -> None:
     genes = [f"gene_{i}" for i in range(30)]
@@ -873,7 +867,7 @@ def test_many_files_that_are_alike(
 
 
 @pytest.mark.parametrize("compression", ["gzip", None])
-def test_a_column_is_no_gene_of_its_own_file(
+def test_column_that_is_not_a_gene_of_its_file_is_refused(
     open_fake: Callable[..., Opened], tmp_path: Path, compression: str | None
 ) -> None:
     paths, parts = files_of_other_widths(tmp_path, compression=compression)
@@ -892,7 +886,7 @@ def test_a_column_is_no_gene_of_its_own_file(
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("join", ["inner", "outer"])
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
-def test_joined_files_and_several_matrices(
+def test_joined_files_and_several_matrices_match_the_cpu(
     open_fake: Callable[..., Opened], tmp_path: Path, is_dense: bool, join: str, output: str
 ) -> None:
     paths = several.write(tmp_path, [several.part(seed, is_dense=is_dense) for seed in range(3)])

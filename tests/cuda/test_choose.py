@@ -1,4 +1,4 @@
-"""Which reader is taken: the one that was faster when both were tried."""
+"""Which reader is chosen: the one that was faster when both were tried."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cuda.fake_device import FakeDevice, FakeNvcomp
 
 
 class Clock:
-    """Stands for `time`: it goes on by what readers take, and by nothing that a busy machine does."""
+    """Replaces `time`: it advances by what readers take, whatever else the machine does."""
 
     now_s = 0.0
 
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Timed:
-    """A reader that takes so long for a byte, the first time much longer."""
+    """A reader that takes a given time per byte, and much longer the first time."""
 
     def __init__(self, io_mode: str, s_per_byte: float) -> None:
         self.io_mode, self._s_per_byte = io_mode, s_per_byte
@@ -139,7 +139,7 @@ class Failing(Timed):
         return pending
 
 
-def test_a_reader_that_fails_in_its_trial_is_given_up_and_its_reads_done_again(
+def test_a_reader_that_fails_in_its_trial_is_abandoned_and_its_reads_repeated(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     device = FakeDevice()

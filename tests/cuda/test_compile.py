@@ -55,15 +55,15 @@ def test_nvcc_compiles_the_kernels(tmp_path: Path) -> None:
     assert not done.stderr
 
 
-def test_kernels_are_compiled_for_the_blocks_that_are_launched() -> None:
+def test_kernels_are_compiled_for_the_launched_block_size() -> None:
     assert re.findall(r"__launch_bounds__\((\d+)\)", source_of_kernels()) == [str(N_THREADS)]
     assert N_LZF_THREADS <= N_THREADS
 
 
-def test_nothing_is_used_that_the_first_compilers_of_cuda_12_lack() -> None:
+def test_kernels_use_nothing_that_early_cuda_12_lacks() -> None:
     assert "__dp4a(" not in source_of_kernels(), "NVRTC 12.0 to 12.2 declare it without defining it"
 
 
-def test_no_file_is_included_for_the_device() -> None:
+def test_device_code_includes_no_file() -> None:
     included = re.findall(r"^#include.*", source_of_kernels(), re.MULTILINE)
     assert included == ["#include <cstdint>"]  # for nvcc and g++; NVRTC has no such file

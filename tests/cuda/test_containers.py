@@ -223,7 +223,7 @@ def make(cut: containers.Cut, chunks: Sequence[bytes], n_threads: int = 64, *, v
 
 
 def check(chunks: Sequence[bytes], plain: Sequence[bytes]) -> list[Made]:
-    """Decode containers, those that are cut alike together, and compare; one of another kind lies between."""
+    """Decode containers, grouped by how they are cut, and compare; each group gets an invalid one too."""
     groups: dict[bytes, list[int]] = {}
     for i, chunk in enumerate(chunks):
         groups.setdefault(chunk[:2] + bytes([chunk[2] & ~2]) + chunk[3:12], []).append(i)
@@ -244,7 +244,7 @@ def check(chunks: Sequence[bytes], plain: Sequence[bytes]) -> list[Made]:
 @pytest.mark.parametrize("shuffle", [0, 1], ids=SHUFFLES[:2])
 @pytest.mark.parametrize("cname", CODECS)
 @pytest.mark.parametrize("typesize", range(1, 9))
-def test_what_hdf5_stores_is_decoded(cname: str, shuffle: int, typesize: int) -> None:
+def test_chunks_stored_by_hdf5_are_decoded(cname: str, shuffle: int, typesize: int) -> None:
     chunks, plain, names = [], [], []
     for size in SIZES:
         for name, content in contents(size // typesize * typesize).items():
@@ -308,7 +308,7 @@ def split_mode() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("mode", "split"), [("ALWAYS", set(CODECS)), ("NEVER", set()), ("AUTO", {"snappy"})])
-def test_a_writer_may_split_or_not(split_mode: Any, mode: str, split: set[str]) -> None:
+def test_split_and_unsplit_blocks_are_decoded(split_mode: Any, mode: str, split: set[str]) -> None:
     split_mode(mode)
     for cname in CODECS:
         plain = contents(400_000)["counts"]
@@ -322,7 +322,7 @@ def test_a_writer_may_split_or_not(split_mode: Any, mode: str, split: set[str]) 
     ("cname", "shuffle"), [("blosclz", 0), ("blosclz", 1), *((c, 2) for c in (*CODECS, "blosclz"))]
 )
 @pytest.mark.parametrize("typesize", [1, 4])
-def test_some_are_for_the_host(cname: str, shuffle: int, typesize: int) -> None:
+def test_unsupported_codecs_are_left_to_the_host(cname: str, shuffle: int, typesize: int) -> None:
     chunk = stored_by_hdf5(bytes(600_000), typesize, cname, shuffle)
     assert chunk is not None
     assert cut_of(chunk, 600_000) is None
@@ -336,7 +336,7 @@ def test_a_plain_copy_needs_no_codec(cname: str, shuffle: str) -> None:
         assert not found.n_coded
 
 
-def test_plain_copies_lie_beside_others() -> None:
+def test_plain_copies_are_decoded_with_others() -> None:
     plain = [contents(40_000)[name] for name in ("noise", "counts", "zeros", "noise")]
     chunks = [by_imagecodecs(p, 5, "lz4", "shuffle", 4) for p in plain]
     assert [chunk[2] & 2 for chunk in chunks] == [2, 0, 0, 2]
@@ -344,7 +344,7 @@ def test_plain_copies_lie_beside_others() -> None:
 
 
 @pytest.mark.parametrize("n_threads", [1, 7, 256])
-def test_any_grid_will_do(n_threads: int) -> None:
+def test_decoding_works_with_any_grid(n_threads: int) -> None:
     plain = [contents(200_000, seed)["counts"] for seed in range(3)]
     chunks = [by_imagecodecs(p, 5, "zlib", "shuffle", 4) for p in plain]
     cut = cut_of(chunks[0], 200_000)
@@ -359,7 +359,7 @@ def test_fillers_decode_to_one_byte(codec: str) -> None:
     assert len(filler) <= 16
 
 
-# --- what nobody wrote
+# --- malformed containers
 
 
 PLAIN = b"\x00\x01" * 1_000 + b"\x02\x03" * 1_000
@@ -370,7 +370,7 @@ def container(**changes: int) -> bytes:
     return written(PLAIN, "lz4", 2, 2_000, True, True, **changes)
 
 
-def test_the_container_made_by_hand_is_right() -> None:
+def test_handmade_container_is_valid() -> None:
     assert imagecodecs.blosc_decode(container()) == PLAIN
     check([container()], [PLAIN])
 
@@ -420,12 +420,12 @@ def test_a_malformed_container_is_left_to_the_host(changes: dict[str, int]) -> N
     assert found.plain[0] == found.plain[2] == PLAIN
     own = cut_of(bad, len(PLAIN))
     assert own is None or make(own, [bad]).status == [frames.BAD_BLOSC]
-    if changes != {"typesize": 3}:  # c-blosc itself takes the odd block size, and leaves a hole
+    if changes != {"typesize": 3}:  # c-blosc itself accepts the odd block size, and leaves a hole
         assert blosc_itself(bad, len(PLAIN)) is None
 
 
 @pytest.mark.parametrize("cbytes", [0, 99, 115, 117, 118])
-def test_a_plain_copy_of_another_size_is_refused(cbytes: int) -> None:
+def test_plain_copy_of_the_wrong_size_is_refused(cbytes: int) -> None:
     chunk = by_imagecodecs(noise(100), 5, "lz4", "noshuffle", 1)
     assert chunk[2] & 2
     bad = chunk[:12] + struct.pack("<i", cbytes) + chunk[16:] + b"++"
@@ -441,11 +441,11 @@ def test_a_block_may_be_as_large_as_blosc_allows() -> None:
     assert [cut is None for cut in found] == [False, True]
 
 
-def test_the_byte_shuffle_comes_before_the_bit_shuffle() -> None:
+def test_byte_shuffle_takes_precedence_over_bit_shuffle() -> None:
     both = container(flags=0x25)
     assert blosc_itself(both, len(PLAIN)) == PLAIN
     check([both], [PLAIN])
-    of_bytes = written(PLAIN, "lz4", 1, 2_000, True, True, flags=0x25)  # on single bytes it does nothing, so bits it is
+    of_bytes = written(PLAIN, "lz4", 1, 2_000, True, True, flags=0x25)  # no effect on single bytes: bits are shuffled
     assert cut_of(of_bytes, len(PLAIN)) is None
     assert blosc_itself(of_bytes, len(PLAIN)) != PLAIN
 
@@ -458,7 +458,7 @@ def test_a_zlib_stream_without_data_is_refused(size: int) -> None:
     assert make(cut, [bad]).status == [frames.BAD_BLOSC if size <= 6 else frames.BAD_STREAM]
 
 
-def test_a_stream_may_end_where_the_container_ends_and_no_byte_later() -> None:
+def test_stream_may_not_extend_past_its_container() -> None:
     whole = container()
     cut = cut_of(whole, len(PLAIN))
     assert cut is not None
@@ -471,7 +471,7 @@ def test_a_stream_may_end_where_the_container_ends_and_no_byte_later() -> None:
 
 
 @pytest.mark.parametrize("head", [b"\x79\x9c", b"\x78\x9d", b"\x88\x1c", b"\x78\xbb", b"\x77\x85"], ids=bytes.hex)
-def test_a_zlib_stream_without_its_header_is_refused(head: bytes) -> None:
+def test_zlib_stream_with_a_wrong_header_is_refused(head: bytes) -> None:
     plain = bytes(1_000)
     chunk = by_imagecodecs(plain, 5, "zlib", "noshuffle", 1)
     cut = cut_of(chunk, 1_000)
@@ -481,7 +481,7 @@ def test_a_zlib_stream_without_its_header_is_refused(head: bytes) -> None:
     assert make(cut, [chunk[:place] + head + chunk[place + 2 :]]).status == [frames.BAD_BLOSC]
 
 
-def test_a_wrong_adler32_is_found_where_it_is_looked_for() -> None:
+def test_wrong_adler32_is_found_only_if_verified() -> None:
     chunk = bytearray(by_imagecodecs(contents(5_000)["counts"], 5, "zlib", "shuffle", 4))
     chunk[-1] ^= 1
     cut = cut_of(bytes(chunk), 5_000)
@@ -528,7 +528,7 @@ def by_kernels(cut: containers.Cut | None, chunk: bytes) -> bytes | None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_damage_is_found_where_blosc_finds_it(seed: int) -> None:
+def test_damage_that_blosc_finds_is_found(seed: int) -> None:
     rng = random.Random(seed)
     cname = rng.choice(("lz4", "snappy", "zlib", "zstd"))
     content = rng.choice(list(contents(rng.choice((200, 3_000, 20_000)), seed).values()))
@@ -581,7 +581,7 @@ def lz4_itself(chunk: bytes, nbytes: int) -> bytes | None:
 
 @pytest.mark.parametrize("block_nbytes", [0, 1_024, 3_000, 65_536])
 @pytest.mark.parametrize("size", SIZES)
-def test_what_hdf5_stores_as_lz4_is_decoded(size: int, block_nbytes: int) -> None:
+def test_lz4_chunks_stored_by_hdf5_are_decoded(size: int, block_nbytes: int) -> None:
     plain = [*contents(size).values()]
     chunks = [lz4_by_hdf5(p, block_nbytes) for p in plain]
     cut = cut_of(chunks[0].ljust(16), size, "lz4")
@@ -591,12 +591,12 @@ def test_what_hdf5_stores_as_lz4_is_decoded(size: int, block_nbytes: int) -> Non
     assert found.status == [0] * len(chunks) + [frames.BAD_LZ4]
     assert found.plain[:-1] == plain
     if size >= 1_000:
-        assert found.n_raw > cut.n_blocks  # those of the chunk that is none, and of noise
+        assert found.n_raw > cut.n_blocks  # those of the invalid chunk, and of noise
         assert found.n_coded
 
 
 @pytest.mark.parametrize("n_threads", [1, 7, 256])
-def test_any_grid_will_do_for_lz4(n_threads: int) -> None:
+def test_lz4_decoding_works_with_any_grid(n_threads: int) -> None:
     plain = [contents(20_003, seed)["counts"] for seed in range(3)]
     cut = cut_of(lz4_written(plain[0], 1_100), 20_003, "lz4")
     assert cut is not None
@@ -607,7 +607,7 @@ def test_any_grid_will_do_for_lz4(n_threads: int) -> None:
     "changes",
     [{"total": 3_999}, {"block": 1_999}, {"size0": 0}, {"size0": -1}, {"size0": 2_001}, {"size1": 1 << 30}], ids=str,
 )  # fmt: skip
-def test_a_malformed_chunk_of_lz4_is_left_to_the_host(changes: dict[str, int]) -> None:
+def test_malformed_lz4_chunk_is_left_to_the_host(changes: dict[str, int]) -> None:
     bad, good = lz4_written(PLAIN, 2_000, **changes), lz4_written(PLAIN, 2_000)
     cut = cut_of(good, len(PLAIN), "lz4")
     assert cut is not None
@@ -618,11 +618,11 @@ def test_a_malformed_chunk_of_lz4_is_left_to_the_host(changes: dict[str, int]) -
 
 
 @pytest.mark.parametrize(("total", "block"), [(4_001, 2_000), (4_000, 0), (4_000, -1), (4_000, 1_023), (-1, 2_000)])
-def test_a_header_that_cannot_be_of_such_chunks_cuts_none(total: int, block: int) -> None:
+def test_impossible_lz4_header_is_rejected(total: int, block: int) -> None:
     assert cut_of(struct.pack(">qii", total, block, 9), 4_000, "lz4") is None
 
 
-def test_a_block_of_lz4_may_end_where_the_chunk_ends_and_no_byte_later() -> None:
+def test_lz4_block_may_not_extend_past_its_chunk() -> None:
     whole = lz4_written(PLAIN, 2_000)
     cut = cut_of(whole, len(PLAIN), "lz4")
     assert cut is not None
@@ -631,7 +631,7 @@ def test_a_block_of_lz4_may_end_where_the_chunk_ends_and_no_byte_later() -> None
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_damage_is_found_where_lz4_finds_it(seed: int) -> None:
+def test_damaged_lz4_never_decodes_differently(seed: int) -> None:
     rng = random.Random(seed)
     content = rng.choice(list(contents(rng.choice((200, 3_000, 20_000)), seed).values()))
     whole = lz4_written(content, rng.choice((1_024, 3_000, 20_000)))

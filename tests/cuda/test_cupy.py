@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SOME = "gzip4 or blosc or filter-masks or zarr or 131x0 or 1x1 or tiles or big or absent"
-"""Of the forms on disk, those that differ in what is asked of CuPy."""
+"""The forms on disk that differ in their use of CuPy."""
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(n_gpus() > 0, reason="there is a GPU, for which test_gpu.py is")
-def test_tests_for_a_gpu_pass_over_a_fake_runtime(tmp_path: Path) -> None:
+@pytest.mark.skipif(n_gpus() > 0, reason="there is a GPU, which test_gpu.py tests")
+def test_gpu_tests_pass_over_a_fake_runtime(tmp_path: Path) -> None:
     if platform.machine() != "x86_64" or not all(map(shutil.which, ("gcc", "g++", "nm"))):
         pytest.skip("needs gcc, g++ and nm, on x86-64")
     if find_spec("cupy") is None:

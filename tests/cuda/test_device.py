@@ -1,4 +1,4 @@
-"""What CuPy does on the host alone, with memory of the host in place of the device's: no driver is needed for that."""
+"""What CuPy does on the host alone, with host memory in place of device memory; no driver is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpuload import backends
 from gpuload.backends.cuda.device import CupyDevice, n_gpus
 
 cupy = pytest.importorskip("cupy")
-pytestmark = pytest.mark.skipif(n_gpus() > 0, reason="there is a GPU, whose memory this is not")
+pytestmark = pytest.mark.skipif(n_gpus() > 0, reason="there is a GPU, which cannot use this host memory")
 
 
 def on_device(host: np.ndarray) -> Any:
@@ -29,7 +29,7 @@ def test_a_csr_matrix_is_made_without_the_device() -> None:
     assert (matrix.data is data, matrix.indices is indices, matrix.indptr is indptr) == (True, True, True)
 
 
-def test_its_constructor_would_ask_the_device() -> None:
+def test_cupys_csr_constructor_would_query_the_device() -> None:
     from cupyx.scipy.sparse import csr_matrix
 
     data, indices = on_device(np.ones(5, dtype=np.float32)), on_device(np.arange(5, dtype=np.int32))

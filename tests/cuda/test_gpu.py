@@ -49,7 +49,7 @@ def test_every_form(stored: Stored, block_size: int | str) -> None:
 
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("kind", ["csr-gzip4", "dense-gzip4", "csr-zstd"])
-def test_cells_taken_beside_an_iteration(store_variant: StoreVariant, kind: str, output: str) -> None:
+def test_cells_taken_during_an_iteration(store_variant: StoreVariant, kind: str, output: str) -> None:
     stored, rng = store_variant(kind), np.random.default_rng(0)
     with gpuload.open_loader(stored.path, output=output, **SMALL) as loader:
         for batch in loader:
@@ -117,7 +117,7 @@ def test_csr(stored: Stored) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["anndata-csr-gzip", "dense-gzip4"])
-def test_what_the_cpu_backend_hands_over(store_variant: StoreVariant, kind: str, settings: dict[str, Any]) -> None:
+def test_minibatches_match_the_cpu_backend(store_variant: StoreVariant, kind: str, settings: dict[str, Any]) -> None:
     path = store_variant(kind).path
     with (
         gpuload.open_loader(path, **{**SMALL, "device": "cpu"}, **settings) as host,
@@ -131,7 +131,7 @@ def test_what_the_cpu_backend_hands_over(store_variant: StoreVariant, kind: str,
             np.testing.assert_array_max_ulp(found, expected, maxulp=1)
 
 
-def test_chosen_genes_in_an_order_of_their_own_are_sorted(plain: Stored) -> None:  # by cuSPARSE
+def test_rows_of_reordered_genes_are_sorted(plain: Stored) -> None:  # by cuSPARSE
     settings: dict[str, Any] = {"output": "csr", "genes": ["gene_007", "gene_003", "gene_011"]}
     with (
         gpuload.open_loader(plain.path, **{**SMALL, "device": "cpu"}, **settings) as host,
@@ -197,7 +197,7 @@ def test_the_torch_front_copies_nothing(wide: Path, cupy: Any) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_the_dali_front(wide: Path, depth: int) -> None:
+def test_dali_front_hands_over_every_cell(wide: Path, depth: int) -> None:
     torch = pytest.importorskip("torch")
     dali = pytest.importorskip("nvidia.dali")
     from gpuload.dali import CellIterator, cells
@@ -227,7 +227,7 @@ def test_the_dali_front(wide: Path, depth: int) -> None:
 
 
 @pytest.mark.parametrize("n_kept", [1, 12])
-def test_what_dali_hands_on_is_not_overwritten_while_a_slow_stream_reads_it(wide: Path, n_kept: int) -> None:
+def test_dali_tensors_are_not_overwritten_under_a_slow_stream(wide: Path, n_kept: int) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("nvidia.dali")
     from gpuload.dali import CellIterator
@@ -237,7 +237,7 @@ def test_what_dali_hands_on_is_not_overwritten_while_a_slow_stream_reads_it(wide
     settings = {"device": "cuda:0", "batch_size": 256, "fetch_factor": 16, "block_size": "chunk"}
     with gpuload.open_loader(wide, **settings) as loader:
         with torch.cuda.stream(torch.cuda.Stream()):
-            next(iter(CellDataset(loader)))  # names a stream that is nobody's afterwards
+            next(iter(CellDataset(loader)))  # names a stream that nobody owns afterwards
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             wrong = torch.zeros((), device="cuda", dtype=torch.int64)
@@ -252,7 +252,7 @@ def test_what_dali_hands_on_is_not_overwritten_while_a_slow_stream_reads_it(wide
         assert int(wrong) == 0
 
 
-def test_the_smallest_values_are_not_flushed(tmp_path: Path) -> None:
+def test_subnormal_values_are_not_flushed_to_zero(tmp_path: Path) -> None:
     tiny = np.finfo(np.float32).smallest_subnormal * np.array([[1, -1, 3], [0, 5, 1 << 20]], dtype=np.float32)
     half = (np.arange(6).reshape(2, 3) * np.float32(2**-24)).astype(np.float16)
     for X in (tiny, csr_matrix(tiny), half):
@@ -264,7 +264,7 @@ def test_the_smallest_values_are_not_flushed(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found, X.toarray() if isinstance(X, csr_matrix) else X.astype(np.float32))
 
 
-def test_later_epochs_read_nothing_from_the_cache(wide: Path) -> None:
+def test_later_epochs_come_from_the_cache(wide: Path) -> None:
     with gpuload.open_loader(wide, device="cuda:0", batch_size=256, fetch_factor=8, device_cache="1GiB") as loader:
         for _ in loader:
             pass
@@ -297,13 +297,13 @@ def test_nothing_is_allocated_after_warm_up(wide: Path, monkeypatch: pytest.Monk
         assert taken[0] - before <= before // 10  # another order may need a little more in one place
 
 
-def test_the_path_is_that_of_the_counters(wide: Path) -> None:
+def test_io_mode_with_kvikio_is_gds_or_compat(wide: Path) -> None:
     with gpuload.open_loader(wide, device="cuda:0", batch_size=256, fetch_factor=8, io="kvikio") as loader:
         next(iter(loader))
         assert loader.io_mode in ("gds", "compat")
 
 
-def test_device_memory_is_a_bound(tmp_path: Path) -> None:
+def test_device_memory_is_bounded(tmp_path: Path) -> None:
     import anndata
 
     from gpuload.synthetic import tahoe_shaped

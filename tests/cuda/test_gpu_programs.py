@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # of what other packages warn of on a GPU
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # other packages' warnings on a GPU
 
 ENGINES = ["torch", "cupy"]
 PIPELINES = Path(__file__).parents[2] / "pipelines"
@@ -84,8 +84,8 @@ def test_svd(cells: np.ndarray, engine: str, kind: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("is_aside", [False, True])
-def test_a_loader_of_bfloat16(cells: np.ndarray, engine: str, is_aside: bool) -> None:
-    """Also on another stream than the default one, on which memory must not be written anew too early."""
+def test_estimators_accept_a_bfloat16_loader(cells: np.ndarray, engine: str, is_aside: bool) -> None:
+    """Also on a stream other than the default, on which memory must not be overwritten too early."""
     torch = pytest.importorskip("torch")
     U, S, Vt = np.linalg.svd(cells.astype(np.float64), full_matrices=False)
     stream = torch.cuda.stream(torch.cuda.Stream()) if is_aside else nullcontext()
@@ -123,7 +123,7 @@ def test_a_matrix_that_cannot_be_factorised_is_refused(cells: np.ndarray, engine
 
 
 @pytest.mark.parametrize(("engine", "told"), [("torch", "PyTorch .* sees"), ("cupy", "CuPy cannot use that GPU")])
-def test_a_gpu_that_is_not_there_is_refused(cells: np.ndarray, engine: str, told: str) -> None:
+def test_missing_gpu_is_refused(cells: np.ndarray, engine: str, told: str) -> None:
     pytest.importorskip(engine)
     with pytest.raises(gpuload.DeviceError, match=f"^device='cuda:99': {told}"):
         TruncatedSVD(2, engine=engine, device="cuda:99").fit(cells)
@@ -138,20 +138,22 @@ def test_doctor_finds_nothing_broken(capsys: pytest.CaptureFixture[str]) -> None
     assert "self-test on cuda:0" in out
 
 
-def test_bench_by_labels(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_measures_label_entropy(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     command = ["bench", str(path), "--label", "plate", "--device", "cuda:0", "--seconds", "0.5", "--repeats", "2"]
     assert cli.main([*command, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["device"] == "cuda:0"
     assert result["entropy_bits"]["mean"] > 0
-    assert result["stages"]["take_rows"]["bytes_per_s"] is None, "the host's seconds tell no rate of the GPU"
+    assert result["stages"]["take_rows"]["bytes_per_s"] is None, "host time does not measure the GPU's rate"
 
 
 # --- programs ---
 
 
-def test_modality(program: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_modality_matches_the_cpu(
+    program: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("torch")
     assert program("modality").main([str(tmp_path), "--make", "600", "--device", "cuda:0"]) == 0
     assert "compiled and loaded, in no other figure: " in capsys.readouterr().err
@@ -165,7 +167,7 @@ def test_modality(program: Callable[[str], ModuleType], tmp_path: Path, capsys: 
     assert found["KRR, ours"]["rmse"] == pytest.approx(on_cpu["rmse"], abs=0.005)
 
 
-def test_a_classification_goes_on(
+def test_interrupted_classification_resumes(
     program: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = pytest.importorskip("torch")
@@ -196,4 +198,4 @@ def test_a_classification_goes_on(
     (result,) = json.loads((tmp_path / "out" / "classify.json").read_text())["runs"]
     assert all(loss.is_cuda for loss in losses)
     assert set(counts) == {"cpu"}, "Adam would wait for the GPU at each step"
-    assert result["n_steps"] < len(losses) <= result["n_steps"] + 7, "it went on, and not from the start"
+    assert result["n_steps"] < len(losses) <= result["n_steps"] + 7, "it resumed, and not from the start"

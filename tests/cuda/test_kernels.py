@@ -266,7 +266,7 @@ def test_check_fletcher32(data: st.DataObject, grid: Grid, seed: int) -> None:
     np.testing.assert_array_equal(status, expected)
 
 
-def test_a_chunk_too_small_for_its_fletcher32() -> None:
+def test_chunk_too_small_for_fletcher32_is_reported() -> None:
     status = np.zeros(2, dtype=np.int32)
     run("check_fletcher32", Grid(), placed(b"abc"), int64(0, 3), int64(-1, -4), np.int64(2), status)
     assert list(status) == [chunks.BAD_FLETCHER] * 2
@@ -291,7 +291,7 @@ def crc_by_bits(name: str, data: bytes) -> int:
     return int(f"{rest ^ 0xFFFFFFFF:032b}"[::-1], 2)
 
 
-def test_crcs_of_the_catalogue() -> None:
+def test_reference_crcs_match_published_values() -> None:
     assert crc_by_bits("crc32", b"123456789") == 0xCBF43926 == zlib.crc32(b"123456789")
     assert crc_by_bits("crc32c", b"123456789") == 0xE3069283
     assert crc_by_bits("crc32c", bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
@@ -369,7 +369,7 @@ def test_check_zstd(sizes: list[int], grid: Grid, seed: int) -> None:
 
 
 def test_check_zlib() -> None:
-    """All headers that there are, against zlib."""
+    """All possible headers, against zlib."""
     n, wanted = 1 << 16, np.zeros(1 << 16, dtype=np.int32)
     stored = np.arange(n, dtype=">u2").view(np.uint8)
     for i in range(n):
@@ -472,7 +472,7 @@ def lzf_tokens(rng: np.random.Generator, n: int) -> bytes:
     return bytes(stream)
 
 
-def lzf_judge(stream: bytes, size: int) -> bytes | None:
+def lzf_reference(stream: bytes, size: int) -> bytes | None:
     """Return what an LZF stream decodes to, None where it is not exactly `size` bytes."""
     out, at = bytearray(), 0
     try:
@@ -528,7 +528,7 @@ def h5py_lzf(plain: NDArray[Any]) -> bytes:
 
 
 @pytest.mark.parametrize("n_threads", [32] if BUILD == "thread" else [32, 1024])
-def test_decode_lzf_of_what_h5py_writes(n_threads: int) -> None:
+def test_decode_lzf_of_h5py_chunks(n_threads: int) -> None:
     rng, n = RNG(0), 2_000 if BUILD == "thread" else 30_000
     plain = [
         np.zeros(n, dtype=np.float32),
@@ -546,7 +546,7 @@ def test_decode_lzf_of_what_h5py_writes(n_threads: int) -> None:
 def test_decode_lzf_of_every_token(sizes: list[int], grid: Grid, seed: int) -> None:
     rng = RNG(seed)
     streams = [lzf_tokens(rng, n) for n in sizes]
-    assert decode_lzf(streams, sizes, grid, rng) == [lzf_judge(*pair) for pair in zip(streams, sizes, strict=True)]
+    assert decode_lzf(streams, sizes, grid, rng) == [lzf_reference(*pair) for pair in zip(streams, sizes, strict=True)]
 
 
 @SOME
@@ -569,7 +569,7 @@ def test_decode_lzf_of_broken_streams(sizes: list[int], grid: Grid, seed: int) -
                 stream[place] = rng.integers(0, 256)
         streams.append(bytes(stream))
     for stream, n, got in zip(streams, sizes, decode_lzf(streams, sizes, grid, rng), strict=True):
-        wanted = lzf_judge(stream, n)
+        wanted = lzf_reference(stream, n)
         if wanted is None:
             assert got in (inflate.BAD_DISTANCE, inflate.TRUNCATED, inflate.TOO_LONG, inflate.TOO_SHORT)
         else:
@@ -590,7 +590,7 @@ def test_decode_lzf_of_broken_streams(sizes: list[int], grid: Grid, seed: int) -
         (b"\x00a\x20\x01", 4, inflate.BAD_DISTANCE),
     ],
 )
-def test_decode_lzf_gives_the_reason(stream: bytes, size: int, code: int) -> None:
+def test_decode_lzf_reports_the_reason(stream: bytes, size: int, code: int) -> None:
     assert decode_lzf([stream], [size], Grid(), RNG(0)) == [code]
 
 
@@ -744,7 +744,7 @@ def test_copy_pieces(name: str, out: str, data: st.DataObject, grid: Grid, seed:
 
 
 @pytest.mark.parametrize(("name", "out"), [("i4", "i4"), ("i8", "i4"), ("i8", "f4"), ("u4", "f4"), ("f8", "f4")])
-def test_what_copies_are_compared_with_is_the_cpu_backend(name: str, out: str) -> None:
+def test_reference_copies_match_the_cpu_backend(name: str, out: str) -> None:
     rng = RNG(0)
     for limit in [-1] * 40 if out == "f4" else [1, 100, 62_710] * 15:
         values = elements(rng, STORED[name], 20, limit)
@@ -1040,7 +1040,7 @@ def test_densify_csr_rounds_once(take: Taken, grid: Grid, skew: int) -> None:
 @MANY
 @given(takes(), grids())
 def test_mark_large(take: Taken, grid: Grid) -> None:
-    """No row is missed that float16 cannot hold; and none is marked for nothing, but where columns repeat or fall."""
+    """Every row that float16 cannot hold is marked; others only if their columns repeat or are unsorted."""
     n_rows = take.indptr.size - 1
     every = replace(take, positions=np.arange(n_rows, dtype=np.int32))
     full, _ = densify("f4", grid, every)
@@ -1054,7 +1054,7 @@ def test_mark_large(take: Taken, grid: Grid) -> None:
     assert marks[is_large].all()
 
 
-def test_marks_of_single_values() -> None:
+def test_mark_large_of_single_values() -> None:
     """Up to 65519.996, the largest float32 below 65520, float16 rounds to 65504."""
     data = np.array([np.nextafter(np.float32(65520), np.float32(0)), 65520, -70_000, np.inf], dtype=np.float32)
     marks, sizes = np.full(4, -9, dtype=np.int64), (np.float64(0), np.int32(0), np.int64(4), np.int64(5))
@@ -1062,7 +1062,7 @@ def test_marks_of_single_values() -> None:
     np.testing.assert_array_equal(marks, [0, 1, 1, 1])
 
 
-def test_marks_of_columns_that_repeat() -> None:
+def test_mark_large_of_repeated_columns() -> None:
     indptr, indices = int64(0, 2, 4, 6), np.array([3, 3, 3, 3, 1, 3], dtype=np.int32)
     data = np.array([40_000, 40_000, 10_000, 10_000, 40_000, 40_000], dtype=np.float32)
     marks = np.full(3, -9, dtype=np.int64)
@@ -1071,7 +1071,7 @@ def test_marks_of_columns_that_repeat() -> None:
     np.testing.assert_array_equal(marks, [1, 0, 0])
 
 
-def test_marks_of_columns_that_repeat_after_log1p() -> None:
+def test_mark_large_of_repeated_columns_after_log1p() -> None:
     n = 10_000
     indices = np.concatenate([np.zeros(n), np.arange(n), np.zeros(n)]).astype(np.int32)
     data = np.repeat(np.float32([1e4, 1e4, 1e-4]), n)  # log1p(1e4) is 9.2
@@ -1080,7 +1080,7 @@ def test_marks_of_columns_that_repeat_after_log1p() -> None:
     np.testing.assert_array_equal(marks, [1, 0, 0])
 
 
-def test_log1p_of_a_zero_of_either_sign_has_no_sign() -> None:
+def test_log1p_of_either_zero_has_no_sign() -> None:
     data, indices = np.array([-0.0, 0.0, 5.0, -0.75], dtype=np.float32), np.arange(4, dtype=np.int32)
     arithmetic, position = (None, None, np.float64(0), np.int32(1)), np.zeros(1, np.int32)
     dense, csr, bad = np.ones(4, np.float32), np.ones(4, np.float32), np.array([INT32_MAX], np.int32)
@@ -1093,9 +1093,9 @@ def test_log1p_of_a_zero_of_either_sign_has_no_sign() -> None:
         assert found[:2].tobytes() == bytes(8)
 
 
-@pytest.mark.skipif(bool(BUILD), reason="a sanitizer keeps memory of its own beside all that is mapped")
-def test_rows_that_lie_beyond_two_to_the_31() -> None:
-    """Of bytes, of a resident's values, and of a minibatch's: in memory of which only what is touched exists."""
+@pytest.mark.skipif(bool(BUILD), reason="a sanitizer keeps shadow memory for everything that is mapped")
+def test_offsets_beyond_2_to_the_31_work() -> None:
+    """Bytes, values of a resident and values of a minibatch, in memory of which only touched pages exist."""
     launch = shim.compiled().launch  # and not `run`, which copies the outputs
     n, at = 5 << 29, (5 << 29) - 30
     stored = sparse(4 * n, np.uint8)
@@ -1223,7 +1223,7 @@ def test_gather_csr(take: Taken, grid: Grid) -> None:
 
 
 @pytest.mark.parametrize("n_threads", [32, 40])
-def test_gather_csr_of_many_rows_by_one_block(n_threads: int) -> None:
+def test_gather_csr_of_many_rows_in_one_block(n_threads: int) -> None:
     rng = RNG(0)
     indices = rng.integers(0, 50, 6 * 90).astype(np.int32)
     columns = np.where(np.arange(50) % 3, np.arange(50), -1).astype(np.int32)
@@ -1275,7 +1275,7 @@ def test_dense_rows_as_csr(data: st.DataObject, grid: Grid, seed: int) -> None:
     ],
     ids=["a Python int", "another scalar", "another array", "not contiguous", "read-only", "no array"],
 )
-def test_the_shim_takes_exact_arguments_only(k: int, value: Any) -> None:
+def test_shim_accepts_only_exact_arguments(k: int, value: Any) -> None:
     args = [placed(b"x" * 16), int64(0), int64(16), int64(0), np.int64(1), np.zeros(16, np.uint8)]
     library = shim.compiled()
     library.launch("gather_payloads", 1, 32, args)
@@ -1287,7 +1287,7 @@ def test_the_shim_takes_exact_arguments_only(k: int, value: Any) -> None:
             library.launch("gather_payloads", n_blocks, n_threads, args)
 
 
-def test_the_shim_sees_accesses_that_a_gpu_would_refuse() -> None:
+def test_shim_detects_accesses_that_a_gpu_would_refuse() -> None:
     args = (placed(b"x" * 16), int64(0), int64(16), int64(4), np.int64(1), np.zeros(32, np.uint8))
     with pytest.raises(RuntimeError, match="must be aligned"):
         shim.compiled().launch("gather_payloads", 1, 32, args)
@@ -1313,7 +1313,7 @@ def sanitized_runs() -> Iterator[dict[str, subprocess.Popen[str]]]:
 
 @pytest.mark.skipif(bool(BUILD), reason="this is the sanitized run")
 @pytest.mark.parametrize("build", SANITIZERS)
-def test_sanitized(build: str, sanitized_runs: dict[str, subprocess.Popen[str]]) -> None:
+def test_kernels_pass_under_sanitizers(build: str, sanitized_runs: dict[str, subprocess.Popen[str]]) -> None:
     if build not in sanitized_runs:
         pytest.skip(str(shim.refusal(build)))
     said, _ = sanitized_runs[build].communicate(timeout=500)

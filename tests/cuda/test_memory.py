@@ -33,7 +33,7 @@ def of_kind(kind: str) -> Any:
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("block_size", [1, 5, "chunk"])
 @pytest.mark.parametrize("kind", ["csr", "int64 indices", "u1", "dense", "float64"])
-def test_what_the_cpu_backend_hands_over(
+def test_minibatches_match_the_cpu_backend(
     open_fake: Callable[..., Opened], kind: str, block_size: int | str, output: str
 ) -> None:
     settings = {**SMALL, "block_size": block_size, "output": output}
@@ -49,14 +49,14 @@ def test_what_the_cpu_backend_hands_over(
 
 
 @pytest.mark.parametrize("kind", ["csr", "dense"])
-def test_in_the_cache(open_fake: Callable[..., Opened], kind: str) -> None:
+def test_cells_in_memory_work_with_the_cache(open_fake: Callable[..., Opened], kind: str) -> None:
     opened = open_fake(of_kind(kind), device_cache="1MiB", block_size=3, **SMALL)
     for _ in range(3):
         for batch in opened.epoch():
             np.testing.assert_array_equal(batch.X, counts().toarray()[batch.rows])
 
 
-def test_beside_a_file(open_fake: Callable[..., Opened], plain: Stored) -> None:
+def test_cells_in_memory_work_beside_a_file(open_fake: Callable[..., Opened], plain: Stored) -> None:
     import anndata
 
     adata = anndata.AnnData(csr_matrix(counts(seed=7)), plain.obs, anndata.read_h5ad(plain.path).var)
@@ -73,7 +73,7 @@ def test_a_column_number_out_of_range_is_named(open_fake: Callable[..., Opened])
         list(opened.epoch())
 
 
-def test_bytes_that_are_missing_are_a_short_read(open_fake: Callable[..., Opened]) -> None:
+def test_missing_bytes_are_a_short_read(open_fake: Callable[..., Opened]) -> None:
     opened = open_fake(counts(), **SMALL)
     for source in opened.loader._store.sources:
         source.memory = source.memory[: source.nbytes // 2]

@@ -184,7 +184,7 @@ def compiled(headers: Path, compiler: str, tmp_path_factory: pytest.TempPathFact
 # --- against the headers
 
 
-def test_structs_numbers_and_functions_are_the_headers(compiled: Callable[[int], Path]) -> None:
+def test_structs_numbers_and_functions_match_the_headers(compiled: Callable[[int], Path]) -> None:
     recorder = Recorder(compiled(5300))
     for c_name in C_NAMES.values():
         assert recorder.default_options(c_name) == bytes(Options())
@@ -204,7 +204,7 @@ def test_every_argument_arrives_where_it_belongs(
 ) -> None:
     recorder = Recorder(compiled(version), backend=backend)
     library, prefix = recorder.nvcomp, f"nvcompBatched{C_NAMES[algorithm]}Decompress"
-    # Blackwell's decompression engine takes damaged lz4 for whole: the CUDA kernels are the default.
+    # Blackwell's decompression engine accepts damaged lz4 as intact: the CUDA kernels are the default.
     chosen = "cuda" if (algorithm, backend) == ("lz4", "default") else backend
     options = bytes(Options(nvcomp.BACKENDS[chosen]))
     assert library.version == f"{version // 1000}.{version // 100 % 10}.0"
@@ -224,7 +224,7 @@ def test_every_argument_arrives_where_it_belongs(
     assert recorder.call() == (f"{prefix}Async", [*reversed(values.values()), stream], options)
 
 
-def test_nothing_is_enqueued_for_no_chunk(compiled: Callable[[int], Path]) -> None:
+def test_nothing_is_enqueued_without_chunks(compiled: Callable[[int], Path]) -> None:
     recorder = Recorder(compiled(5300))
     recorder.nvcomp.alignment("zstd")
     recorder.answer(1000)
@@ -269,7 +269,7 @@ def test_a_refusal_is_one_sentence(
 
 
 @pytest.mark.parametrize("version", [3006, 4200, 7000])
-def test_another_version_is_refused(compiled: Callable[[int], Path], version: int) -> None:
+def test_unsupported_version_is_refused(compiled: Callable[[int], Path], version: int) -> None:
     path = compiled(version)
     with pytest.raises(gpuload.DeviceError) as caught:
         Nvcomp(path=str(path))
@@ -286,7 +286,7 @@ def test_a_library_that_is_not_nvcomp_is_refused(compiler: str, tmp_path: Path) 
         Nvcomp(path=str(path))
 
 
-def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_a_library_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "libnvcomp.so.5"
     for content in (None, b"", b"not a library" * 100):
         if content is not None:
@@ -305,7 +305,7 @@ def test_a_missing_library_names_the_pip_command(monkeypatch: pytest.MonkeyPatch
     assert "nvidia-nvcomp-cu13" in str(caught.value)
 
 
-def test_without_the_package_the_system_is_asked(
+def test_system_library_is_used_without_the_package(
     compiled: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("nvidia", "nvidia.libnvcomp"):
@@ -336,7 +336,7 @@ def test_an_unknown_algorithm_is_refused(library: Nvcomp) -> None:
             call()
 
 
-def test_the_library_says_its_version(library: Nvcomp) -> None:
+def test_library_reports_its_version(library: Nvcomp) -> None:
     assert re.fullmatch(r"[56]\.\d\.\d+", library.version)
     assert re.fullmatch(r"\d+\.\d", library.cuda_version)
     assert Path(library.path).name.startswith("libnvcomp.so")
@@ -347,7 +347,7 @@ def test_the_library_says_its_version(library: Nvcomp) -> None:
     ("algorithm", "alignment"),
     [("deflate", (4, 1, 1)), ("gzip", (1, 1, 1)), ("zstd", (1, 1, 8)), ("lz4", (1, 1, 1)), ("snappy", (1, 1, 1))],
 )
-def test_alignments_are_what_the_backend_counts_on(
+def test_alignments_are_those_the_backend_relies_on(
     library: Nvcomp, algorithm: str, alignment: tuple[int, int, int], backend: str
 ) -> None:
     found = Nvcomp(backend=backend).alignment(algorithm)
@@ -367,7 +367,7 @@ def test_only_zstd_needs_temporary_memory(library: Nvcomp, algorithm: str) -> No
             assert found >= 3 * n * nbytes
 
 
-def test_what_is_too_large_is_refused_before_any_work(library: Nvcomp) -> None:
+def test_oversized_chunk_is_refused_before_any_work(library: Nvcomp) -> None:
     for algorithm in ALGORITHMS:
         with pytest.raises(gpuload.DeviceError, match=r"nvcompErrorChunkSizeTooLarge \(18\).*smaller chunks"):
             library.temp_nbytes(algorithm, 1, 1 << 32, 1 << 32)
@@ -394,7 +394,7 @@ def test_the_hardware_does_not_decode_zstd(library: Nvcomp) -> None:
         ),
     ],
 )
-def test_a_call_that_cannot_work_raises_and_does_not_crash(
+def test_invalid_call_raises_and_does_not_crash(
     library: Nvcomp, algorithm: str, address: int, n: int, reason: str, backend: str
 ) -> None:
     code = (

@@ -31,10 +31,10 @@ def test_rows(
     for _ in range(2):
         for batch in opened.epoch():
             np.testing.assert_array_equal(batch.X, form.dense[batch.rows])
-    assert_said(caplog)
+    assert_host_decoding_is_logged(caplog)
 
 
-def test_rows_from_afar(
+def test_rows_from_an_object_store(
     open_fake: Callable[..., Opened],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -43,8 +43,8 @@ def test_rows_from_afar(
     (tmp_path / "bucket").mkdir()
     form = FORMS["parquet-tahoe"](tmp_path / "bucket")
     assert_asks_as_the_cpu(open_fake, tmp_path, "s3://bucket/data/*.parquet", form.dense, monkeypatch)
-    assert_said(caplog)
+    assert_host_decoding_is_logged(caplog)
 
 
-def assert_said(caplog: pytest.LogCaptureFixture) -> None:
+def assert_host_decoding_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert any("stored as parquet" in record.message and "host decodes" in record.message for record in caplog.records)

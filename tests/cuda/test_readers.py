@@ -1,4 +1,4 @@
-"""The readers of the CUDA backend: places for extents, KvikIO over a fake driver, page-locked buffers that go round."""
+"""The readers of the CUDA backend: places for extents, KvikIO over a fake driver, reuse of page-locked buffers."""
 
 from __future__ import annotations
 
@@ -142,18 +142,18 @@ def test_kvikio_through_cufile(direct: dict[str, str], body: str) -> None:
     assert not direct[body], direct[body]
 
 
-def test_a_cufile_that_may_bounce_and_has_no_kernel_driver_is_compat(fakes: Path) -> None:
+def test_bouncing_cufile_without_a_kernel_driver_is_compat(fakes: Path) -> None:
     name = "direct_transfers_are_of_whole_pages"
     environment = {"KVIKIO_COMPAT_MODE": "OFF", "FAKE_ALLOW_COMPAT": "1", "LD_PRELOAD": str(fakes / "libcufile.so.0")}
     outcome = outcomes(fakes, [name], **environment)[name]
     assert 'assert reader.io_mode == "gds"' in outcome, outcome
 
 
-# --- KvikIO, refused before it is asked for anything
+# --- KvikIO, refused before any read
 
 
 @pytest.mark.parametrize("mode", ["OFF", "ON"])
-def test_without_a_driver_it_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_kvikio_without_a_driver_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     monkeypatch.setenv("KVIKIO_COMPAT_MODE", mode)
     monkeypatch.setattr(kvikio_module, "_DRIVER", "libcuda-that-is-not-there.so.1")
     with pytest.raises(DeviceError, match=r"needs the NVIDIA driver, but libcuda-that-is-not-there.* device='cpu'"):
@@ -161,14 +161,14 @@ def test_without_a_driver_it_is_refused_at_once(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("missing", ["kvikio", "kvikio.defaults"])
-def test_without_kvikio_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_missing_kvikio_names_the_pip_command(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setattr(kvikio_module, "_check_driver", lambda: None)
     monkeypatch.setitem(sys.modules, "kvikio", None)
     with pytest.raises(MissingDependencyError, match=r"kvikio-cu13>=26\.10.*pip install 'gpuload\[cuda13\]'"):
         KvikioReader(LateDevice())
 
 
-def test_a_kvikio_that_finds_no_cufile_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_kvikio_without_cufile_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "kvikio.py").write_text("raise RuntimeError('libcufile.so is not to be found')")
     monkeypatch.setattr(kvikio_module, "_check_driver", lambda: None)
     monkeypatch.delitem(sys.modules, "kvikio", raising=False)
@@ -186,10 +186,10 @@ def test_kvikio_settings_are_checked_first(settings_: dict[str, Any]) -> None:
         KvikioReader(LateDevice(), **settings_)
 
 
-# --- objects, by a KvikIO that is not to be trusted
+# --- objects, through an unreliable KvikIO
 
 
-def test_parts_of_objects_that_come_short_are_asked_for_again_and_told() -> None:
+def test_short_parts_of_objects_are_requested_again_and_reported() -> None:
     asked = []
 
     class Handle:
@@ -374,7 +374,7 @@ def reader(device: LateDevice) -> Iterator[PinnedReader]:
     made.close()
 
 
-def test_buffers_go_round_only_after_they_were_copied(device: LateDevice, file: FileSource) -> None:
+def test_buffers_are_reused_only_after_they_were_copied(device: LateDevice, file: FileSource) -> None:
     reader = PinnedReader(device, num_threads=1, buffer_nbytes=1000)
     read, out = start(reader, file, [1, 50_000], [50_000, 50_000])
     read.result()
@@ -386,7 +386,7 @@ def test_buffers_go_round_only_after_they_were_copied(device: LateDevice, file: 
     reader.close()
 
 
-def test_neighbours_go_over_in_one_copy_per_buffer(device: LateDevice, file: FileSource) -> None:
+def test_neighbours_are_copied_together_per_buffer(device: LateDevice, file: FileSource) -> None:
     reader = PinnedReader(device, num_threads=1, buffer_nbytes=1 << 20)
     offset, nbytes = np.arange(0, 90_000, 9_000), np.full(10, 3_000)
     _, _, place, total = place_extents(offset, nbytes, file.nbytes)
@@ -400,7 +400,7 @@ def test_neighbours_go_over_in_one_copy_per_buffer(device: LateDevice, file: Fil
 @pytest.mark.parametrize(
     ("size", "offset", "nbytes"), [(100_003, 99_000, 1_004), (50_000, 40_000, 30_000), (50_000, 60_000, 500)]
 )
-def test_a_short_read_says_what_the_cpu_backend_says(
+def test_short_read_is_reported_as_on_the_cpu_backend(
     reader: PinnedReader, tmp_path: Path, size: int, offset: int, nbytes: int, through_python: bool
 ) -> None:
     path = tmp_path / "cut.h5ad"
@@ -429,7 +429,7 @@ def test_a_short_read_counts_what_other_threads_read(file: FileSource) -> None:
         _fill(file, NAME, whole, np.array([120_000]), np.array([1000]), np.array([0]), host)
 
 
-def test_a_failure_goes_before_what_it_stopped() -> None:
+def test_a_failure_takes_precedence_over_cancellations() -> None:
     pending = Pending()
     for error in (CancelledError(), ReadError("disk on fire."), DeviceError("later")):
         task: Future[None] = Future()
@@ -439,7 +439,7 @@ def test_a_failure_goes_before_what_it_stopped() -> None:
         pending.result()
 
 
-def test_an_error_of_the_source_surfaces_as_it_is_and_the_next_read_is_whole(
+def test_source_error_is_raised_unchanged_and_next_read_works(
     reader: PinnedReader, device: LateDevice, file: FileSource
 ) -> None:
     source = FakeSource(file, fail_at=3, error=ReadError("disk on fire."))
@@ -466,7 +466,7 @@ def test_nothing_is_copied_after_a_failed_read_has_ended(device: LateDevice, fil
     reader.close()
 
 
-def test_a_cancelled_read_begins_no_further_part(reader: PinnedReader, device: LateDevice, file: FileSource) -> None:
+def test_a_cancelled_read_starts_no_further_part(reader: PinnedReader, device: LateDevice, file: FileSource) -> None:
     source = FakeSource(file, delay_s=0.02)
     read, _ = start(reader, source, [0], [80_000])
     while not source.reads:
@@ -481,7 +481,7 @@ def test_a_cancelled_read_begins_no_further_part(reader: PinnedReader, device: L
     assert device.n_uploads == n_uploads
 
 
-def test_cancelling_what_is_whole_changes_nothing(reader: PinnedReader, file: FileSource) -> None:
+def test_cancelling_a_finished_read_changes_nothing(reader: PinnedReader, file: FileSource) -> None:
     read, _ = start(reader, file, [0], [5_000])
     read.result()
     read.cancel()
@@ -489,7 +489,7 @@ def test_cancelling_what_is_whole_changes_nothing(reader: PinnedReader, file: Fi
 
 
 @pytest.mark.parametrize("where", ["pinned", "upload", "wait"])
-def test_a_fault_of_the_device_surfaces_and_passes(device: LateDevice, file: FileSource, where: str) -> None:
+def test_device_error_is_raised_and_later_reads_work(device: LateDevice, file: FileSource, where: str) -> None:
     reader = PinnedReader(device, num_threads=1, buffer_nbytes=1000)
     for _ in range(3):  # more often than there are buffers: none is lost
         device.fail[where] = [DeviceError("cuda:0: on strike.")]
@@ -505,7 +505,7 @@ def test_a_fault_of_the_device_surfaces_and_passes(device: LateDevice, file: Fil
     reader.close()
 
 
-def test_many_reads_at_a_time_by_many_threads(device: LateDevice, file: FileSource) -> None:
+def test_many_reads_run_at_once_on_several_threads(device: LateDevice, file: FileSource) -> None:
     reader = PinnedReader(device, num_threads=3, buffer_nbytes=3000)
     started = [start(reader, file, [k, 50_000 - k], [40_000, 777]) for k in range(20)]
     for read, _ in reversed(started):
@@ -516,7 +516,7 @@ def test_many_reads_at_a_time_by_many_threads(device: LateDevice, file: FileSour
     reader.close()
 
 
-def test_closing_waits_then_leaves_nothing(file: FileSource) -> None:
+def test_closing_waits_and_leaves_nothing_behind(file: FileSource) -> None:
     device = LateDevice()
     before = {t.name for t in threading.enumerate()}
     n_descriptors = len(os.listdir("/proc/self/fd"))
@@ -536,7 +536,7 @@ def test_closing_waits_then_leaves_nothing(file: FileSource) -> None:
         start(reader, file, [0], [10])
 
 
-def test_what_was_not_begun_when_closed_is_cancelled(file: FileSource) -> None:
+def test_reads_not_started_when_closed_are_cancelled(file: FileSource) -> None:
     reader = PinnedReader(LateDevice(), num_threads=1, buffer_nbytes=1000)
     source = FakeSource(file, delay_s=0.02)
     read, _ = start(reader, source, [0], [50_000])
@@ -548,7 +548,7 @@ def test_what_was_not_begun_when_closed_is_cancelled(file: FileSource) -> None:
     assert len(source.reads) < 10
 
 
-def test_a_reader_closed_by_a_thread_of_its_own_does_not_wait_for_itself(device: LateDevice, file: FileSource) -> None:
+def test_reader_closed_by_its_own_thread_does_not_deadlock(device: LateDevice, file: FileSource) -> None:
     reader = PinnedReader(device, num_threads=1, buffer_nbytes=100_000)
     use: Callable[[], None] = device.use
 
@@ -582,10 +582,10 @@ def test_pinned_settings_are_checked(settings_: dict[str, Any]) -> None:
         PinnedReader(LateDevice(), **settings_)
 
 
-def test_threads_may_be_a_number_of_numpy() -> None:
+def test_num_threads_may_be_a_numpy_integer() -> None:
     reader = PinnedReader(LateDevice(), num_threads=np.int64(2))  # type: ignore[arg-type]
     reader.close()
 
 
-def test_its_mode_is_pinned() -> None:
+def test_io_mode_of_the_pinned_reader_is_pinned() -> None:
     assert PinnedReader(LateDevice()).io_mode == "pinned"

@@ -39,11 +39,11 @@ def test_rows(
     for _ in range(2):
         for batch in opened.epoch():
             np.testing.assert_array_equal(batch.X, counts()[batch.rows].toarray())
-    assert_said(caplog)
+    assert_host_decoding_is_logged(caplog)
 
 
 @pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)], ids=["as wide as rows", "narrow"])
-def test_rows_from_afar(
+def test_rows_from_an_object_store(
     open_fake: Callable[..., Opened],
     tmp_path: Path,
     tiles: Any,
@@ -53,8 +53,8 @@ def test_rows_from_afar(
     (tmp_path / "data").mkdir()
     write_experiment(tmp_path / "data" / "cells", tiles=tiles)
     assert_asks_as_the_cpu(open_fake, tmp_path, "s3://data/cells", counts().toarray(), monkeypatch)
-    assert_said(caplog)
+    assert_host_decoding_is_logged(caplog)
 
 
-def assert_said(caplog: pytest.LogCaptureFixture) -> None:
+def assert_host_decoding_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert any("stored as tiledb" in record.message and "host decodes" in record.message for record in caplog.records)

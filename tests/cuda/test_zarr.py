@@ -63,7 +63,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_rows_are_what_zarr_reads(open_fake: Callable[..., Opened], tmp_path: Path, name: str) -> None:
+def test_rows_match_what_zarr_reads(open_fake: Callable[..., Opened], tmp_path: Path, name: str) -> None:
     path = tmp_path / f"store.{'zip' if name.startswith('zip') else 'zarr'}"
     FORMS[name].write(path)
     expected = writers.read_matrix(path, "X")
@@ -106,7 +106,7 @@ def test_checksums_are_verified_on_the_device(
         assert ("check_gzip" in opened.device.launched) == ("gzip" in name)
 
 
-def test_a_fletcher32_within_a_crc32c(
+def test_fletcher32_within_a_crc32c_is_verified(
     open_fake: Callable[..., Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import zarr.codecs.numcodecs as nc
@@ -122,7 +122,7 @@ def test_a_fletcher32_within_a_crc32c(
     assert {"check_crc", "check_fletcher32"} <= set(opened.device.launched)
 
 
-def test_a_checksum_before_the_codec_is_said_to_go_to_the_host(
+def test_checksum_before_the_codec_is_logged_as_host_decoded(
     open_fake: Callable[..., Opened], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "store.zarr"
@@ -165,7 +165,7 @@ def test_a_damaged_bit_is_found(
 @pytest.mark.parametrize(
     ("name", "at"), [("v2-csr-gzip", -8), ("v2-csr-gzip", -1), ("v3-csr-gzip-crc32c", -12), ("v3-csr-crc32c", -1)]
 )
-def test_no_checksum_is_verified_where_none_is_to_be(
+def test_checksums_are_not_verified_with_verify_never(
     open_fake: Callable[..., Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, at: int
 ) -> None:
     path = tmp_path / "store.zarr"
@@ -189,7 +189,7 @@ def member(plain: bytes, flags: int, fields: bytes) -> bytes:
     [(8, b"cells\0"), (16, b"a comment\0"), (4, b"\x03\x00abc"), (4 | 8, b"\x03\x00abccells\0")],
     ids=["name", "comment", "extra", "extra and name"],
 )
-def test_a_longer_header_is_decoded_on_the_host(
+def test_gzip_header_with_extra_fields_is_decoded_on_the_host(
     open_fake: Callable[..., Opened],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -209,7 +209,7 @@ def test_a_longer_header_is_decoded_on_the_host(
 
 @pytest.mark.parametrize("verify", ["once", "never"])
 @pytest.mark.parametrize("n_head", [0, 5, 40])
-def test_several_members_are_decoded_on_the_host(
+def test_several_gzip_members_are_decoded_on_the_host(
     open_fake: Callable[..., Opened], tmp_path: Path, n_head: int, verify: str
 ) -> None:
     path = tmp_path / "store.zarr"
@@ -224,7 +224,7 @@ def test_several_members_are_decoded_on_the_host(
 
 @pytest.mark.parametrize("name", ["v2-csr-gzip", "v3-csr-gzip-crc32c", "v3-csr-crc32c"])
 @pytest.mark.parametrize("n_left", [1, 3, 4, 5, 18, 22])
-def test_a_chunk_cut_short_is_named(open_fake: Callable[..., Opened], tmp_path: Path, name: str, n_left: int) -> None:
+def test_truncated_chunk_is_named(open_fake: Callable[..., Opened], tmp_path: Path, name: str, n_left: int) -> None:
     path = tmp_path / "store.zarr"
     FORMS[name].write(path)
     file = path / ("X/data/0" if name.startswith("v2") else "X/data/c/0")
@@ -246,7 +246,7 @@ def test_a_damaged_chunk_is_named_by_its_file(open_fake: Callable[..., Opened], 
     assert str(caught.value).startswith(f"{file}: chunk 0 of /X/data at byte 0 is damaged: ")
 
 
-def test_a_wrong_size_before_a_block_of_lz4_is_found(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
+def test_wrong_size_before_an_lz4_block_is_found(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"
     FORMS["v2-csr-lz4"].write(path)
     file = path / "X/data/0"
@@ -257,7 +257,7 @@ def test_a_wrong_size_before_a_block_of_lz4_is_found(open_fake: Callable[..., Op
         list(open_fake(path, **SMALL).epoch())
 
 
-def test_stores_beside_each_other(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
+def test_collection_of_stores_is_read(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
     path = tmp_path / "collection.zarr"
     writers.collection(path, 4)
     expected = np.concatenate([counts(20 + i, seed=i).toarray() for i in range(4)])
@@ -268,7 +268,7 @@ def test_stores_beside_each_other(open_fake: Callable[..., Opened], tmp_path: Pa
 def test_zstds_own_checksum_is_verified(
     open_fake: Callable[..., Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk of noise is stored as it is, so that it can be decoded whatever becomes of its bytes."""
+    """A chunk of noise is stored uncompressed, so that it decodes even if its bytes are damaged."""
     path = tmp_path / "store.zarr"
     noise = np.random.default_rng(0).normal(size=counts().nnz)
     X = csr_matrix((noise, counts().indices, counts().indptr), counts().shape, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Labels from a table: which cells get which; where none can be added: one sentence, and a file that is as it was."""
+"""Labels from a table: which cells get which; if none can be added, one sentence and an unchanged file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         ("stage,kind\nLATE,a\n", ["kind"], 1, "the table has none of the labels in 'stage'"),
     ],
 )
-def test_a_table_that_adds_nothing(
+def test_table_that_adds_nothing_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], table: str, columns: list[str], code: int, message: str
 ) -> None:
     writers.write_plain(tmp_path / "cells.h5ad")
@@ -41,7 +41,7 @@ def test_a_table_that_adds_nothing(
     assert (tmp_path / "cells.h5ad").read_bytes() == before
 
 
-def test_a_file_without_obs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_without_obs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     h5py.File(tmp_path / "cells.h5ad", "w").close()
     (tmp_path / "table.csv").write_text("stage,kind\nlate,a\n")
     command = [str(tmp_path / "table.csv"), str(tmp_path / "cells.h5ad"), "--by", "stage", "--columns", "kind"]
@@ -57,7 +57,7 @@ def test_a_file_without_obs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("text", "{}: it cannot be opened: Unable to"),
     ],
 )
-def test_no_file_is_changed_if_one_cannot_be(
+def test_no_file_is_changed_if_one_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], second: str, said: str
 ) -> None:
     first, path = tmp_path / "first.h5ad", tmp_path / "second.h5ad"
@@ -77,9 +77,7 @@ def test_no_file_is_changed_if_one_cannot_be(
 
 
 @pytest.mark.parametrize("is_column", [False, True])
-def test_the_names_of_cells_are_not_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_column: bool
-) -> None:
+def test_cell_names_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str], is_column: bool) -> None:
     obs = pd.DataFrame({"stage": ["late", "early"]}, index=pd.Index(["a", "b"], name="kind"))
     if is_column:
         obs["kind"] = obs.index
@@ -91,8 +89,8 @@ def test_the_names_of_cells_are_not_replaced(
     assert anndata.read_h5ad(tmp_path / "cells.h5ad").obs_names.tolist() == ["a", "b"]
 
 
-def test_labels_of_files_of_old_versions_of_anndata(tmp_path: Path) -> None:
-    """anndata 0.7 has a column's categories elsewhere: the codes are no labels."""
+def test_labels_are_read_from_old_anndata_files(tmp_path: Path) -> None:
+    """anndata 0.7 stores a column's categories elsewhere; its codes are not labels."""
     path = tmp_path / "cells.h5ad"
     obs = pd.DataFrame({"drug": pd.Categorical(["1", "0", "1"])}, index=["a", "b", "c"])
     anndata.AnnData(np.ones((3, 2), np.float32), obs).write_h5ad(path)
@@ -136,14 +134,14 @@ def test_cells_without_a_label_get_no_value(tmp_path: Path, capsys: pytest.Captu
     assert added(tmp_path, labels, gap, "moa") == [["x", "COX", None, None]]
 
 
-def test_only_an_empty_field_is_no_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_empty_fields_are_missing_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = "drug,moa,plate\nDMSO,None,1\nA,NA,10\nB,,\nC,kinase,\n"
     found = added(tmp_path, pd.Categorical(["DMSO", "A", "B", "C", "D"]), table, "moa", "plate")
     assert found == [["None", "NA", None, "kinase", None], ["1", "10", None, None, None]]
     assert capsys.readouterr().out.endswith("cells.h5ad: 3 cells have moa and 2 cells have plate now\n")
 
 
-def test_whole_numbers_stay_whole_beside_a_gap(tmp_path: Path) -> None:
+def test_whole_numbers_stay_whole_beside_missing_values(tmp_path: Path) -> None:
     table = pd.DataFrame({"drug": ["A", "B"], "plate": [1, None]})
     assert added(tmp_path, pd.Categorical(["A", "B"]), table, "plate") == [["1", None]]
 
@@ -153,7 +151,7 @@ def test_numbers_are_matched_as_numbers(tmp_path: Path, labels: Any) -> None:
     assert added(tmp_path, labels, "drug,moa\n01,x\n2.0,y\nnone,z\n", "moa") == [["x", None, "y"]]
 
 
-def test_yes_and_no_are_not_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_booleans_are_not_matched_as_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert added(tmp_path, [True, False, True], "drug,moa\nTrue,x\nFalse,y\n", "moa") == [["x", "y", "x"]]
     (tmp_path / "table.csv").write_text("drug,moa\n0,y\n1,x\n")
     command = [str(tmp_path / "table.csv"), str(tmp_path / "cells.h5ad"), "--by", "drug", "--columns", "moa"]
@@ -161,7 +159,7 @@ def test_yes_and_no_are_not_numbers(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "the table has none of the labels in 'drug'; check how both spell them." in capsys.readouterr().err
 
 
-def test_a_number_written_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_number_in_two_spellings_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     added(tmp_path, [1, 2], "drug,moa\n1,x\n", "moa")
     before = (tmp_path / "cells.h5ad").read_bytes()
     (tmp_path / "table.csv").write_text("drug,moa\n1,x\n1.0,y\n")
@@ -202,14 +200,14 @@ def test_a_column_stays_until_the_new_one_is_written(
 
 
 @pytest.mark.parametrize("mine", ["kind.new", "__add_labels__"])
-def test_the_next_run_replaces_what_a_killed_or_interrupted_one_left(
+def test_next_run_replaces_leftovers_of_a_killed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mine: str
 ) -> None:
     path, killed = tmp_path / "cells.h5ad", tmp_path / "killed.h5ad"
     obs = pd.DataFrame({"stage": ["late", "early"], "kind": ["old", "old"], mine: ["mine", "mine"]}, ["a", "b"])
     anndata.AnnData(np.ones((2, 1), np.float32), obs).write_h5ad(path)
     with h5py.File(path, "r+") as file:
-        file["obs/kind.new."] = [1, 2]  # no column, and somebody's
+        file["obs/kind.new."] = [1, 2]  # not a column, and not ours
         there = {*file["obs"], "group"}
     (tmp_path / "table.csv").write_text("stage,group,kind\nlate,x,a\nearly,y,b\n")
     write = add_labels.write_elem

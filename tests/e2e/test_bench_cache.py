@@ -1,4 +1,4 @@
-"""``gpuload bench --cache``: later epochs come from the local disk, and it is told how much of each did."""
+"""``gpuload bench --cache``: later epochs come from the local disk, and the share of each epoch is reported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def server(plain: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         yield running
 
 
-def test_the_hits_of_each_epoch(server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_reports_cache_hits_per_epoch(
+    server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, page = str(tmp_path / "blocks"), tmp_path / "out.html"
     command = ["bench", "s3://data/cells.h5ad", *QUICK, "--cache", folder, "--cache-budget", "1GiB"]
     assert main([*command, "--seconds", "2", "--json"]) == 0
@@ -55,14 +57,14 @@ def test_the_hits_of_each_epoch(server: Running, tmp_path: Path, capsys: pytest.
     assert [epoch["epoch"] for epoch in found["epochs"]] == list(range(len(found["epochs"])))
     assert all(epoch["is_whole"] for epoch in later[:-1])
     assert first["hit_ratio"] < found["hit_ratio"] < 1
-    assert main([*command, "--seconds", "0.5", "--report", str(page)]) == 0  # all is here from the start
+    assert main([*command, "--seconds", "0.5", "--report", str(page)]) == 0  # everything is cached already
     assert f"100 % of the bytes from {folder}: epoch 0 100 %, " in " ".join(capsys.readouterr().out.split())
     text = page.read_text()
     assert f"100 % of the bytes came from {folder}" in text
     assert "<td>0</td><td>100 %</td>" in text
 
 
-def test_without_a_cache_nothing_is_told(plain: Stored, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_reported_without_a_cache(plain: Stored, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(plain.path), *QUICK, "--seconds", "0.1", "--json"]) == 0
     assert "cache" not in json.loads(capsys.readouterr().out)
 
@@ -81,7 +83,7 @@ def test_without_a_cache_nothing_is_told(plain: Stored, capsys: pytest.CaptureFi
         ),
     ],
 )
-def test_what_cannot_be_cached(
+def test_invalid_cache_use_is_refused(
     paths: list[str],
     options: list[str],
     words: str,
@@ -95,7 +97,7 @@ def test_what_cannot_be_cached(
     assert words in capsys.readouterr().err
 
 
-def test_of_many_epochs_the_first_and_the_last_are_told() -> None:
+def test_summary_of_many_epochs_is_abbreviated() -> None:
     epochs = [bench_cache.Epoch(k, 100 if k else 25, 0 if k else 75, k < 9).as_dict() for k in range(10)]
     assert bench_cache.told({"folder": "here", "hit_ratio": 0.925, "epochs": epochs}) == (
         "92 % of the bytes from here: epoch 0 25 %, epoch 1 100 %, epoch 2 100 %, epoch 3 100 %, epoch 4 100 %, ..., "

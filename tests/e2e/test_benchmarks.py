@@ -22,7 +22,7 @@ from gpuload.synthetic import tahoe_shaped
 from tests.other_forms import write_scdl
 from tests.soma_writers import write_experiment
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the rivals warn of things that are theirs
+pytestmark = pytest.mark.filterwarnings("ignore")  # the rivals issue warnings of their own
 
 ARMS = {arm.name: arm for arm in arms(batch_size=16, fetch_factor=4)}
 ROOT = frame.ROOT
@@ -118,7 +118,7 @@ def write_collection(adata, store):
         anndata.io.write_elem(root, f"dataset_{i}", adata[rows].copy())
 
 
-def test_a_store_is_made_once_and_anew_where_that_was_interrupted(tmp_path):
+def test_store_is_made_once_and_again_if_interrupted(tmp_path):
     soma, census = tmp_path / "tahoe.200k-soma", tmp_path / "tahoe.200k-census"
 
     def broken():
@@ -166,7 +166,7 @@ def test_a_loader_that_hands_over_wrong_rows_is_not_timed(cells):
         check_rows(Batches(FakeLoading(X, label + 1), 4), path, opened=0.0)
 
 
-def test_whole_fetches_are_timed_over_the_ends_of_epochs(cells):
+def test_whole_fetches_are_timed_across_epochs(cells):
     batches = Batches(FakeLoading(*cells[1:]), 4)  # 25 batches an epoch: fetches of 4, 4, 4, 4, 4, 4 and 1
     batches.skip_fetches(1)
     timed = batches.time_fetches(0.0)
@@ -182,7 +182,7 @@ def test_entropy():
     assert entropy_bits(np.array([0, 1, 2, 3])) == pytest.approx(2)
 
 
-def test_runner_and_report_from_end_to_end(cells, tmp_path, capsys):
+def test_runner_and_report_end_to_end(cells, tmp_path, capsys):
     pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
     out, readme, picture = tmp_path / "results.jsonl", tmp_path / "README.md", tmp_path / "rivals.png"
@@ -206,11 +206,11 @@ def test_runner_and_report_from_end_to_end(cells, tmp_path, capsys):
     readme.write_text(f"{report.BEGIN}\n{report.END}\n")
     assert report.main([str(out), "--readme", str(readme)]) == 0
     assert readme.read_text().count("400 cells") == 1
-    assert report.main([str(out), str(out), "--readme", str(readme)]) == 0  # as if of two machines
+    assert report.main([str(out), str(out), "--readme", str(readme)]) == 0  # as if from two machines
     assert readme.read_text().count("400 cells") == 2
 
 
-def test_runner_records_a_failure_and_goes_on(cells, tmp_path):
+def test_runner_records_a_failed_arm(cells, tmp_path):
     pytest.importorskip("torch")
     broken = tmp_path / "broken.h5ad"
     broken.write_bytes(cells[0].read_bytes())
@@ -226,14 +226,14 @@ def test_runner_records_a_failure_and_goes_on(cells, tmp_path):
     assert record["arm"]["name"] == "scipy-in-ram/dense"
 
 
-def test_runner_lists_and_refuses_arms(cells, capsys):
+def test_runner_lists_arms_and_refuses_unknown_ones(cells, capsys):
     assert run_rivals.main(["--file", str(cells[0]), "--list", "--only", "csr"]) == 0
     assert "gpuload/csr/chunk" in capsys.readouterr().out
     assert run_rivals.main(["--file", str(cells[0]), "--only", "nothing"]) == 2
     assert "--only nothing: no such arm" in capsys.readouterr().err
 
 
-def test_arms_have_names_of_their_own_and_known_rivals():
+def test_arms_have_unique_names_and_known_rivals():
     everything = arms()
     assert len({arm.name for arm in everything}) == len(everything)
     assert {arm.rival for arm in everything} == set(NEEDED)
@@ -242,7 +242,7 @@ def test_arms_have_names_of_their_own_and_known_rivals():
     assert named | {goal[0] for goal in report.LIMITS} <= {arm.name for arm in everything}
 
 
-def test_the_readmes_have_the_tables_of_the_records_whose_arms_can_be_run_again(tmp_path):
+def test_readme_tables_match_the_records(tmp_path):
     results = [RESULTS / f"{name}.jsonl" for name in ("rivals_epyc", "rivals")]
     readme, details = tmp_path / "README.md", tmp_path / "details.md"
     for copy, page in ((readme, ROOT / "README.md"), (details, ROOT / "benchmarks" / "README.md")):
@@ -254,7 +254,7 @@ def test_the_readmes_have_the_tables_of_the_records_whose_arms_can_be_run_again(
     assert measured <= {arm.name for arm in arms()}
 
 
-def test_every_file_of_records_has_a_command_that_is_documented():
+def test_every_record_file_has_a_documented_command():
     page = (ROOT / "benchmarks" / "README.md").read_text()
     for path in RESULTS.glob("*.jsonl"):
         command = f"python -m benchmarks.run_{path.stem.partition('_epyc')[0].partition('_apart')[0]}"
@@ -284,7 +284,7 @@ def test_report_takes_medians_and_compares():
     assert "| gpuload/dense/chunk: speed over scdataset/dense/16 | at least 7x | 8.00x | yes |" in report.goals(records)
 
 
-def test_every_loader_is_named_beside_ours():
+def test_loader_table_compares_every_loader_with_ours():
     arms_of_table = {arm for _, arm, *_ in report.LOADERS} | {arm for arm, _ in report.BESIDE.values()}
     assert arms_of_table <= {arm.name for arm in arms()}
     assert report.BESIDE.keys() <= {arm for _, arm, *_ in report.LOADERS}
@@ -292,7 +292,7 @@ def test_every_loader_is_named_beside_ours():
     records += [
         record("scipy-in-ram/dense", 400.0),
         record("bionemo-scdl/dense/1", 300.0),
-    ]  # ours beside the last is lacking
+    ]  # the last has no counterpart of ours
     ours = "800 | the .h5ad file, blocks of a chunk"
     assert report.loaders(records).splitlines()[2:] == [
         f"| scDataset | the .h5ad file | blocks of 16 | 100 | {ours} | 8.0x |",
@@ -301,7 +301,7 @@ def test_every_loader_is_named_beside_ours():
     assert report.loaders(records[:1]) == ""
 
 
-def test_an_environment_of_its_own_runs_a_rival(tmp_path):
+def test_rival_runs_in_its_own_environment(tmp_path):
     own = tmp_path / "annbatch" / "bin" / "python"
     own.parent.mkdir(parents=True)
     assert run_rivals._python(ARMS["annbatch/dense"], tmp_path) == sys.executable
@@ -330,7 +330,7 @@ def test_every_stage_runs(cells, tmp_path, capsys, monkeypatch):
     assert "| decode |" in capsys.readouterr().out
 
 
-def test_machine_says_where_numbers_come_from():
+def test_machine_describes_hardware_and_versions():
     described = machine.describe()
     assert described["cores"] >= 1
     assert described["memory_mib"] > 100
@@ -344,13 +344,13 @@ def test_machine_says_where_numbers_come_from():
     assert machine.commit()
 
 
-def test_every_round_begins_at_another_arm():
+def test_every_round_starts_at_a_different_arm():
     assert list(frame.in_turns("ab", 3)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
     assert [arm for _, arm in frame.in_turns(range(4), 2)] == [0, 1, 2, 3, 2, 3, 0, 1]
     assert list(frame.in_turns((), 2)) == []
 
 
-def test_what_runs_apart_returns_or_fails(capfd):
+def test_work_in_a_subprocess_returns_or_fails(capfd):
     assert frame.apart(machine.versions, ["numpy"])["numpy"] == np.__version__
     with pytest.raises(subprocess.CalledProcessError):
         frame.apart(machine.versions, 7)

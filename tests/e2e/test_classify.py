@@ -1,4 +1,4 @@
-"""The classification experiment as a program: every order, what is held out, going on after a kill, two processes."""
+"""The classification experiment as a program: every order, what is held out, resuming after a kill, two processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL = ("--test", "plate_5", "--batch-size", 16, "--block-size", 4, "--fetch-fa
 
 
 @pytest.mark.parametrize("program", ["classify", "modality"])
-def test_without_matplotlib_nothing_is_begun(tmp_path: Path, program: str) -> None:
+def test_missing_matplotlib_is_reported_before_the_work(tmp_path: Path, program: str) -> None:
     (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(\"No module named 'matplotlib'\")")
     command = [sys.executable, PROGRAM.with_name(f"{program}.py"), tmp_path / "made", "--make", "20"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
@@ -69,7 +69,7 @@ def screen(classify: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture
-def run(classify: ModuleType, screen: Path, in_process: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+def run_and_draw(classify: ModuleType, screen: Path, in_process: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Return a function that runs the program; see `in_process`."""
     n_threads = torch.get_num_threads()
 
@@ -79,6 +79,12 @@ def run(classify: ModuleType, screen: Path, in_process: Callable[..., Any]) -> I
     with torch.random.fork_rng():
         yield call
     torch.set_num_threads(n_threads)
+
+
+@pytest.fixture
+def run(run_and_draw: Callable[..., Any], sketched: None) -> Callable[..., Any]:
+    """Return the same function, but that no picture is rendered."""
+    return run_and_draw
 
 
 def report_in(folder: Path) -> dict[str, Any]:
@@ -93,9 +99,9 @@ def outcome(result: dict[str, Any]) -> dict[str, Any]:
 # --- what it does ---
 
 
-def test_every_order_is_trained_scored_and_drawn(run: Callable[..., Any], tmp_path: Path) -> None:
-    models = ("linear", "mlp", "linear")  # one of them twice over: it is trained once
-    code, out, err = run("--out", tmp_path, "--seeds", 2, "--models", *models, "--loader-seconds", 0.05)
+def test_every_order_is_trained_scored_and_plotted(run_and_draw: Callable[..., Any], tmp_path: Path) -> None:
+    models = ("linear", "mlp", "linear")  # a model named twice is trained once
+    code, out, err = run_and_draw("--out", tmp_path, "--seeds", 2, "--models", *models, "--loader-seconds", 0.05)
     assert (code, err) == (0, "")
     report = report_in(tmp_path)
     assert (report["n_train"], report["n_test"]) == (N_TRAIN, N_TEST)
@@ -114,7 +120,7 @@ def test_every_order_is_trained_scored_and_drawn(run: Callable[..., Any], tmp_pa
     assert (tmp_path / "classify.png").stat().st_size > 20_000
     assert "  linear, class-balanced " in out
     assert "  paper: linear, block shuffling" in out
-    assert not list(tmp_path.glob("*.pt")), "what is over leaves no checkpoint"
+    assert not list(tmp_path.glob("*.pt")), "a finished run leaves no checkpoint"
 
 
 def test_it_learns_every_label(run: Callable[..., Any], tmp_path: Path) -> None:
@@ -131,7 +137,7 @@ def test_it_learns_every_label(run: Callable[..., Any], tmp_path: Path) -> None:
         assert result["loss"][-1][0] == result["n_steps"] == 20 * -(-N_TRAIN // 16)
 
 
-def test_no_cell_of_the_held_out_plate_is_learned_from(classify: ModuleType, screen: Path) -> None:
+def test_held_out_plate_is_never_trained_on(classify: ModuleType, screen: Path) -> None:
     arguments = [str(a) for a in (screen, *SMALL)]
     cells = classify.find_cells(classify.parser().parse_args(arguments))
     with cells.open_test() as loader:
@@ -163,7 +169,7 @@ def test_class_balanced_order_shows_all_drugs_equally_often(classify: ModuleType
     assert np.ptp(counts["balanced"]) < 0.5 * np.ptp(counts["random"])
 
 
-def test_a_gene_is_a_line(classify: ModuleType, tmp_path: Path) -> None:
+def test_genes_are_read_one_per_line(classify: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "genes.txt").write_text("HLA A\r\n\n  B2M \n")
     args = classify.parser().parse_args(["cells.h5ad", "--genes", str(tmp_path / "genes.txt")])
     assert classify.Cells(args, None, None).train_settings("random", 0)["genes"] == ["HLA A", "B2M"]
@@ -177,7 +183,7 @@ def test_cells_without_a_label_have_no_loss(classify: ModuleType) -> None:
     assert float(loss.detach()) == pytest.approx(float(expected.detach()))
 
 
-def test_bfloat16_is_another_arithmetic(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_bfloat16_changes_the_losses_slightly(run: Callable[..., Any], tmp_path: Path) -> None:
     common = ("--seeds", 1, "--orders", "random", "--models", "mlp")
     for name, more in (("exact", ()), ("rounded", ("--bf16",))):
         assert run("--out", tmp_path / name, *common, *more)[0] == 0
@@ -186,7 +192,7 @@ def test_bfloat16_is_another_arithmetic(run: Callable[..., Any], tmp_path: Path)
     assert exact[-1][1] == pytest.approx(rounded[-1][1], rel=0.05)
 
 
-# --- going on ---
+# --- resuming ---
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +208,7 @@ TWO_RUNS = ("--seeds", 2, "--orders", "block", "--epochs", 2, "--save-every", 7)
 
 
 @pytest.mark.parametrize("n_done", [5, 61, 110, 200])
-def test_an_interrupted_run_gives_what_it_would_have_given(
+def test_resumed_run_matches_an_uninterrupted_one(
     run: Callable[..., Any],
     classify: ModuleType,
     uninterrupted: list[dict[str, Any]],
@@ -228,7 +234,7 @@ def test_an_interrupted_run_gives_what_it_would_have_given(
     assert run("--out", tmp_path / "parts", *TWO_RUNS)[0] == 0
     assert [outcome(result) for result in report_in(tmp_path / "parts")["runs"]] == uninterrupted
     n_steps = 2 * uninterrupted[0]["n_steps"]
-    assert n_steps < len(calls) <= n_steps + 8, "it went on, and not from the start"
+    assert n_steps < len(calls) <= n_steps + 8, "it resumed, and not from the start"
 
 
 def start(*arguments: object, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[str]:
@@ -246,7 +252,7 @@ def start(*arguments: object, launcher: tuple[str, ...] = (), **environment: str
     )
 
 
-def test_going_on_leaves_adams_counts_on_the_host(classify: ModuleType, tmp_path: Path) -> None:
+def test_resuming_leaves_adam_step_counts_on_the_host(classify: ModuleType, tmp_path: Path) -> None:
     """On a GPU each step would wait for them."""
     import classify_run
 
@@ -268,7 +274,7 @@ def test_going_on_leaves_adams_counts_on_the_host(classify: ModuleType, tmp_path
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on(screen: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes(screen: Path, tmp_path: Path) -> None:
     common = (PROGRAM, screen, *SMALL, "--seeds", 1, "--orders", "random", "--epochs", 30, "--save-every", 1)
     common += ("--loader-seconds", 0)
     place = tmp_path / "parts" / "linear-random-0.pt"
@@ -287,7 +293,7 @@ def test_a_killed_run_goes_on(screen: Path, tmp_path: Path) -> None:
     assert parts == whole
 
 
-def test_a_finished_run_is_not_repeated_unless_it_is_to_be_forgotten(
+def test_finished_run_is_repeated_only_with_fresh(
     run: Callable[..., Any], classify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common = ("--out", tmp_path, "--seeds", 1, "--orders", "block")
@@ -304,7 +310,7 @@ def test_a_finished_run_is_not_repeated_unless_it_is_to_be_forgotten(
     assert trained == ["mlp-block-0", "linear-block-0"]
 
 
-def test_a_checkpoint_that_the_disk_has_no_room_for(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_full_disk_is_reported_when_saving_a_checkpoint(run: Callable[..., Any], tmp_path: Path) -> None:
     unfinished = tmp_path / "linear-block-0.unfinished"
     unfinished.symlink_to("/dev/full")
     code, _, err = run("--out", tmp_path, "--seeds", 1, "--orders", "block", "--save-every", 7)
@@ -315,7 +321,7 @@ def test_a_checkpoint_that_the_disk_has_no_room_for(run: Callable[..., Any], tmp
 OF_OTHERS = ("my_weights.pt", "my_config.json", "linear-block-best.pt", "svm-block-0.json", "lightning/mine/last.ckpt")
 
 
-def test_only_what_the_program_wrote_is_forgotten(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_fresh_deletes_only_files_of_the_program(run: Callable[..., Any], tmp_path: Path) -> None:
     old = ("linear-random-7.pt", "mlp-buffer-12.json")
     (tmp_path / "lightning" / "mine").mkdir(parents=True)
     for name in (*OF_OTHERS, *old):
@@ -327,7 +333,7 @@ def test_only_what_the_program_wrote_is_forgotten(run: Callable[..., Any], tmp_p
 
 @pytest.mark.parametrize("name", ["settings.json", "classify.json"])
 @pytest.mark.parametrize("mine", ['{"block_size": "chunk"}', "[1]", "mine"])
-def test_files_of_others_are_not_replaced(run: Callable[..., Any], tmp_path: Path, name: str, mine: str) -> None:
+def test_foreign_files_are_not_replaced(run: Callable[..., Any], tmp_path: Path, name: str, mine: str) -> None:
     (tmp_path / name).write_text(mine)
     for more in ((), ("--fresh",), ("--fresh", "--make", 600)):
         code, out, err = run("--out", tmp_path, *more, of=tmp_path / "screen")
@@ -336,7 +342,7 @@ def test_files_of_others_are_not_replaced(run: Callable[..., Any], tmp_path: Pat
     assert [path.read_text() for path in tmp_path.iterdir()] == [mine]
 
 
-def test_other_data_are_refused(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
+def test_changed_data_are_refused(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
     mine, genes = tmp_path / "mine", tmp_path / "genes.txt"
     shutil.copytree(screen, mine)
     names = anndata.read_h5ad(screen / "plate_1.h5ad").var_names
@@ -362,7 +368,7 @@ def test_other_data_are_refused(run: Callable[..., Any], screen: Path, tmp_path:
     assert (code, err.startswith(said.format(genes))) == (2, True)
 
 
-def test_the_same_screen_made_again_is_the_same_data(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_remade_screen_counts_as_the_same_data(run: Callable[..., Any], tmp_path: Path) -> None:
     common = ("--out", tmp_path / "out", "--seeds", 1, "--orders", "block", "--test", "plate_14")
     for _ in range(2):
         assert run(*common, "--make", 600, of=tmp_path / "made")[0] == 0
@@ -399,8 +405,8 @@ def test_two_processes_train_one_model(screen: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_of_which_one_was_killed_go_on_as_two_or_as_one(screen: Path, tmp_path: Path) -> None:
-    """As two to the last bit; as one, each cell of the broken epoch is learned from once all the same."""
+def test_run_with_a_killed_process_resumes_on_two_or_one(screen: Path, tmp_path: Path) -> None:
+    """On two, to the last bit; on one, each cell of the interrupted epoch is still trained on exactly once."""
     n_epoch, n_saved, n_killed = math.ceil(math.ceil(N_TRAIN / 2) / 16), 42, 46
 
     def run(name: str, out: str, *launcher: str, killed_at: int = 0) -> list[list[Any]]:
@@ -457,8 +463,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_two_processes_of_which_one_was_killed_are_started_again(tmp_path: Path) -> None:
-    """torchrun keeps its store, where the addresses of those are that were killed: none may be called."""
+def test_torchrun_restarts_after_one_process_is_killed(tmp_path: Path) -> None:
+    """torchrun keeps its store, which still holds the addresses of killed processes: none may be contacted."""
     (tmp_path / "program.py").write_text(STARTED_AGAIN)
     launcher = (*TWO, "--max-restarts", "2")
     path = os.pathsep.join([str(PROGRAM.parent), str(ROOT)])
@@ -484,7 +490,7 @@ def store_of_torchrun(classify: ModuleType, monkeypatch: pytest.MonkeyPatch) -> 
         torch.distributed.destroy_process_group()
 
 
-def test_a_restart_finds_nothing_of_the_start_before(
+def test_restart_sees_nothing_of_the_previous_start(
     store_of_torchrun: Any, classify: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stores = []
@@ -498,10 +504,10 @@ def test_a_restart_finds_nothing_of_the_start_before(
     assert stores[2].get("address") == b"of another"
 
 
-def test_machines_that_count_restarts_otherwise_meet(
+def test_machines_with_different_restart_counts_meet(
     store_of_torchrun: Any, classify: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine does not count a restart that another's process has caused."""
+    """A machine does not count a restart caused by a process of another machine."""
     stores = []
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, store, **more: stores.append(store))
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
@@ -512,7 +518,7 @@ def test_machines_that_count_restarts_otherwise_meet(
     assert stores[1].get("address") == b"of this process"
 
 
-def test_a_process_that_waits_in_vain_for_the_other_says_what_to_do(
+def test_missing_peer_is_reported_with_advice(
     store_of_torchrun: Any,
     run: Callable[..., Any],
     tmp_path: Path,
@@ -527,7 +533,7 @@ def test_a_process_that_waits_in_vain_for_the_other_says_what_to_do(
 
 
 @pytest.mark.parametrize("waits_in", ["barrier", "broadcast_object_list"])
-def test_a_process_whose_other_has_ended_says_so_in_one_line(
+def test_ended_peer_is_reported_in_one_line(
     run: Callable[..., Any], classify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits_in: str
 ) -> None:
     def closed(*_: object) -> None:
@@ -541,11 +547,11 @@ def test_a_process_whose_other_has_ended_says_so_in_one_line(
     said = "another process has ended, which says why, or is stuck:"
     assert (code, err) == (1, f"classify.py: {said} {gloo}Connection closed by peer\n")
     gloo = ""
-    with pytest.raises(RuntimeError, match=r"^Connection closed by peer"):  # an error that nobody has foreseen
+    with pytest.raises(RuntimeError, match=r"^Connection closed by peer"):  # an unforeseen error
         run("--out", tmp_path)
 
 
-def test_held_out_cells_are_enough_for_all_processes(
+def test_more_processes_than_held_out_cells_are_refused(
     run: Callable[..., Any], classify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(classify, "n_processes", lambda: N_TEST + 1)
@@ -554,7 +560,7 @@ def test_held_out_cells_are_enough_for_all_processes(
     assert (code, err, (tmp_path / "out").exists()) == (2, f"classify.py: {said}\n", False)
 
 
-def test_another_number_of_processes_goes_on(
+def test_run_resumes_with_another_number_of_processes(
     run: Callable[..., Any], classify: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process is interrupted; then this is the first of two, which share the cells that are left."""
@@ -588,7 +594,7 @@ def test_another_number_of_processes_goes_on(
 
 @pytest.fixture(scope="module")
 def tahoe(classify: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Fourteen gzip files of its names, columns, index and categories: each file has its own plate's only."""
+    """Fourteen gzip files with its names, columns, index and categories; each file has one plate's categories only."""
     from gpuload.synthetic_screen import screen_plates
 
     folder = tmp_path_factory.mktemp("tahoe")
@@ -629,10 +635,10 @@ def tahoe(classify: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def test_tahoes_files_are_classified_as_they_are(run: Callable[..., Any], tahoe: Path, tmp_path: Path) -> None:
+def test_tahoe_files_are_classified_unchanged(run_and_draw: Callable[..., Any], tahoe: Path, tmp_path: Path) -> None:
     common = ("--test", "plate14", "--seeds", 1, "--orders", "streaming", "block", "balanced", "--out", tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tahoe.glob("*.h5ad")}
-    code, out, err = run(*common, "--labels", "cell_line", "drug", "--epochs", 4, of=tahoe)
+    code, out, err = run_and_draw(*common, "--labels", "cell_line", "drug", "--epochs", 4, of=tahoe)
     assert (code, err) == (0, "")
     assert before == {path: path.stat().st_mtime_ns for path in tahoe.glob("*.h5ad")}
     report = report_in(tmp_path)
@@ -643,10 +649,10 @@ def test_tahoes_files_are_classified_as_they_are(run: Callable[..., Any], tahoe:
     assert all(row["macro_f1"]["cell_line"] > 0.4 for row in report["summary"])
 
 
-def test_tahoes_files_are_packed_into_one_store_and_classified(
+def test_tahoe_files_are_packed_and_classified(
     run: Callable[..., Any], tahoe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fourteen files sorted by plate: what was in plates' order is mixed, and no cell is lost or changed."""
+    """Fourteen files sorted by plate: the packed store is mixed, and no cell is lost or changed."""
     store = tmp_path / "tahoe.zarr"
     files = sorted(tahoe.glob("*.h5ad"))
     assert cli.main(["pack", *map(str, files), str(store)]) == 0
@@ -666,7 +672,7 @@ def test_tahoes_files_are_packed_into_one_store_and_classified(
     assert report["summary"][0]["entropy_bits"]["plate"] > 2, "streaming, and mixed all the same"
 
 
-def test_mechanisms_of_drugs_are_added_to_tahoes_files(
+def test_drug_mechanisms_are_added_to_tahoe_files(
     classify: ModuleType, run: Callable[..., Any], tahoe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import add_labels
@@ -675,7 +681,7 @@ def test_mechanisms_of_drugs_are_added_to_tahoes_files(
         shutil.copy(path, tmp_path)
     files = sorted(tmp_path.glob("*.h5ad"))
     whole = [anndata.read_h5ad(path) for path in files]
-    table = pd.read_csv(tahoe / "drug_metadata.csv").iloc[1:]  # of one drug it knows nothing
+    table = pd.read_csv(tahoe / "drug_metadata.csv").iloc[1:]  # one drug is missing from it
     table.to_csv(tmp_path / "drugs.csv", index=False)
     arguments = [str(tmp_path / "drugs.csv"), *map(str, files), "--by", "drug", "--columns", "moa-broad", "moa-fine"]
     for _ in range(2):  # a second time it replaces them
@@ -714,7 +720,7 @@ def test_mechanisms_of_drugs_are_added_to_tahoes_files(
 
 
 @pytest.mark.parametrize("has_pyarrow", [True, False])
-def test_labels_from_a_table_of_parquet(
+def test_labels_are_read_from_a_parquet_table(
     classify: ModuleType,
     tahoe: Path,
     tmp_path: Path,
@@ -722,7 +728,7 @@ def test_labels_from_a_table_of_parquet(
     capsys: pytest.CaptureFixture[str],
     has_pyarrow: bool,
 ) -> None:
-    """As Tahoe's drugs come: with columns that nobody asked for, and a file that needs a package of its own."""
+    """Like Tahoe's table of drugs: with columns that nobody requested, in a format that needs its own package."""
     import add_labels
 
     (path,) = tahoe.glob("plate1_*.h5ad")
@@ -758,7 +764,7 @@ def test_labels_from_a_table_of_parquet(
         (("--lr", 1e37), 1, "linear-streaming-0: the loss is "),
     ],
 )
-def test_what_is_wrong_is_said(
+def test_errors_are_reported_in_one_line(
     run: Callable[..., Any], tmp_path: Path, arguments: tuple[object, ...], code: int, message: str
 ) -> None:
     found, _, err = run("--out", tmp_path, "--seeds", 1, *arguments)
@@ -780,7 +786,7 @@ def test_what_is_wrong_is_said(
         ("--lr", "inf", "'inf' is not a number above 0"),
     ],
 )
-def test_numbers_that_make_no_training_are_refused(
+def test_out_of_range_numbers_are_refused(
     run: Callable[..., Any], tmp_path: Path, option: str, value: str, message: str
 ) -> None:
     code, _, err = run("--out", tmp_path / "out", option, value)
@@ -789,8 +795,10 @@ def test_numbers_that_make_no_training_are_refused(
 
 
 @pytest.mark.parametrize("wrong", ["path", "--labels", "--test", "--batch-size", "--genes", "--balance"])
-def test_what_cannot_be_read_is_not_kept(run: Callable[..., Any], screen: Path, tmp_path: Path, wrong: str) -> None:
-    """The right command goes in the same folder, and what was there is still there, even where it was to be fresh."""
+def test_invalid_command_leaves_the_folder_usable(
+    run: Callable[..., Any], screen: Path, tmp_path: Path, wrong: str
+) -> None:
+    """The corrected command works in the same folder, and earlier results are still there, even with --fresh."""
     common = ("--out", tmp_path, "--seeds", 1, "--orders", "block", "balanced", "--labels", "moa_broad")
     option = () if wrong == "path" else (wrong, 0 if wrong == "--batch-size" else "nowhere")
     given = {"of": tmp_path / "nowhere.h5ad" if wrong == "path" else screen}
@@ -802,19 +810,19 @@ def test_what_cannot_be_read_is_not_kept(run: Callable[..., Any], screen: Path, 
     assert (tmp_path / "linear-block-0.json").exists()
 
 
-def test_a_label_named_twice_is_learned_once(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_label_named_twice_is_learned_once(run_and_draw: Callable[..., Any], tmp_path: Path) -> None:
     for labels in (("drug",), ("drug", "drug")):
-        assert run("--out", tmp_path, "--seeds", 1, "--orders", "block", "--labels", *labels)[0] == 0
+        assert run_and_draw("--out", tmp_path, "--seeds", 1, "--orders", "block", "--labels", *labels)[0] == 0
         assert report_in(tmp_path)["runs"][0]["macro_f1"].keys() == {"drug"}
 
 
-def test_cells_are_not_made_in_a_file(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
+def test_make_refuses_a_file_as_folder(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
     path = screen / "plate_1.h5ad"
     said = f"classify.py: --make 600: {path} is a file; name a folder to make the cells in.\n"
     assert run("--out", tmp_path, "--make", 600, of=path) == (2, "", said)
 
 
-def test_a_label_of_one_class_cannot_be_learned(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
+def test_label_with_one_class_is_refused(run: Callable[..., Any], screen: Path, tmp_path: Path) -> None:
     by_mechanism = ("--plate", "moa_fine", "--test", "fine_1", "--labels", "one", "--balance", "moa_broad")
     one = anndata.read_h5ad(screen / "plate_1.h5ad")
     one.obs["one"] = pd.Categorical(["same"] * one.n_obs)
@@ -823,7 +831,7 @@ def test_a_label_of_one_class_cannot_be_learned(run: Callable[..., Any], screen:
     assert (code, err) == (2, "classify.py: --labels one: expected an obs column of two categories or more.\n")
 
 
-def test_tensorboard_is_asked_for_by_name(
+def test_missing_tensorboard_is_reported_with_the_pip_command(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
@@ -844,7 +852,7 @@ def test_tensorboard_has_losses_and_scores(run: Callable[..., Any], tmp_path: Pa
     assert found.Scalars("macro-F1/drug")[0].value == pytest.approx(result["macro_f1"]["drug"], abs=1e-6)
 
 
-def test_means_and_spreads_of_the_summary(classify: ModuleType) -> None:
+def test_summary_has_means_and_standard_deviations(classify: ModuleType) -> None:
     def result(seed: int, score: float) -> dict[str, Any]:
         found = {"macro_f1": {"drug": score}, "entropy_bits": {"plate": 2.0 + seed}, "cells_per_s": 100.0 * (1 + seed)}
         return {"model": "linear", "order": "block", "seed": seed, **found}
@@ -858,7 +866,7 @@ def test_means_and_spreads_of_the_summary(classify: ModuleType) -> None:
     assert row["n_seeds"] == 2
 
 
-def test_the_benchmark_at_tiny_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_runs_at_tiny_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "classify.jsonl"
     fewer = ("--seeds", "1", "--orders", "block", "streaming", "--loader-seconds", "0.05")
     options = (str(tmp_path), "--cells", "600", "--out", str(out), "--only", "linear", "--options", *fewer)
@@ -914,8 +922,8 @@ def in_lightning(classify: ModuleType, screen: Path, in_process: Callable[..., A
     return call
 
 
-@pytest.mark.filterwarnings("ignore")  # what Lightning and PyTorch say to one another
-def test_lightning_goes_on_with_the_same_settings_only(
+@pytest.mark.filterwarnings("ignore")  # Lightning's and PyTorch's warnings about each other
+def test_lightning_resumes_only_with_the_same_settings(
     in_lightning: Callable[..., Any], run: Callable[..., Any], screen: Path, tmp_path: Path
 ) -> None:
     def scores(name: str) -> dict[str, float]:
@@ -950,7 +958,7 @@ def test_lightning_goes_on_with_the_same_settings_only(
     assert scores("linear-block-0.lightning.json") == pytest.approx(scores("0.02/linear-block-0.json"), abs=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore")  # what Lightning and PyTorch say to one another
+@pytest.mark.filterwarnings("ignore")  # Lightning's and PyTorch's warnings about each other
 @pytest.mark.parametrize(
     ("error", "expected", "said"),
     [
@@ -958,7 +966,7 @@ def test_lightning_goes_on_with_the_same_settings_only(
         (RuntimeError("[gloo] closed"), 1, "another process has ended, which says why, or is stuck: [gloo] closed"),
     ],
 )
-def test_lightning_ends_as_the_other_programs_do(
+def test_lightning_exits_like_the_other_programs(
     in_lightning: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -981,11 +989,11 @@ def test_lightning_ends_as_the_other_programs_do(
     assert (code, err.endswith(f"classify_lightning.py: {said}\n")) == (expected, True)
 
 
-@pytest.mark.filterwarnings("ignore")  # what Lightning and PyTorch say to one another
-def test_a_process_that_lightning_starts_does_its_part(
+@pytest.mark.filterwarnings("ignore")  # Lightning's and PyTorch's warnings about each other
+def test_process_started_by_lightning_leaves_output_to_rank_0(
     in_lightning: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no rank before it meets the others, whose work it leaves to the first."""
+    """It has no rank until it joins the others, and leaves the output to the first."""
     for name, value in {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     code, out, err = in_lightning("--seeds", 1, "--orders", "block", "--out", tmp_path)
@@ -996,7 +1004,7 @@ def test_a_process_that_lightning_starts_does_its_part(
     assert (code, out, err) == (2, "", f"classify_lightning.py: {said}.\n")
 
 
-def test_lightning_has_a_command_line_of_its_own(
+def test_lightning_has_its_own_command_line(
     in_lightning: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, out, _ = in_lightning("--help")

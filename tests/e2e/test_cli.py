@@ -43,7 +43,7 @@ def run(in_process):
 
 
 @pytest.mark.parametrize(("place", "is_said"), [("a.h5ad", True), ("s3://b/a.h5ad", False)])
-def test_the_page_cache_is_spoken_of_for_files_alone(place, is_said):
+def test_page_cache_is_mentioned_for_local_files_only(place, is_said):
     from gpuload.cli import bench
 
     assert ("page cache" in bench._note([place], "cpu")) is is_said
@@ -57,7 +57,7 @@ def test_help_names_every_command_and_the_exit_codes(run):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_every_command_teaches_by_examples(run, command):
+def test_help_of_every_command_has_examples(run, command):
     code, out, _ = run(command, "--help")
     assert code == 0
     assert f"examples:\n  gpuload {command}" in out
@@ -84,7 +84,7 @@ def test_version(run):
         (["demo", "--cells", "10"], "--cells 10: expected at least 2000"),
     ],
 )
-def test_wrong_use_exits_with_2_and_says_what_is_wrong(run, arguments, message, tmp_path, monkeypatch):
+def test_usage_errors_exit_with_2_and_a_message(run, arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, err = run(*arguments)
     assert code == 2
@@ -93,7 +93,7 @@ def test_wrong_use_exits_with_2_and_says_what_is_wrong(run, arguments, message, 
 
 
 @pytest.mark.parametrize(("command", "option"), [("bench", "--timeline"), ("bench", "--report"), ("tune", "--out")])
-def test_a_folder_that_is_not_there_is_missed_before_the_work(run, path, tmp_path, command, option):
+def test_missing_output_folder_is_reported_before_the_work(run, path, tmp_path, command, option):
     file = tmp_path / "typo" / "out.png"
     code, out, err = run(command, path, "--seconds", 0.05, option, file)
     assert (code, out) == (1, "")
@@ -103,7 +103,7 @@ def test_a_folder_that_is_not_there_is_missed_before_the_work(run, path, tmp_pat
 
 
 @pytest.mark.parametrize(("command", "option"), [("bench", "--report"), ("tune", "--out")])
-def test_files_of_data_are_not_replaced(run, path, tmp_path, command, option):
+def test_data_files_are_not_overwritten(run, path, tmp_path, command, option):
     link, other = tmp_path / "link", tmp_path / "other.zarr.npz"
     link.symlink_to(path)
     other.write_text("data")
@@ -124,13 +124,13 @@ def test_files_of_data_are_not_replaced(run, path, tmp_path, command, option):
 
 
 @pytest.mark.parametrize("command", ["inspect", "tune"])
-def test_an_entropy_without_a_label_is_wrong_use(run, path, command):
+def test_min_entropy_without_a_label_is_a_usage_error(run, path, command):
     code, out, err = run(command, path, "--min-entropy", 0.5)
     assert (code, out) == (2, "")
     assert err == f"gpuload {command}: --min-entropy 0.5 is of a label: give --label too.\n"
 
 
-def test_settings_that_make_no_plan_are_wrong_use(run, path):
+def test_contradictory_settings_are_a_usage_error(run, path):
     code, _, err = run("bench", path, "--output", "csr", "--dtype", "float16")
     assert code == 2
     assert err.startswith("gpuload bench: dtype='float16' with output='csr'")
@@ -161,20 +161,20 @@ def test_unreadable_files_exit_with_1_and_one_sentence(run, tmp_path, command, c
 
 
 @pytest.mark.parametrize("name", ["matrix.mtx", "matrix.mtx.gz", "cells.csv", "cells.TSV"])
-def test_files_of_text_are_named_as_what_they_are(tmp_path, name):
+def test_text_files_are_recognised_in_the_error(tmp_path, name):
     (tmp_path / name).write_bytes(b"\x1f\x8b\x08" if name.endswith(".gz") else b"gene,cell")
     with pytest.raises(StoreError, match=r"; this is text; write it as \.h5ad once, .*\.write_h5ad\(DST\)\.$"):
         open_loader(tmp_path / name)
 
 
-def test_a_folder_of_text_as_cell_ranger_writes_it_is_named_as_what_it_is(tmp_path):
+def test_cell_ranger_folder_is_recognised_in_the_error(tmp_path):
     for name in ("barcodes.tsv.gz", "features.tsv.gz", "matrix.mtx.gz"):
         (tmp_path / name).write_bytes(b"\x1f\x8b\x08")
     with pytest.raises(StoreError, match=r"a matrix as text \(\.mtx\); write it as \.h5ad .*read_10x_mtx\(folder\)"):
         open_loader(tmp_path)
 
 
-def test_files_of_R_and_loom_are_named_as_what_they_are(tmp_path):
+def test_r_and_loom_files_are_recognised_in_the_error(tmp_path):
     (tmp_path / "cells.rds").write_bytes(b"\x1f\x8b\x08")
     with pytest.raises(StoreError, match=r"; this is R's own format; write it from R as \.h5ad, .*anndataR\.$"):
         open_loader(tmp_path / "cells.rds")
@@ -199,7 +199,7 @@ def test_a_damaged_chunk_exits_with_1(run, path, tmp_path):
     assert "Traceback" not in err
 
 
-def test_unknown_label_and_layer(run, path):
+def test_unknown_label_or_layer_is_reported(run, path):
     code, _, err = run("inspect", path, "--label", "plates")
     assert code == 1
     assert "obs has no column 'plates'; did you mean 'plate'? It has 'plate', 'cell_line'" in err
@@ -211,7 +211,7 @@ def test_unknown_label_and_layer(run, path):
 # --- inspect ---
 
 
-def test_inspect_says_what_is_in_the_file(run, path):
+def test_inspect_describes_the_file(run, path):
     code, out, err = run("inspect", path, "--label", "plate")
     assert (code, err) == (0, "")
     for part in (
@@ -243,7 +243,7 @@ def test_inspect_as_json_agrees_with_the_file(run, path):
     assert list(found["obs"]) == ["plate", "cell_line", "drug", "gene_count", "tscp_count", "pass_filter"]
 
 
-def test_values_per_cell_are_counted_by_slices(monkeypatch):
+def test_values_per_cell_are_counted_in_slices(monkeypatch):
     rng = np.random.default_rng(0)
     lengths = [rng.poisson(90, 100_001), rng.poisson(2, 130_000), np.empty(0, dtype=np.int64)]
     matrices = [SimpleNamespace(indptr=np.append(0, np.cumsum(one)), n_rows=one.size) for one in lengths]
@@ -273,7 +273,7 @@ def test_advice_keeps_the_fetch_small_and_the_minibatch_mixed(run, path):
     assert any(c["entropy_bits"] < 0.5 * advice["random_entropy_bits"] for c in advice["candidates"])
 
 
-def test_inspect_of_dense_uncompressed_and_of_several_files(run, tmp_path):
+def test_inspect_describes_several_dense_files(run, tmp_path):
     X = writers.counts()
     paths = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"]
     for path in paths:
@@ -301,7 +301,7 @@ def test_inspect_counts_the_bytes_of_the_files_that_match_a_pattern(run, tmp_pat
     assert found["file_nbytes"] == sum((tmp_path / place / f"{name}.h5ad").stat().st_size for name in "ab")
 
 
-def test_inspect_of_a_file_without_cells(run, tmp_path):
+def test_inspect_reports_that_a_file_has_no_cells(run, tmp_path):
     path = tmp_path / "empty.h5ad"
     writers.write_plain(path, writers.counts(0, 5))
     code, out, _ = run("inspect", path)
@@ -313,7 +313,7 @@ def test_inspect_of_a_file_without_cells(run, tmp_path):
     assert err == f"gpuload inspect: --plot {picture}: {path} has no cells to plot; leave it out.\n"
 
 
-def test_inspect_names_columns_that_cannot_be_handed_over(run, tmp_path):
+def test_inspect_marks_unsupported_obs_columns(run, tmp_path):
     path = tmp_path / "cells.h5ad"
     writers.write_plain(path)
     with h5py.File(path, "r+") as file:
@@ -355,7 +355,7 @@ def test_bench_explains_a_rate_above_its_ceiling(run, path, monkeypatch, rate, i
 
 
 @pytest.mark.parametrize(("n_threads", "n_at_once"), [(1, 1), (3, 2)])
-def test_bench_takes_the_ceiling_of_as_many_threads_as_can_run_at_once(run, path, monkeypatch, n_threads, n_at_once):
+def test_bench_ceiling_counts_only_threads_that_run_at_once(run, path, monkeypatch, n_threads, n_at_once):
     from gpuload.cli import ceilings
 
     monkeypatch.setattr("gpuload.cli.bench.usable_cores", lambda: 2)
@@ -409,7 +409,7 @@ def test_bench_takes_genes_from_a_file(run, path, tmp_path):
     assert "none.txt: cannot be opened" in err
 
 
-def test_bench_without_a_minibatch(run, path, tmp_path):
+def test_bench_refuses_an_epoch_without_minibatches(run, path, tmp_path):
     code, _, err = run("bench", path, "--drop-last", "--batch-size", 2_000)
     assert code == 2
     assert "gpuload bench: drop_last=True: the 1500 cells of an epoch are too few for a minibatch of 2000, so" in err
@@ -419,7 +419,7 @@ def test_bench_without_a_minibatch(run, path, tmp_path):
     assert f"gpuload bench: {tmp_path}/none.npy: there is no minibatch to measure; it has 0 cells." in err
 
 
-def test_bench_of_a_file_that_is_cut_meanwhile(run, tmp_path, monkeypatch):
+def test_bench_reports_a_file_truncated_during_the_run(run, tmp_path, monkeypatch):
     from gpuload.cli import ceilings
 
     path, real = tmp_path / "cells.h5ad", ceilings.measure
@@ -440,7 +440,7 @@ def test_bench_of_a_file_that_is_cut_meanwhile(run, tmp_path, monkeypatch):
     ("command", "option", "feature"),
     [("bench", "--timeline", "timeline"), ("bench", "--report", "timeline"), ("inspect", "--plot", "plot")],
 )
-def test_without_matplotlib_nothing_is_begun(run, path, tmp_path, monkeypatch, command, option, feature):
+def test_missing_matplotlib_is_reported_before_the_work(run, path, tmp_path, monkeypatch, command, option, feature):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     picture = tmp_path / ("page.html" if option == "--report" else "picture.png")
     code, out, err = run(command, path, "--label", "plate", option, picture)
@@ -450,7 +450,7 @@ def test_without_matplotlib_nothing_is_begun(run, path, tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("batch_size", [1_500, 2_000])  # of all cells; of more than there are
-def test_bench_takes_whole_numbers_as_a_label(run, path, batch_size):
+def test_bench_accepts_whole_numbers_as_a_label(run, path, batch_size):
     options = ["--batch-size", batch_size, "--fetch-factor", 1, "--stream", "--seconds", 0.05, "--repeats", 1, "--json"]
     code, out, _ = run("bench", path, "--label", "gene_count", *options)
     with h5py.File(path) as file:
@@ -472,7 +472,7 @@ def test_bench_refuses_fractions_as_a_label_before_the_work(run, tmp_path, monke
 # --- pack ---
 
 
-def test_pack_takes_columns_before_the_paths_too(run, path, tmp_path):
+def test_pack_accepts_columns_before_the_paths(run, path, tmp_path):
     code, _, err = run("pack", "--obs", "plate", "--obs", "drug", path, tmp_path / "out.zarr", "--quiet")
     assert (code, err) == (0, "")
     code, out, _ = run("inspect", tmp_path / "out.zarr", "--json")
@@ -482,7 +482,7 @@ def test_pack_takes_columns_before_the_paths_too(run, path, tmp_path):
 # --- doctor ---
 
 
-def test_doctor_finds_this_machine_well(run):
+def test_doctor_finds_this_machine_healthy(run):
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
     for part in ("self-test", "device='auto'", "I/O path", "kernel cache", "open files"):
@@ -497,7 +497,7 @@ def test_doctor_as_json(run):
     assert {f["name"] for f in report["required"]} >= {"python", *doctor.REQUIRED}
 
 
-def test_doctor_exits_with_1_and_a_cure_where_a_required_package_is_missing(run, monkeypatch):
+def test_doctor_exits_with_1_if_a_required_package_is_missing(run, monkeypatch):
     real = machine.version
 
     def version(package):
@@ -513,8 +513,8 @@ def test_doctor_exits_with_1_and_a_cure_where_a_required_package_is_missing(run,
     assert "  torch: for the PyTorch front: pip install 'gpuload[torch]'" in out
 
 
-def test_doctor_tells_where_kernels_are_kept_and_whether_they_last(run, monkeypatch, tmp_path):
-    """A home in the temporary folder, as containers have, lasts; a folder that cannot be made does not."""
+def test_doctor_reports_where_kernels_are_cached(run, monkeypatch, tmp_path):
+    """A folder in the temporary folder, as containers have, is named; one that cannot be made is reported."""
     from numba import config
 
     def found() -> str:
@@ -542,14 +542,14 @@ FACTS |= {"has_nvidia_fs": False, "may_bounce": True}
         ({"has_nvidia_fs": True, "prefers_compat": True, "compat_mode": "ON"}, "compat: KvikIO is told not to use"),
     ],
 )
-def test_doctor_tells_the_path_to_a_gpu_before_anything_is_read(monkeypatch, facts, path):
+def test_doctor_predicts_the_gpu_io_path(monkeypatch, facts, path):
     monkeypatch.setattr("gpuload.backends.cuda.kvikio_facts", lambda _: {**FACTS, **facts})
     told = doctor._gpu_path(0)
     assert told.startswith(path)
     assert "KvikIO 26.10.0, cuFile 1.15." in told
 
 
-def test_doctor_tells_why_bytes_will_not_go_through_kvikio(monkeypatch):
+def test_doctor_reports_why_kvikio_is_not_used(monkeypatch):
     def missing(_: int) -> None:
         raise MissingDependencyError("nvidia-cufile", "reading to a GPU through KvikIO", "cuda13")
 
@@ -557,7 +557,7 @@ def test_doctor_tells_why_bytes_will_not_go_through_kvikio(monkeypatch):
     assert doctor._gpu_path(0).startswith("pinned: through page-locked memory alone. reading to a GPU through KvikIO")
 
 
-def test_doctor_survives_an_engine_that_fails(run, monkeypatch):
+def test_doctor_survives_a_failing_engine(run, monkeypatch):
     monkeypatch.setattr("gpuload.open_loader", lambda *a, **k: (_ for _ in ()).throw(CorruptDataError("bad.")))
     code, out, _ = run("doctor")
     assert code == 1
@@ -574,8 +574,8 @@ def demo_folder(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def a_gpu_for_whoever_asks(request, monkeypatch):
-    """Let the demo believe that there is a GPU, which it is not to take: its models are on the CPU."""
+def pretend_gpu(request, monkeypatch):
+    """Make the demo see a GPU that it must not use: its models stay on the CPU."""
     if "demo" in request.node.name:
         monkeypatch.setattr("gpuload.backends.first_gpu", lambda: (0, "a GPU is there"))
 
@@ -613,7 +613,7 @@ def test_demo_does_not_make_its_files_twice(run, demo_folder):
     assert [o["order"] for o in json.loads(out)["data_sets"][0]["orders"]] == list(demo.ORDERS)
 
 
-def test_demo_goes_on_without_a_network(run, demo_folder, monkeypatch, tmp_path):
+def test_demo_continues_without_a_network(run, demo_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(real_data, "PACKAGE", "gpuload-no-such-package==0")
     monkeypatch.setattr(real_data, "_PIP", (*real_data._PIP, "--no-index"))
     code, _, err = run("demo", "--cells", 2_000, "--seconds", 0.2, "--data", demo_folder, "--out", tmp_path)
@@ -626,7 +626,7 @@ def test_demo_goes_on_without_a_network(run, demo_folder, monkeypatch, tmp_path)
     ("module", "package"),
     [("torch", "torch"), ("nvidia.dali", "nvidia-dali-cuda130"), ("matplotlib", "matplotlib")],
 )
-def test_demo_without_a_package_says_before_the_work_how_to_get_it(run, tmp_path, monkeypatch, module, package):
+def test_demo_reports_a_missing_package_before_the_work(run, tmp_path, monkeypatch, module, package):
     monkeypatch.delitem(sys.modules, "gpuload.cli.training", raising=False)
     monkeypatch.delattr("gpuload.cli.training", raising=False)
     monkeypatch.setattr(demo, "PACKAGES", {p: m if p == package else "json" for p, m in demo.PACKAGES.items()})
@@ -656,7 +656,7 @@ def test_demo_refuses_a_folder_that_cannot_be_written_to(run, demo_folder, optio
     assert err.count("\n") == 1
 
 
-def test_demo_tells_what_it_found_where_it_cannot_be_kept(run, demo_folder, tmp_path):
+def test_demo_prints_results_that_it_cannot_save(run, demo_folder, tmp_path):
     (tmp_path / "demo.json").mkdir()
     code, out, err = _demo(run, demo_folder, "--out", tmp_path)
     assert code == 1
@@ -666,13 +666,13 @@ def test_demo_tells_what_it_found_where_it_cannot_be_kept(run, demo_folder, tmp_
     )
 
 
-def test_real_cells_that_are_not_those_expected_are_refused(tmp_path, monkeypatch):
+def test_unexpected_real_cells_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(real_data, "_unpack", lambda: b"something else")
     with pytest.raises(real_data.DownloadError, match="is not the expected file; the demo's real cells are left out"):
         real_data.fetch(tmp_path)
 
 
-def test_real_cells_whose_download_was_broken_off_are_downloaded_anew(tmp_path, monkeypatch):
+def test_interrupted_download_of_real_cells_is_redone(tmp_path, monkeypatch):
     downloads = [b"the whole file"]
     monkeypatch.setattr(real_data, "SHA256", hashlib.sha256(downloads[0]).hexdigest())
     monkeypatch.setattr(real_data, "_unpack", downloads.pop)
@@ -684,7 +684,7 @@ def test_real_cells_whose_download_was_broken_off_are_downloaded_anew(tmp_path, 
 
 
 def test_real_cells_are_sorted_by_type_and_keep_their_values(run, tmp_path):
-    """Read from a file of the form that ships: dense X, raw.X with all genes, cells in no order."""
+    """Read from a file like the one that ships: dense X, raw.X with all genes, cells in no order."""
     path = tmp_path / "cells.h5ad"
     X = writers.counts()
     writers.write_raw(path, X)
@@ -703,8 +703,8 @@ def test_real_cells_are_sorted_by_type_and_keep_their_values(run, tmp_path):
 # --- the process ---
 
 
-def test_module_and_pipes(path):
-    """``python -m gpuload`` works, and a reader that has seen enough does no harm."""
+def test_module_runs_and_survives_a_closed_pipe(path):
+    """``python -m gpuload`` works, and survives a reader that closes the pipe early."""
     command = [sys.executable, "-m", "gpuload", "inspect", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environment())
     assert (done.returncode, done.stderr) == (0, "")
@@ -713,7 +713,7 @@ def test_module_and_pipes(path):
         assert b"Traceback" not in process.stderr.read()
 
 
-def test_output_on_a_full_disk_is_told_in_one_sentence(path):
+def test_full_disk_is_reported_in_one_sentence(path):
     command = [sys.executable, "-m", "gpuload", "inspect", str(path)]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=_environment())
@@ -731,7 +731,7 @@ def _environment():
     ("nbytes", "words"),
     [(0, "0 B"), (999, "999 B"), (1_000, "1.0 kB"), (99_960, "100 kB"), (1.5e9, "1.5 GB"), (5e15, "5000 TB")],
 )
-def test_sizes_for_people(nbytes, words):
+def test_sizes_are_human_readable(nbytes, words):
     assert text.size(nbytes) == words
 
 

@@ -75,7 +75,7 @@ def test_every_loader_gives_every_picture_once(server: Running, loader: str, pla
         wanted[nearest] = 10_000  # once only
 
 
-def test_duplicates_order_and_faults(server: Running) -> None:
+def test_sample_loader_keeps_order_and_reports_faults(server: Running) -> None:
     place = "s3://data/pictures"
     ids = [f"{i:06d}" for i in (3, 3, 1, 3, 0, 7, 1, 1)]
     labels = {**{i: int(i) for i in ids}, "gone": 0, "broken": 0}
@@ -108,20 +108,20 @@ def test_the_program_trains(server: Running, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("option", ["--batch-size", "--batches", "--in-flight", "--every", "--width"])
-def test_nothing_to_load_is_wrong_use(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_counts_are_usage_errors(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         program.main(["pictures", option, "0"])
     assert f"argument {option}: '0' is not a whole number of at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--warm-up", "--workers"])
-def test_less_than_none_is_wrong_use(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_negative_counts_are_usage_errors(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         program.main(["pictures", f"{option}=-1"])
     assert f"argument {option}: '-1' is not a whole number of at least 0" in capsys.readouterr().err
 
 
-def test_pictures_are_made_in_a_folder_alone(
+def test_make_writes_only_into_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -134,7 +134,7 @@ def test_pictures_are_made_in_a_folder_alone(
 
 
 @pytest.mark.parametrize("loader", ["ours", "vanilla"])
-def test_other_pictures_are_refused(loader: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsuitable_pictures_are_refused(loader: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--loader", loader, "--batch-size", "1", "--batches", "1", "--workers", "0"]
     picture = tmp_path / "07.jpg"
     picture.write_bytes(program.imagecodecs.jpeg8_encode(np.zeros((300, 223, 3), dtype=np.uint8)))
@@ -150,7 +150,7 @@ def test_other_pictures_are_refused(loader: str, tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("loader", "workers"), [("ours", 0), ("vanilla", 0), ("vanilla", 2), ("threads", 1), ("asyncio", 0), ("dali", 0)]
 )
-def test_who_did_what_when(
+def test_timeline_records_every_step_in_order(
     server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: str, workers: int
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -181,7 +181,7 @@ def test_who_did_what_when(
             assert all(s.stop < wait.stop for s in own)
 
 
-def test_a_function_makes_the_batches(server: Running) -> None:
+def test_collate_fn_makes_the_batches(server: Running) -> None:
     samples = SampleSet(["000000", "000001"], None, str(server.root / "data" / "pictures"), "bytes", suffix=".jpg")
     ((first, second),) = list(SampleLoader(samples, 2, collate_fn=list))
     assert first[1] == "000000"

@@ -39,7 +39,7 @@ code = gpuload.cli.main()
 print("\\nover", time.monotonic(), flush=True)
 sys.exit(code)
 """
-"""A command whose imports are over when it says so: the import system of Python loses an interrupt now and then."""
+"""A command that reports when its imports are done: Python's import system occasionally loses an interrupt."""
 
 IMPORTS = {
     "demo": "import gpuload.cli.training, gpuload.dali, matplotlib.pyplot, gpuload.cli.figure",
@@ -56,15 +56,15 @@ ARGUMENTS = {
     "doctor": [],
 }
 KEPT = {"pack": ("packed.zarr.packing/",), "demo": ("data/tahoe_shaped.h5ad", "data/held_out_tahoe_shaped.h5ad")}
-"""What may stay: the work that the same command goes on with."""
+"""What may stay: the work that the same command resumes."""
 
 CACHE_OF_TORCH = "torchinductor_"
-"""A folder for each user, which PyTorch makes when it is used, and keeps."""
+"""A folder per user, which PyTorch creates on use and keeps."""
 
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a file that takes each command a while."""
+    """Return a file that keeps each command busy for a while."""
     path = tmp_path_factory.mktemp("ctrl_c") / "cells.h5ad"
     X, obs, var = tahoe_shaped(5_000, n_vars=500, mean_counts_per_cell=50, n_plates=4, n_cell_lines=3, n_drugs=5)
     write_h5ad(path, X, obs, var, "gzip")
@@ -74,7 +74,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def interrupted(command: str, cells: Path, folder: Path, after_s: float) -> tuple[int, str] | None:
     """Run a command, interrupt it after a while, look for what it left, and return exit code and stderr.
 
-    None where it was over before that; the signal itself ends an interpreter that is about to end.
+    None if it had finished before; the signal itself ends an interpreter that is about to exit.
     """
     temporary = folder / "tmp"
     temporary.mkdir()
@@ -124,7 +124,7 @@ def running_in(session: int) -> list[int]:
 
 
 def check_an_interrupt(command: str, cells: Path, folder: Path, after_s: float) -> None:
-    """Interrupt a command; where it was done before that, once more and earlier."""
+    """Interrupt a command; if it had finished before, try again with an earlier interrupt."""
     if command == "demo":
         pytest.importorskip("nvidia.dali", reason="the demo is made with DALI")
     for attempt in range(8):
@@ -133,7 +133,7 @@ def check_an_interrupt(command: str, cells: Path, folder: Path, after_s: float) 
         found = interrupted(command, cells, place, after_s / 3**attempt)
         if found is not None:
             break
-    assert found is not None, "it is over at once"
+    assert found is not None, "it finishes at once"
     code, said = found
     assert code == 130
     assert said.endswith("gpuload: interrupted\n")
@@ -145,20 +145,18 @@ def test_every_command_is_tried() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_interrupted_command_leaves_nothing(command: str, cells: Path, tmp_path: Path) -> None:
+def test_interrupted_command_leaves_nothing_behind(command: str, cells: Path, tmp_path: Path) -> None:
     check_an_interrupt(command, cells, tmp_path, 0.6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_interrupt_at_any_time(command: str, seed: int, cells: Path, tmp_path: Path) -> None:
+def test_commands_can_be_interrupted_at_any_time(command: str, seed: int, cells: Path, tmp_path: Path) -> None:
     check_an_interrupt(command, cells, tmp_path, random.Random(seed).random() ** 2 * 6)
 
 
-def test_a_demo_that_is_interrupted_while_it_writes_leaves_no_part_of_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_interrupted_while_writing_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = []
 
     def write(path: Path, *more: object) -> None:
@@ -209,7 +207,7 @@ SWALLOWED = [caught, in_a_weakref_callback, in_a_finalizer, in_a_callback_of_c]
 
 @pytest.fixture
 def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., object]]:
-    """Return a function that runs the command with other work, and gives exit code and stderr; it is undone at once."""
+    """Return a function that runs the command with other work, and returns exit code and stderr; restore everything."""
     handler, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
 
     def run(work: Callable[[], object]) -> tuple[int, str]:
@@ -232,14 +230,12 @@ def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("swallowed", SWALLOWED)
-def test_a_command_that_swallows_an_interrupt_and_returns_was_interrupted(
-    doctor: Callable[..., object], swallowed: Callable[[], None]
-) -> None:
+def test_swallowed_interrupt_is_still_reported(doctor: Callable[..., object], swallowed: Callable[[], None]) -> None:
     assert doctor(swallowed) == (130, "gpuload: interrupted\n")
 
 
 @pytest.mark.parametrize("error", [GpuloadError("the file is damaged"), SystemExit(0), ValueError("nonsense")])
-def test_a_command_that_fails_of_an_interrupt_was_interrupted(
+def test_failure_after_an_interrupt_is_reported_as_interrupt(
     doctor: Callable[..., object], error: BaseException
 ) -> None:
     def work() -> None:
@@ -259,7 +255,7 @@ def test_a_long_command_is_interrupted_again(doctor: Callable[..., object]) -> N
     assert time.monotonic() - start < 30
 
 
-def test_an_interrupt_while_another_is_dealt_with(doctor: Callable[..., object]) -> None:
+def test_second_interrupt_during_cleanup_is_handled(doctor: Callable[..., object]) -> None:
     def work() -> None:
         try:
             signal.raise_signal(signal.SIGINT)
@@ -270,7 +266,7 @@ def test_an_interrupt_while_another_is_dealt_with(doctor: Callable[..., object])
     assert doctor(work) == (130, "gpuload: interrupted\n")
 
 
-def test_an_interrupt_that_is_ignored_stays_so(doctor: Callable[..., object]) -> None:
+def test_ignored_interrupts_stay_ignored(doctor: Callable[..., object]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     during = []
 
@@ -282,7 +278,7 @@ def test_an_interrupt_that_is_ignored_stays_so(doctor: Callable[..., object]) ->
     assert during == [signal.SIG_IGN]
 
 
-def test_an_interrupt_that_the_caller_deals_with_is_the_callers(doctor: Callable[..., object]) -> None:
+def test_interrupt_goes_to_the_callers_handler(doctor: Callable[..., object]) -> None:
     heard: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     assert doctor(lambda: signal.raise_signal(signal.SIGINT)) == (0, "")
@@ -297,7 +293,7 @@ def test_a_command_in_another_thread_sets_no_handler(doctor: Callable[..., objec
     assert during == [handler]
 
 
-def test_after_a_command_an_interrupt_is_the_callers(doctor: Callable[..., object]) -> None:
+def test_interrupt_after_a_command_reaches_the_caller(doctor: Callable[..., object]) -> None:
     assert doctor(caught) == (130, "gpuload: interrupted\n")
     assert doctor(lambda: None) == (0, "")
     with pytest.raises(KeyboardInterrupt):

@@ -26,7 +26,7 @@ N_ROWS = 262  # of two files of 131: neither 2, 3 nor 4 ranks can be dealt whole
 
 
 def run(n_ranks: int, folder: Path, paths: list[Path], **job: Any) -> list[dict[str, Any]]:
-    """Start so many processes, wait for all of them, and return what each has written."""
+    """Start `n_ranks` processes, wait for all of them, and return what each has written."""
     name = f"{n_ranks}-{job.get('n_epochs')}-{job['settings']['uneven']}"
     whole: dict[str, Any] = {"load": None, "save": None, "n_steps": None, **job}
     whole |= {"paths": [str(p) for p in paths], "meeting": str(folder / name), "report": str(folder / f"{name}.json")}
@@ -62,7 +62,7 @@ def sizes(report: dict[str, Any]) -> list[int]:
 
 
 def check_alike(reports: list[dict[str, Any]]) -> None:
-    """Ranks took as many steps of the same sizes, hold the same model, and their states say the same."""
+    """Check that ranks took the same number of steps of the same sizes, and have the same model and state."""
     for report in reports:
         assert sizes(report) == sizes(reports[0])
         assert report["state"] == reports[0]["state"]
@@ -82,10 +82,10 @@ def test_two_ranks_train_on_uneven_sizes(plain: Stored, tmp_path: Path, warmed_u
 
 @pytest.mark.slow
 @pytest.mark.parametrize("uneven", ["drop", "pad"])
-def test_four_ranks_train_save_and_two_go_on(plain: Stored, tmp_path: Path, warmed_up: None, uneven: str) -> None:
+def test_four_ranks_train_save_and_two_continue(plain: Stored, tmp_path: Path, warmed_up: None, uneven: str) -> None:
     settings = {**SETTINGS, "uneven": uneven}
     paths = [plain.path, plain.path]
-    with gpuload.open_loader(paths, num_threads=1) as loader:  # so that not each process compiles the kernels anew
+    with gpuload.open_loader(paths, num_threads=1) as loader:  # so that no process has to compile the kernels again
         next(iter(loader))
     checkpoint = str(tmp_path / "checkpoint")
     four = run(4, tmp_path, paths, settings=settings, n_epochs=2, n_steps=6, save=checkpoint)
@@ -114,7 +114,7 @@ def test_four_ranks_train_save_and_two_go_on(plain: Stored, tmp_path: Path, warm
     assert two[0]["state"]["epoch"] == 3
 
 
-def test_the_benchmark_of_ranks_at_tiny_size(plain: Stored, tmp_path: Path, warmed_up: None) -> None:
+def test_rank_benchmark_runs_at_tiny_size(plain: Stored, tmp_path: Path, warmed_up: None) -> None:
     out = tmp_path / "ranks.jsonl"
     options = ["--file", str(plain.path), "--out", str(out), "--rounds", "1", "--epochs", "2"]
     options += ["--work-dir", str(tmp_path), "--batch-size", "8", "--fetch-factor", "2"]
@@ -127,7 +127,7 @@ def test_the_benchmark_of_ranks_at_tiny_size(plain: Stored, tmp_path: Path, warm
 
 
 @pytest.mark.parametrize("rows", [([0, 1], [1, 2]), ([0, 1, 2], [3]), ([0], [1])])
-def test_the_benchmark_times_no_ranks_that_are_wrong(rows: tuple[list[int], list[int]]) -> None:
+def test_the_benchmark_does_not_time_wrong_ranks(rows: tuple[list[int], list[int]]) -> None:
     run_ranks.check_rows([np.array([0, 1]), np.array([3, 4])], 5)
     with pytest.raises(AssertionError, match="ranks returned"):
         run_ranks.check_rows([np.array(r) for r in rows], 5)

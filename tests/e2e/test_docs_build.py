@@ -1,4 +1,4 @@
-"""The documentation builds without a warning, and the page of benchmarks is what the records say."""
+"""The documentation builds without a warning, and the benchmarks page matches the records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PRINTED = {
     "notebooks/tokens": "(63, 58)",
     "notebooks/predict": "(1000, 2000)",
 }
-"""What a cell of each notebook prints when it runs, and what does not stand in its code."""
+"""What a cell of each notebook prints when it runs, and what does not occur in its code."""
 
 
 def record(arm: str, **figures: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def record(arm: str, **figures: Any) -> dict[str, Any]:
     return {"arm": arm, "commit": "0123456789ab+changes", "machine": machine, "time": "2026-01-02T03:04:05", **figures}
 
 
-def test_the_page_has_the_medians_of_every_file_of_records(tmp_path: Path) -> None:
+def test_benchmarks_page_has_the_medians_of_the_records(tmp_path: Path) -> None:
     records = [record("ours", seconds=s, round=i, io_mode="posix", is_warm=True) for i, s in enumerate((3.0, 1.0, 2.0))]
     records.append(record("theirs", seconds=9.0, peak_mib=10.5, loss=float("nan")))
     records[0]["codecs"] = [{"codec": "zstd", "ratio": 2.0}, {"codec": "none", "ratio": 1.0}]
@@ -55,7 +55,7 @@ def test_the_page_has_the_medians_of_every_file_of_records(tmp_path: Path) -> No
     )
 
 
-def test_the_page_keeps_cold_files_apart_counts_no_failure_and_names_the_card(tmp_path: Path) -> None:
+def test_benchmarks_page_separates_cold_runs_and_names_the_gpu(tmp_path: Path) -> None:
     card = {"gpu": {"card": "abacus 200"}}
     records = [record("ours", rate=rate, cache="warm", **card) for rate in (30.0, 10.0, 20.0)]
     records += [record("ours", rate=4.0, cache="cold", **card), record("theirs", batch=8, error="none is here", **card)]
@@ -67,7 +67,7 @@ def test_the_page_keeps_cold_files_apart_counts_no_failure_and_names_the_card(tm
 
 
 @pytest.mark.parametrize("name", generated_pages.TIMED)
-def test_a_page_has_the_times_where_there_is_a_record(name: str, tmp_path: Path) -> None:
+def test_page_shows_times_only_if_recorded(name: str, tmp_path: Path) -> None:
     assert generated_pages.times(tmp_path, name, "times it") == f"`python -m benchmarks.run_{name}` times it.\n"
     found = [record("ours", cells_per_s=c, round=i) for i, c in enumerate((30.0, 10.0, 20.0))]
     (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
@@ -115,8 +115,8 @@ def test_a_page_has_the_speeds_of_the_orders(tmp_path: Path) -> None:
     )
 
 
-def test_the_records_are_what_the_page_says_of_the_orders() -> None:
-    """docs/howto/programs.md says in words what a table beside shows in numbers."""
+def test_records_support_the_claims_about_orders() -> None:
+    """docs/howto/programs.md says in words what the table beside it shows in numbers."""
     lines = (ROOT / "benchmarks" / "results" / "classify.jsonl").read_text().splitlines()
     found: dict[tuple[Any, ...], list[dict[str, float]]] = {}
     for r in map(json.loads, lines):
@@ -148,7 +148,7 @@ def test_the_records_are_what_the_page_says_of_the_orders() -> None:
     assert max(r["cell_line"] for r in streaming) < 0.1 < 0.8 < block["cell_line"]
 
 
-def test_the_versions_of_other_loaders_are_those_of_the_records() -> None:
+def test_documented_loader_versions_match_the_records() -> None:
     lines = (ROOT / "benchmarks" / "results" / "rivals_epyc.jsonl").read_text().splitlines()
     known: dict[str, str] = {}
 
@@ -167,13 +167,13 @@ def test_the_versions_of_other_loaders_are_those_of_the_records() -> None:
         assert numbers[names.index(name)].partition(" (")[0] == known[plain(name)]
 
 
-def test_every_file_of_records_is_in_the_page() -> None:
+def test_every_record_file_is_on_the_page() -> None:
     page = generated_pages.benchmarks_page(generated_pages.RESULTS)
     for path in generated_pages.RESULTS.glob("*.jsonl"):
         assert f"`benchmarks/results/{path.name}`" in page
 
 
-def test_pages_are_written_only_where_they_change(tmp_path: Path) -> None:
+def test_pages_are_rewritten_only_if_changed(tmp_path: Path) -> None:
     generated_pages.write(tmp_path)
     pages = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert {path.name for path in pages} == {

@@ -48,7 +48,7 @@ def dali() -> Any:
 
 @pytest.fixture(params=["dynamic mode", "pipeline"])
 def CellIterator(request: pytest.FixtureRequest, dali: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The DALI front, through each way that minibatches may take without a pipeline of the user's own."""
+    """The DALI front, over each path that minibatches may take without a user's own pipeline."""
     if request.param == "pipeline":
         monkeypatch.setitem(sys.modules, "nvidia.dali.experimental.dynamic", None)
     return dali.CellIterator
@@ -112,7 +112,7 @@ def test_torch_zero_copy(plain: Stored, CellDataset: Any, monkeypatch: pytest.Mo
             assert batch["X"].data_ptr() % 64 == 0
 
 
-def test_tensors_that_are_kept_are_never_overwritten(plain: Stored, CellDataset: Any) -> None:
+def test_kept_tensors_are_never_overwritten(plain: Stored, CellDataset: Any) -> None:
     keepers: dict[str, Callable[[Any], Any]] = {
         "tensor": lambda X: X,
         "slice": lambda X: X[1:, ::3],
@@ -127,7 +127,7 @@ def test_tensors_that_are_kept_are_never_overwritten(plain: Stored, CellDataset:
             np.testing.assert_array_equal(np.asarray(part), np.asarray(expected))
 
 
-def test_what_is_written_into_a_tensor_shows_nowhere_else(plain: Stored, CellDataset: Any) -> None:
+def test_writing_into_a_tensor_affects_nothing_else(plain: Stored, CellDataset: Any) -> None:
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         for _ in range(3):
             for batch in CellDataset(loader):
@@ -148,7 +148,7 @@ def test_torch_sparse_csr(store_variant: StoreVariant, CellDataset: Any, name: s
 
 
 @pytest.mark.parametrize("name", ["csr-unsorted", "csr-repeated"])
-def test_torch_sparse_csr_of_rows_out_of_order(store_variant: StoreVariant, CellDataset: Any, name: str) -> None:
+def test_torch_sparse_csr_of_unsorted_rows(store_variant: StoreVariant, CellDataset: Any, name: str) -> None:
     stored = store_variant(name)
     with gpuload.open_loader(stored.path, output="csr", **SETTINGS) as loader:
         for batch in CellDataset(loader):
@@ -167,14 +167,14 @@ def test_torch_bfloat16(plain: Stored, CellDataset: Any, dtype: str) -> None:
             assert torch.equal(batch["X"], expected)
 
 
-def test_a_device_of_torch_stands_for_its_name(plain: Stored) -> None:
+def test_torch_device_is_accepted_as_device(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, device=torch.device("cpu")) as loader:
         assert loader.device == "cpu"
     with pytest.raises(gpuload.PlanError, match=r"^device='mps': expected 'auto', 'cpu', 'cuda' or"):
         gpuload.open_loader(plain.path, device=torch.device("mps"))
 
 
-def test_torch_refuses_other_dtypes(plain: Stored, CellDataset: Any) -> None:
+def test_torch_refuses_unsupported_dtypes(plain: Stored, CellDataset: Any) -> None:
     with gpuload.open_loader(plain.path) as loader, pytest.raises(gpuload.PlanError, match=r"int8.*bfloat16"):
         CellDataset(loader, dtype="int8")
     with gpuload.open_loader(plain.path, output="csr") as loader, pytest.raises(gpuload.PlanError, match="csr"):
@@ -182,7 +182,7 @@ def test_torch_refuses_other_dtypes(plain: Stored, CellDataset: Any) -> None:
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_torch_refuses_workers_and_says_why(plain: Stored, CellDataset: Any, context: str) -> None:
+def test_torch_refuses_workers_and_explains_why(plain: Stored, CellDataset: Any, context: str) -> None:
     with gpuload.open_loader(plain.path, num_threads=1) as loader:
         data_loader = torch.utils.data.DataLoader(
             CellDataset(loader), batch_size=None, num_workers=2, multiprocessing_context=context, timeout=60
@@ -194,10 +194,10 @@ def test_torch_refuses_workers_and_says_why(plain: Stored, CellDataset: Any, con
         assert "threads" in str(caught.value)
 
 
-def test_what_accelerate_would_divide_twice_is_refused(
+def test_double_sharding_by_accelerate_is_refused(
     plain: Stored, CellDataset: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It keeps the DataLoader that is iterated in a state of all threads, and divides its minibatches among ranks."""
+    """It keeps the active DataLoader in a state that all threads share, and splits its minibatches among ranks."""
     state = SimpleNamespace(active_dataloader=None)
     monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(GradientState=lambda: state))
     for world_size in (1, 2):
@@ -214,7 +214,7 @@ def test_what_accelerate_would_divide_twice_is_refused(
                     list(dataset)
 
 
-def test_a_dataset_is_neither_indexed_nor_pickled(plain: Stored, CellDataset: Any) -> None:
+def test_dataset_cannot_be_indexed_or_pickled(plain: Stored, CellDataset: Any) -> None:
     with gpuload.open_loader(plain.path, num_threads=1) as loader:
         with pytest.raises(gpuload.PlanError, match=r"iterated, not indexed; .* dataset\.take\(rows\)"):
             CellDataset(loader)[0]
@@ -242,7 +242,7 @@ def test_torch_is_an_iterable_dataset_with_a_length(plain: Stored, CellDataset: 
         assert all(torch.equal(a, b["rows"]) for a, b in zip(first, dataset, strict=True))
 
 
-def test_an_early_break_through_the_torch_data_loader(plain: Stored, CellDataset: Any, no_leaks: None) -> None:
+def test_break_in_the_torch_data_loader_starts_the_next_epoch(plain: Stored, CellDataset: Any, no_leaks: None) -> None:
     expected = batches_of(plain.path), [*epoch_one(plain.path)]
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         through_torch = torch.utils.data.DataLoader(CellDataset(loader), batch_size=None)
@@ -279,13 +279,13 @@ def test_dali_epochs_end_and_reset(plain: Stored, CellIterator: Any) -> None:
             cells.reset()
 
 
-def test_dali_last_short_minibatch(plain: Stored, CellIterator: Any) -> None:
+def test_dali_keeps_the_last_short_minibatch(plain: Stored, CellIterator: Any) -> None:
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         sizes = [len(batch["rows"]) for (batch,) in CellIterator(loader)]
     assert sizes == [8] * 16 + [3]
 
 
-def test_dali_goes_on_with_the_epoch_after_a_break(plain: Stored, CellIterator: Any) -> None:
+def test_dali_continues_the_epoch_after_a_break(plain: Stored, CellIterator: Any) -> None:
     """As DALI's own iterators do: an epoch ends with StopIteration only, and reset() before that changes nothing."""
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         cells = CellIterator(loader)
@@ -299,7 +299,7 @@ def test_dali_goes_on_with_the_epoch_after_a_break(plain: Stored, CellIterator: 
     np.testing.assert_array_equal(np.concatenate(rows), np.concatenate([b.rows for b in batches_of(plain.path)]))
 
 
-def test_dali_reset_before_the_end_loses_nothing_that_a_pipeline_holds(plain: Stored, dali: Any) -> None:
+def test_dali_early_reset_loses_no_prefetched_minibatch(plain: Stored, dali: Any) -> None:
     from nvidia.dali import pipeline_def
 
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
@@ -360,7 +360,7 @@ def test_dali_zero_copy(plain: Stored, dali: Any, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Spoil what comes back to any pool; lease obs and rows too; return the sizes of what came of all minibatches."""
+    """Poison memory that returns to any pool; lease obs and rows too; return the sizes that minibatches gave back."""
     from gpuload.engine import Engine
 
     came_back: list[int] = []
@@ -400,7 +400,7 @@ KEEPERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("keep", KEEPERS.values(), ids=KEEPERS.keys())
 @pytest.mark.parametrize("is_copied", [False, True])
-def test_dali_tensors_that_are_kept_are_never_overwritten(
+def test_kept_dali_tensors_are_never_overwritten(
     plain: Stored,
     dali: Any,
     poisoned: list[int],
@@ -437,7 +437,7 @@ def test_dali_tensors_that_are_kept_are_never_overwritten(
     assert len(poisoned) == 3 * 17 * (2 + len(OBS))
 
 
-def test_dali_memory_goes_round(plain: Stored, dali: Any, poisoned: list[int], no_leaks: None) -> None:
+def test_dali_memory_is_recycled(plain: Stored, dali: Any, poisoned: list[int], no_leaks: None) -> None:
     """A tensor that is dropped, here or in another thread, gives its memory back at once."""
     with gpuload.open_loader(plain.path, obs=OBS, **SETTINGS) as loader, ThreadPoolExecutor(1) as thread:
         for n_taken, (batch,) in enumerate(dali.CellIterator(loader), 1):
@@ -449,7 +449,7 @@ def test_dali_memory_goes_round(plain: Stored, dali: Any, poisoned: list[int], n
     assert n_taken == 17
 
 
-def test_dali_tensors_in_a_graph_outlive_all_else(plain: Stored, dali: Any, poisoned: list[int]) -> None:
+def test_dali_tensors_in_a_graph_outlive_the_loader(plain: Stored, dali: Any, poisoned: list[int]) -> None:
     weights, losses, rows = [], [], []
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         for (batch,) in dali.CellIterator(loader):
@@ -466,7 +466,7 @@ def test_dali_tensors_in_a_graph_outlive_all_else(plain: Stored, dali: Any, pois
     assert len(poisoned) == 17 * 2
 
 
-def test_what_is_written_into_a_dali_tensor_shows_nowhere_else(plain: Stored, CellIterator: Any) -> None:
+def test_writing_into_a_dali_tensor_affects_nothing_else(plain: Stored, CellIterator: Any) -> None:
     with gpuload.open_loader(plain.path, obs=["depth"], **SETTINGS) as loader:
         cells = CellIterator(loader)
         for _ in range(3):
@@ -482,7 +482,7 @@ EVERY_DTYPE = ["bool", *(f"{kind}{n}" for kind in ("int", "uint") for n in (8, 1
 
 
 @pytest.mark.parametrize("own_pipeline", [False, True])
-def test_dali_takes_obs_of_every_dtype(plain: Stored, dali: Any, CellIterator: Any, own_pipeline: bool) -> None:
+def test_dali_accepts_obs_of_every_dtype(plain: Stored, dali: Any, CellIterator: Any, own_pipeline: bool) -> None:
     values = np.arange(131, dtype=np.uint64) % 7 * (2**61 + 1)
     table = pd.DataFrame({name: values.astype(name) for name in EVERY_DTYPE})
     table["float16"] = (np.arange(131) / 8).astype(np.float16)
@@ -493,7 +493,7 @@ def test_dali_takes_obs_of_every_dtype(plain: Stored, dali: Any, CellIterator: A
             assert_same(found, batch)
 
 
-def test_fronts_of_something_else_than_a_loader(dali: Any, CellDataset: Any) -> None:
+def test_fronts_of_something_other_than_a_loader(dali: Any, CellDataset: Any) -> None:
     for front in (CellDataset, dali.CellIterator, dali.cells):
         for given, said in (("x.h5ad", "'x.h5ad'"), (np.zeros((3, 2)), "<ndarray of dtype float64 and shape (3, 2)>")):
             with pytest.raises(gpuload.PlanError) as caught:
@@ -502,7 +502,7 @@ def test_fronts_of_something_else_than_a_loader(dali: Any, CellDataset: Any) -> 
 
 
 @pytest.mark.parametrize("settings", [{}, {"batch_size": None}, {"batch_size": 8, "shuffle": True}], ids=str)
-def test_a_loader_given_to_a_dataloader_names_the_front(plain: Stored, settings: dict[str, Any]) -> None:
+def test_bare_loader_in_a_dataloader_is_refused_with_advice(plain: Stored, settings: dict[str, Any]) -> None:
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         with pytest.raises(gpuload.PlanError, match=r"not indexed; .* DataLoader\(gpuload.torch.CellDataset\(loader\)"):
             next(iter(torch.utils.data.DataLoader(loader, **settings)))
@@ -511,7 +511,7 @@ def test_a_loader_given_to_a_dataloader_names_the_front(plain: Stored, settings:
         assert len(list(loader)) == len(loader)
 
 
-def test_dali_dynamic_mode_takes_every_dtype(dali: Any) -> None:
+def test_dali_dynamic_mode_accepts_every_dtype(dali: Any) -> None:
     for name in dali._DALI_TYPES:
         as_tensor = dali._dynamic_mode({np.dtype(name)})
         array = np.arange(6).astype(name)
@@ -519,7 +519,7 @@ def test_dali_dynamic_mode_takes_every_dtype(dali: Any) -> None:
 
 
 class SharedTensor:
-    """A tensor of DALI's as it should be."""
+    """A tensor of DALI's that shares and keeps the memory, as it should."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -536,7 +536,7 @@ class CopiedTensor(SharedTensor):
 
 
 class CopiedAndKeptTensor(SharedTensor):
-    """A tensor of DALI's that copies, and keeps the memory that it copied from all the same."""
+    """A tensor of DALI's that copies, yet keeps the memory that it copied from."""
 
     def torch(self) -> Any:
         tensor = torch.from_numpy(self._array.copy())
@@ -571,7 +571,7 @@ DYNAMIC_MODULES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", DYNAMIC_MODULES)
-def test_dali_without_a_usable_dynamic_mode_copies_and_says_so_once(
+def test_dali_copies_and_warns_once_without_dynamic_mode(
     plain: Stored, dali: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     module, reason = DYNAMIC_MODULES[name]
@@ -593,7 +593,7 @@ def test_dali_without_a_usable_dynamic_mode_copies_and_says_so_once(
     assert "copies every minibatch" in record.getMessage()
 
 
-def test_dali_says_nothing_of_a_dynamic_mode_that_works(
+def test_dali_is_silent_about_a_working_dynamic_mode(
     plain: Stored, dali: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     dali._warn_once.cache_clear()
@@ -614,7 +614,7 @@ def test_dali_output_names(plain: Stored, CellIterator: Any) -> None:
             CellIterator(loader, output_names=["X", "X"])
 
 
-def test_dali_in_the_users_own_pipeline(plain: Stored, dali: Any) -> None:
+def test_dali_works_in_a_users_own_pipeline(plain: Stored, dali: Any) -> None:
     from nvidia.dali import pipeline_def
 
     with gpuload.open_loader(plain.path, obs=["depth", "cell_line"], **SETTINGS) as loader:
@@ -643,7 +643,7 @@ def test_dali_in_the_users_own_pipeline(plain: Stored, dali: Any) -> None:
             pipeline.reset()
 
 
-def test_dali_iterator_over_the_users_own_pipeline(plain: Stored, dali: Any) -> None:
+def test_dali_iterator_wraps_a_users_own_pipeline(plain: Stored, dali: Any) -> None:
     from nvidia.dali import pipeline_def
 
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
@@ -708,7 +708,7 @@ def test_dali_refuses_bfloat16(plain: Stored, dali: Any) -> None:
                 make(loader)
 
 
-def test_dali_without_torch_says_how_to_get_it(plain: Stored, dali: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dali_without_torch_names_the_pip_command(plain: Stored, dali: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvidia.dali.plugin.pytorch", None)
     told = (
         r"^gpuload\.dali\.CellIterator needs torch, .* pip install 'gpuload\[dali\]', "
@@ -718,7 +718,7 @@ def test_dali_without_torch_says_how_to_get_it(plain: Stored, dali: Any, monkeyp
         dali.CellIterator(loader)
 
 
-def test_dali_refuses_an_obs_column_named_as_another_output(copy_of: Callable[[str], Any], dali: Any) -> None:
+def test_dali_refuses_an_obs_column_named_like_another_output(copy_of: Callable[[str], Any], dali: Any) -> None:
     import h5py
 
     path = copy_of("taken.h5ad")
@@ -732,7 +732,7 @@ def test_dali_refuses_an_obs_column_named_as_another_output(copy_of: Callable[[s
                 make(loader)
 
 
-def test_dali_surfaces_an_error_of_the_loader(store_variant: StoreVariant, tmp_path: Any, CellIterator: Any) -> None:
+def test_dali_raises_the_loaders_error(store_variant: StoreVariant, tmp_path: Any, CellIterator: Any) -> None:
     import h5py
 
     stored = store_variant("csr-gzip4")

@@ -24,7 +24,7 @@ def program() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "docs" / "growing" / "with_tfrecords.py"))
 
 
-def test_the_checksum_of_records(program: dict[str, Any]) -> None:
+def test_record_checksum_matches_a_known_value(program: dict[str, Any]) -> None:
     crc = 0xE3069283  # of these nine bytes, RFC 3720 and many others
     masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
     assert program["masked_crc"](b"123456789") == struct.pack("<I", masked)
@@ -49,7 +49,7 @@ def test_readers_hand_over_every_sample_once_and_shuffled(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_set_grows_and_old_shards_make_room(
+def test_set_grows_and_old_shards_are_dropped(
     program: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("nvidia.dali", reason="DALI is not installed")
@@ -60,11 +60,11 @@ def test_the_set_grows_and_old_shards_make_room(
 
 
 def hold() -> None:
-    """Keep the interpreter."""
+    """Hold the interpreter lock."""
     sum(range(2_000_000))
 
 
-def test_who_holds_the_interpreter_is_seen() -> None:
+def test_time_holding_the_interpreter_is_measured() -> None:
     held, _ = run_gil.measure(hold, seconds=0.0)
     partly, _ = run_gil.measure(lambda: (hold(), time.sleep(0.03)), seconds=0.0)
     free, n_calls = run_gil.measure(lambda: time.sleep(0.03), seconds=0.0)
@@ -74,14 +74,14 @@ def test_who_holds_the_interpreter_is_seen() -> None:
     assert n_calls == run_gil.LEAST_CALLS
 
 
-def test_the_call_that_held_it_least_counts() -> None:
+def test_lowest_share_of_all_calls_is_reported() -> None:
     turns = iter(range(run_gil.LEAST_CALLS + 1))  # the first call is not measured
     share, _ = run_gil.measure(lambda: time.sleep(0.03) if next(turns) == 2 else hold(), seconds=0.0)
     assert share < 0.6
 
 
 @pytest.mark.parametrize("way", ["os.preadv", "numpy.load", "pickle.load", "gpuload SampleLoader"])
-def test_the_ways_run_at_tiny_size(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_way_runs_at_tiny_size(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch", reason="samples are tensors")
     out = tmp_path / "gil.jsonl"
     assert run_gil.main(["--mib", "0.01", "--seconds", "0", "--only", way, "--out", str(out)]) == 0
@@ -100,7 +100,7 @@ def test_each_way_reads_the_values_that_were_written(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
 @pytest.mark.parametrize("arm", run_readers.ARMS)
-def test_readers_are_timed_once_their_samples_were_compared(arm: str, tmp_path: Path) -> None:
+def test_readers_are_timed_after_their_samples_are_checked(arm: str, tmp_path: Path) -> None:
     package, _ = run_readers.ARMS[arm]
     pytest.importorskip(package, reason=f"{package} is not installed")
     out = tmp_path / "readers.jsonl"
@@ -113,7 +113,7 @@ def test_readers_are_timed_once_their_samples_were_compared(arm: str, tmp_path: 
     assert record["cpu_s_per_gb"] > 0
 
 
-def test_other_samples_are_not_timed() -> None:
+def test_readers_of_wrong_samples_are_not_timed() -> None:
     batches = [np.zeros((2, 3)), np.ones((1, 3))]
     assert run_readers.measure(lambda _: iter(batches), np.array([0.0, 0.0, 1.0]), 0)["epochs"] == 1
     with pytest.raises(AssertionError, match="the samples of an epoch differ from those written"):

@@ -26,7 +26,7 @@ def run(in_process):
 
 def test_it_learns_while_the_set_grows(run, tmp_path: Path) -> None:
     arguments = ["--make", 120, "--root", tmp_path / "store", "--budget", "1MiB", "--epochs", 14, *SMALL, "--cold"]
-    arguments += ["--min-samples", 40]  # of few an epoch learns little
+    arguments += ["--min-samples", 40]  # an epoch of few samples learns little
     code, out, err = run(tmp_path / "remote", *arguments)
     assert (code, err) == (0, "")
     sizes = [int(n) for n in re.findall(r"epoch +\d+: +(\d+) samples", out)]
@@ -37,7 +37,7 @@ def test_it_learns_while_the_set_grows(run, tmp_path: Path) -> None:
     assert seen[-1] > seen[0] or seen[0] == 100
     losses = [float(loss) for loss in re.findall(r", loss ([\d.]+)$", out, re.MULTILINE)]
     assert len(losses) == 14
-    assert min(losses) < 0.5 * losses[0]  # it rises again with every sample that is new
+    assert min(losses) < 0.5 * losses[0]  # the loss rises again with every new sample
     memory, batches = re.search(r"memory: (-?\d+) MB more .* batches (\d+) MB", out).groups()
     assert int(memory) < 150
     assert int(batches) <= 1
@@ -46,7 +46,7 @@ def test_it_learns_while_the_set_grows(run, tmp_path: Path) -> None:
     assert re.search(r"verdict: (disk|store|consumer)-bound: it waited [\d.]+% of its time", out)
 
 
-def test_it_goes_on_after_a_kill(run, tmp_path: Path) -> None:
+def test_killed_run_can_be_started_again(run, tmp_path: Path) -> None:
     command = [sys.executable, "pipelines/growing_store.py", tmp_path / "remote", "--make", "60", "--root"]
     command += [tmp_path / "store", "--budget", "2MiB", "--epochs", "100000", *SMALL]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -70,7 +70,7 @@ def test_several_processes_are_refused(run, tmp_path: Path, monkeypatch: pytest.
     assert not any(tmp_path.iterdir())
 
 
-def test_what_cannot_be_carried_out_is_said_in_one_sentence(run, tmp_path: Path) -> None:
+def test_errors_are_reported_with_exit_codes(run, tmp_path: Path) -> None:
     code, _, err = run(tmp_path / "nix", "--root", tmp_path / "store")
     assert (code, err) == (1, f"growing_store.py: {tmp_path / 'nix'}: no such folder. Check the path.\n")
     (tmp_path / "remote").mkdir()
@@ -89,7 +89,7 @@ def test_what_cannot_be_carried_out_is_said_in_one_sentence(run, tmp_path: Path)
         ("remote", ["--device", "cuda"], 1, "--device cuda: PyTorch sees no GPU; leave it out."),
     ],
 )
-def test_what_cannot_be_made_or_trained_is_said_at_once(
+def test_impossible_requests_are_refused_at_once(
     run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, options: list, code: int, message: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -111,13 +111,13 @@ def test_samples_of_another_kind_are_refused(run, tmp_path: Path) -> None:
     assert "remote: its samples are 256 values of float32; expected float32 .npy files of more than 256" in err
 
 
-def test_no_epoch_is_wrong_use(run) -> None:
+def test_zero_epochs_is_a_usage_error(run) -> None:
     code, _, err = run("remote", "--root", "store", "--epochs", 0)
     assert code == 2
     assert "argument --epochs: '0' is not a whole number of at least 1" in err
 
 
-def test_the_meter_finds_who_holds_the_interpreter() -> None:
+def test_stall_meter_detects_a_held_interpreter() -> None:
     import threading
 
     ended = threading.Event()
@@ -125,7 +125,7 @@ def test_the_meter_finds_who_holds_the_interpreter() -> None:
     def hold() -> None:
         text = b"x" * 30_000_000
         while not ended.is_set():
-            text.find(b"xy")  # does not let go
+            text.find(b"xy")  # does not release the interpreter lock
             time.sleep(0.001)
 
     meter = growing_store.StallMeter(0.2)

@@ -1,4 +1,4 @@
-"""``--join`` of the commands: files whose genes differ are looked at, timed and tuned as they would be read."""
+"""``--join`` on the command line: files whose genes differ are inspected, timed and tuned as they would be read."""
 
 from __future__ import annotations
 
@@ -66,14 +66,16 @@ def test_bench(paths: list[str], genes: str, capsys: pytest.CaptureFixture[str])
     assert run(capsys, "bench", *paths, *options, "--join", genes)["n_vars"] == 3
 
 
-def test_genes_in_another_encoding(paths: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gene_file_in_another_encoding_is_refused(
+    paths: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = tmp_path / "names.txt"
     names.write_bytes("gène".encode("latin-1"))
     assert main(["inspect", *paths, "--join", str(names)]) != 0
     assert f"{names}: not a text file in UTF-8; expected one gene name per line." in capsys.readouterr().err
 
 
-def test_tune_writes_how_genes_are_joined(
+def test_tune_saves_how_genes_are_joined(
     paths: list[str], genes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "settings.json"
@@ -93,7 +95,7 @@ def test_tune_writes_how_genes_are_joined(
 
 
 @pytest.mark.parametrize("command", ["inspect", "bench", "tune"])
-def test_without_it_the_cure_is_named(command: str, paths: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_without_join_suggests_it(command: str, paths: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, *paths, "--quiet"]) == 1
     assert "join='inner' keeps the genes that all have" in capsys.readouterr().err
     assert main([command, *paths, "--quiet", "--join", "left"]) == 1

@@ -1,4 +1,4 @@
-"""The Lightning front: over a stand-in for Lightning everywhere, and in Lightning's own Trainer where that is there."""
+"""The Lightning front: over a stand-in for Lightning everywhere, and in Lightning's own Trainer if it is installed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StandIn:
 
 @pytest.fixture(params=["stand-in", "lightning"])
 def base(request: pytest.FixtureRequest) -> str:
-    """What gpuload.lightning is to be built on; the tests of Lightning's Trainer have their own word in this."""
+    """What gpuload.lightning is built on; the tests of Lightning's Trainer override this."""
     return request.param
 
 
@@ -98,12 +98,12 @@ def started_by_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- epochs ---
 
 
-def test_each_iteration_is_the_trainers_epoch(front, plain, train):
+def test_each_iteration_uses_the_trainers_epoch(front, plain, train):
     module = attached(front.CellDataModule(train))
     batches = module.train_dataloader()
     assert len(batches) == len(epoch_of(plain.path, 0))
     for epoch in (0, 1, 1, 5, 0):
-        iterator = iter(batches)  # before the trainer has come to the epoch, as Lightning does
+        iterator = iter(batches)  # before the trainer reaches the epoch, as Lightning does
         module.trainer.current_epoch = epoch
         assert rows(iterator) == epoch_of(plain.path, epoch)
     module.teardown("fit")
@@ -129,7 +129,7 @@ def test_codes_mean_the_same_in_all_parts(front, tmp_path, named):
         module.teardown()
 
 
-def test_without_a_trainer_it_is_a_loader(front, plain, train):
+def test_module_without_a_trainer_works_as_a_loader(front, plain, train):
     module = front.CellDataModule(train)
     module.setup()
     batches = module.train_dataloader()
@@ -137,7 +137,7 @@ def test_without_a_trainer_it_is_a_loader(front, plain, train):
     module.teardown()
 
 
-def test_a_process_that_lightning_starts_may_look_before_it_has_a_rank(front, plain, train, started_by_lightning):
+def test_process_without_a_rank_yet_sees_the_whole_epoch(front, plain, train, started_by_lightning):
     module = front.CellDataModule(train)
     module.setup("fit")
     assert rows(module.train_dataloader()) == epoch_of(plain.path, 0, rank=0, world_size=1)
@@ -146,7 +146,7 @@ def test_a_process_that_lightning_starts_may_look_before_it_has_a_rank(front, pl
     module.teardown("fit")
 
 
-def test_minibatches_are_those_of_the_torch_front(front, plain, train):
+def test_minibatches_match_the_torch_front(front, plain, train):
     module = attached(front.CellDataModule(train))
     for batch in module.train_dataloader():
         assert set(batch) == {"X", "cell_line", "rows"}
@@ -156,7 +156,7 @@ def test_minibatches_are_those_of_the_torch_front(front, plain, train):
 
 
 @pytest.mark.parametrize("part", ["val", "test", "predict"])
-def test_other_parts_come_in_order_and_from_the_start_each_time(front, plain, train, part):
+def test_other_parts_are_in_order_and_restart_each_time(front, plain, train, part):
     module = attached(front.CellDataModule(train, **{part: train}), None)
     batches = getattr(module, f"{part}_dataloader")()
     in_order = epoch_of(plain.path, 0, shuffle=False)
@@ -165,7 +165,7 @@ def test_other_parts_come_in_order_and_from_the_start_each_time(front, plain, tr
         assert rows(batches) == in_order
         next(iter(batches))  # as in Lightning's sanity check
         assert rows(batches) == in_order
-    assert not hasattr(batches, "state_dict")  # or Lightning would go on in the middle of a validation
+    assert not hasattr(batches, "state_dict")  # or Lightning would resume in the middle of a validation
     module.teardown()
 
 
@@ -185,7 +185,7 @@ def test_the_order_of_other_parts_can_be_chosen(front, plain, train):
     module.teardown()
 
 
-def test_lightning_sees_which_parts_there_are(front, train):
+def test_lightning_sees_which_parts_exist(front, train):
     module = front.CellDataModule(train, test=train)
     (base,) = front.CellDataModule.__bases__
     for part, is_there in (("train", True), ("val", False), ("test", True), ("predict", False)):
@@ -206,14 +206,14 @@ def test_ranks_share_the_epoch(front, plain, train):
         module.teardown("fit")
 
 
-def test_ranks_that_are_given_win(front, plain, train):
+def test_given_ranks_win(front, plain, train):
     module = attached(front.CellDataModule(train, {**train, "rank": 0, "world_size": 1}), rank=1, world_size=2)
     assert (module.loader("train").rank, module.loader("train").world_size) == (1, 2)
     assert rows(module.val_dataloader()) == epoch_of(plain.path, 0, shuffle=False)
     module.teardown("fit")
 
 
-def test_a_rank_alone_is_not_completed_from_the_trainer(front, train):
+def test_rank_without_world_size_is_refused(front, train):
     with pytest.raises(gpuload.PlanError, match="rank=0 without world_size"):
         attached(front.CellDataModule({**train, "rank": 0}), rank=1, world_size=2)
 
@@ -226,7 +226,7 @@ def test_a_loader_of_another_rank_is_refused(front, train):
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", "cpu"), ("cuda:3", "cuda:3"), ("mps", "cpu")])
-def test_minibatches_are_made_where_the_model_is(front, train, monkeypatch, device, expected):
+def test_minibatches_are_made_on_the_models_device(front, train, monkeypatch, device, expected):
     asked = []
     cpu = gpuload.open_loader
 
@@ -240,7 +240,7 @@ def test_minibatches_are_made_where_the_model_is(front, train, monkeypatch, devi
     module.teardown()
 
 
-def test_a_loader_that_is_open_stays_open_until_the_process_is_another(front, train):
+def test_loader_is_reopened_only_if_the_process_changes(front, train):
     module = front.CellDataModule(train)
     module.setup("fit")
     early = module.loader("train")
@@ -261,7 +261,7 @@ def test_a_loader_that_is_open_stays_open_until_the_process_is_another(front, tr
 
 @pytest.mark.parametrize("through", ["module", "dataloader", "both"])
 @pytest.mark.parametrize("epoch", [0, 2])
-def test_a_state_taken_anywhere_gives_what_is_left(front, plain, train, through, epoch):
+def test_state_from_any_step_yields_the_remaining_minibatches(front, plain, train, through, epoch):
     whole = epoch_of(plain.path, epoch)
     for n_done in (0, 1, 3, 7, len(whole)):
         first = attached(front.CellDataModule(train), epoch=epoch)
@@ -284,12 +284,12 @@ def test_a_state_taken_anywhere_gives_what_is_left(front, plain, train, through,
         second.teardown("fit")
 
 
-def test_a_state_of_an_epochs_last_minibatch_leads_to_the_next_epoch(front, plain, train):
+def test_state_after_the_last_minibatch_starts_the_next_epoch(front, plain, train):
     first = attached(front.CellDataModule(train))
     iterator = iter(first.train_dataloader())
     for _ in range(len(first.train_dataloader())):
         next(iterator)
-    saved = first.state_dict()  # the epoch's end was not yet asked for
+    saved = first.state_dict()  # the end of the epoch has not been requested yet
     first.teardown("fit")
     second = attached(front.CellDataModule(train))
     second.load_state_dict(saved)
@@ -299,7 +299,7 @@ def test_a_state_of_an_epochs_last_minibatch_leads_to_the_next_epoch(front, plai
     second.teardown("fit")
 
 
-def test_a_state_may_come_before_the_loader_and_outlive_it(front, plain, train):
+def test_state_can_be_loaded_before_setup_and_outlives_teardown(front, plain, train):
     first = attached(front.CellDataModule(train))
     next(iter(first.train_dataloader()))
     first.teardown("fit")
@@ -317,7 +317,7 @@ def test_a_state_may_come_before_the_loader_and_outlive_it(front, plain, train):
     assert nothing.state_dict() == {}
 
 
-def test_another_number_of_processes_must_wait_for_the_end_of_the_epoch(front, plain, train):
+def test_process_count_can_change_only_between_epochs(front, plain, train):
     first = attached(front.CellDataModule(train), world_size=2)
     iterator = iter(first.train_dataloader())
     next(iterator)
@@ -336,7 +336,7 @@ def test_another_number_of_processes_must_wait_for_the_end_of_the_epoch(front, p
     alone.teardown("fit")
 
 
-def test_a_state_of_other_data_is_refused_by_the_loader(front, train):
+def test_state_with_other_settings_is_refused(front, train):
     first = attached(front.CellDataModule(train))
     saved = first.state_dict()
     first.teardown("fit")
@@ -355,7 +355,7 @@ def test_a_state_of_other_data_is_refused_by_the_loader(front, train):
 # --- opening, closing, refusing ---
 
 
-def test_teardown_closes_what_was_opened_here(front, train, no_leaks):
+def test_teardown_closes_loaders_that_the_module_opened(front, train, no_leaks):
     module = attached(front.CellDataModule(train, train, train), None)
     next(iter(module.train_dataloader()))
     module.teardown("fit")
@@ -384,12 +384,12 @@ def test_teardown_leaves_a_given_loader_open(front, plain, train):
         ({"val": {"batch_size": 3}}, r"val: 'paths' is missing; name the files"),
     ],
 )
-def test_what_is_no_part_is_refused(front, parts, message):
+def test_an_invalid_part_is_refused(front, parts, message):
     with pytest.raises(gpuload.PlanError, match=message):
         front.CellDataModule(**parts)
 
 
-def test_train_and_val_cannot_be_one_loader(front, plain):
+def test_train_and_val_cannot_share_a_loader(front, plain):
     with (
         gpuload.open_loader(plain.path) as loader,
         pytest.raises(gpuload.PlanError, match=r"the same loader.*open two"),
@@ -397,7 +397,7 @@ def test_train_and_val_cannot_be_one_loader(front, plain):
         front.CellDataModule(loader, loader)
 
 
-def test_a_part_that_was_not_given_is_named(front, train):
+def test_missing_part_is_named(front, train):
     module = attached(front.CellDataModule(train), None)
     with pytest.raises(gpuload.PlanError, match=r"no 'predict' part; give it one of 'train', 'val'"):
         module.loader("predict")
@@ -408,7 +408,7 @@ def test_a_part_that_was_not_given_is_named(front, train):
 
 
 def in_lightning(test: Any) -> Any:
-    """Let a test run over Lightning alone; it and torch warn each other of what is theirs."""
+    """Run a test over Lightning only; ignore warnings of Lightning and torch about each other."""
     test = pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*callbacks used to create the checkpoint")(test)
     return pytest.mark.parametrize("base", ["lightning"])(test)
 
@@ -420,7 +420,7 @@ def pl(front: ModuleType) -> Any:
 
 @pytest.fixture
 def Model(pl: Any) -> Any:
-    """A model that writes down which rows it was given in which epoch, and stops with an error where it is told to."""
+    """A model that records which rows it was given in which epoch, and raises an error at the step requested."""
 
     class Recorder(pl.LightningModule):
         def __init__(self, n_vars: int, fail_at: int | None = None) -> None:
@@ -492,7 +492,7 @@ def test_a_checkpoint_of_any_step_resumes_the_run(
 @in_lightning
 @pytest.mark.parametrize(("n_before", "n_after"), [(2, 1), (1, 3), (3, 2)])
 @pytest.mark.parametrize("n_done", [1, 4])
-def test_an_epoch_goes_on_with_another_number_of_processes(
+def test_an_epoch_continues_with_another_number_of_processes(
     front, Model, make_trainer, pl, train, plain, tmp_path, no_leaks, n_before, n_after, n_done
 ):
     n_vars, n_epochs = plain.dense.shape[1], 3
@@ -520,7 +520,7 @@ def test_an_epoch_goes_on_with_another_number_of_processes(
         whole = epoch_of(plain.path, 2, rank=rank, world_size=n_after)
         assert after.seen == [(1, batch) for batch in rest] + [(2, batch) for batch in whole]
         n_validations = len(after.others["val"]) // len(epoch_of(plain.path, 0))
-        assert n_validations == 2, "each epoch ends with a validation, also the one of a length of its own"
+        assert n_validations == 2, "each epoch ends with a validation, including the shorter one"
         seen += [row for batch in rest for row in batch]
         again = tmp_path / str(rank) / "again.ckpt"
         assert torch.load(again, weights_only=False)["global_step"] == len(before.seen) + len(rest) + len(whole)
@@ -534,10 +534,10 @@ def test_an_epoch_goes_on_with_another_number_of_processes(
 
 
 @in_lightning
-def test_an_epoch_after_one_that_was_cut_short_is_whole_on_fewer_processes(
+def test_epoch_after_a_cut_one_is_whole_on_fewer_processes(
     front, Model, make_trainer, train, plain, tmp_path, no_leaks
 ):
-    """For Lightning an epoch is over where max_steps ends it: what its rest would be is not the length of the next."""
+    """For Lightning an epoch is over when max_steps ends it: the rest of it is not the length of the next."""
     n_vars, last = plain.dense.shape[1], tmp_path / "last.ckpt"
     trainer = make_trainer(max_steps=1)
     trainer.fit(Model(n_vars), front.CellDataModule({**train, "rank": 0, "world_size": 3}, train))
@@ -549,7 +549,7 @@ def test_an_epoch_after_one_that_was_cut_short_is_whole_on_fewer_processes(
 
 
 @in_lightning
-def test_an_error_in_the_middle_of_an_epoch_loses_and_repeats_nothing(
+def test_error_in_mid_epoch_loses_and_repeats_nothing(
     front, Model, make_trainer, pl, train, plain, uninterrupted, tmp_path, no_leaks
 ):
     saver = pl.callbacks.ModelCheckpoint(tmp_path, "last", every_n_train_steps=1)
@@ -564,7 +564,7 @@ def test_an_error_in_the_middle_of_an_epoch_loses_and_repeats_nothing(
 
 
 @in_lightning
-def test_validation_within_an_epoch_tests_and_predictions(
+def test_validation_test_and_predict_yield_rows_in_order(
     front, Model, make_trainer, train, plain, uninterrupted, no_leaks
 ):
     n_steps = len(uninterrupted) // N_EPOCHS
@@ -581,7 +581,7 @@ def test_validation_within_an_epoch_tests_and_predictions(
 
 
 @in_lightning
-def test_part_of_an_epoch_and_then_the_next(front, Model, make_trainer, train, plain, uninterrupted):
+def test_limited_epoch_is_followed_by_the_next(front, Model, make_trainer, train, plain, uninterrupted):
     model = Model(plain.dense.shape[1])
     make_trainer(max_epochs=2, limit_train_batches=2, reload_dataloaders_every_n_epochs=1).fit(
         model, front.CellDataModule(train, train)
@@ -590,7 +590,7 @@ def test_part_of_an_epoch_and_then_the_next(front, Model, make_trainer, train, p
 
 
 @in_lightning
-def test_the_minibatches_to_overfit_are_the_same_in_each_epoch(
+def test_overfit_batches_are_the_same_in_each_epoch(
     front, Model, make_trainer, pl, train, plain, uninterrupted, tmp_path
 ):
     saver = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)

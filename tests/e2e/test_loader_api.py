@@ -43,7 +43,7 @@ def rows_of(batches: Any) -> np.ndarray:
 
 @pytest.fixture
 def two(tmp_path: Path) -> tuple[Path, Path]:
-    """Two files of four cells, whose cell types are others; a code of either means something else by itself."""
+    """Two files of four cells with different cell types; opened separately, the same code means different types."""
     anndata = pytest.importorskip("anndata")
     paths = tmp_path / "train.h5ad", tmp_path / "test.h5ad"
     for path, kinds in zip(paths, (["T", "B", "NK", "T"], ["NK", "B", "monocyte", None]), strict=True):
@@ -59,7 +59,7 @@ def codes_of(path: Path, **settings: Any) -> list[int]:
         return codes.tolist()
 
 
-def test_codes_are_those_of_another_loader(two: tuple[Path, Path]) -> None:
+def test_categories_of_another_loader_set_the_codes(two: tuple[Path, Path]) -> None:
     with gpuload.open_loader(two[0], obs=["kind"]) as train:
         assert train.categories["kind"].tolist() == ["B", "NK", "T"]
         assert codes_of(two[1]) == [1, 0, 2, -1]
@@ -69,7 +69,7 @@ def test_codes_are_those_of_another_loader(two: tuple[Path, Path]) -> None:
     assert codes_of(two[1], categories={"kind": ["monocyte", "B"]}, where="kind != 'B'") == [-1, 0, -1]
 
 
-def test_categories_that_cannot_be_had(two: tuple[Path, Path]) -> None:
+def test_categories_that_cannot_be_used(two: tuple[Path, Path]) -> None:
     for categories, words in (
         ({"type": ["B"]}, r"categories: 'type' is not among obs=\['kind', 'depth'\]; name it there too"),
         ({"kind": "B"}, r"categories\['kind'\]='B': expected a list"),
@@ -86,14 +86,14 @@ def test_categories_that_cannot_be_had(two: tuple[Path, Path]) -> None:
             gpuload.open_loader(two[0], obs=["kind", "depth"], categories=categories)  # type: ignore[arg-type]
 
 
-def test_booleans_may_be_those_of_numpy(plain: Stored) -> None:
+def test_numpy_booleans_are_accepted(plain: Stored) -> None:
     given = {"shuffle": np.bool_(False), "drop_last": np.bool_(True)}
     with gpuload.open_loader(plain.path, batch_size=8, **given) as loader:  # type: ignore[arg-type]
         rows = rows_of(loader)
     np.testing.assert_array_equal(rows, np.arange(len(plain.dense) // 8 * 8))
 
 
-def test_obs_of_all_cells(two: tuple[Path, Path]) -> None:
+def test_obs_covers_all_cells(two: tuple[Path, Path]) -> None:
     columns = ["kind", "depth", "source_file"]
     with gpuload.open_loader(list(two), obs=columns, where="depth > 1") as loader:
         obs = loader.obs
@@ -108,7 +108,7 @@ def test_obs_of_all_cells(two: tuple[Path, Path]) -> None:
     assert repr(loader) == "<Loader of 8 cells x 4 genes in 2 files: 1 minibatches of 64, dense, cpu>"
 
 
-def test_the_file_of_a_cell_is_a_column(two: tuple[Path, Path]) -> None:
+def test_source_file_is_an_obs_column(two: tuple[Path, Path]) -> None:
     settings: dict[str, Any] = {"shuffle": False, "device": "cpu"}
     with gpuload.open_loader(list(two), where=f"source_file == {str(two[1])!r}", **settings) as loader:
         assert rows_of(loader).tolist() == [4, 5, 6, 7]
@@ -123,7 +123,7 @@ def test_the_file_of_a_cell_is_a_column(two: tuple[Path, Path]) -> None:
             assert (perturbed.rows // 4 == controls.rows // 4).all()
 
 
-def test_a_stored_column_of_files_is_handed_over(two: tuple[Path, Path], tmp_path: Path) -> None:
+def test_stored_source_file_column_is_handed_over(two: tuple[Path, Path], tmp_path: Path) -> None:
     gpuload.pack(list(two), tmp_path / "packed.zarr", keep_order=True)
     with gpuload.open_loader(tmp_path / "packed.zarr", shuffle=False, obs=["source_file"]) as loader:
         assert loader.obs["source_file"].tolist() == [str(two[0])] * 4 + [str(two[1])] * 4
@@ -132,7 +132,7 @@ def test_a_stored_column_of_files_is_handed_over(two: tuple[Path, Path], tmp_pat
 # --- sizes and settings
 
 
-def test_the_signature_is_the_documented_one() -> None:
+def test_signature_matches_the_documentation() -> None:
     defaults = {name: p.default for name, p in inspect.signature(gpuload.open_loader).parameters.items()}
     documented = {
         "batch_size": 64,
@@ -186,11 +186,11 @@ def test_length_and_sizes_of_minibatches(plain: Stored, batch_size: int, drop_la
         ),
     ],
 )
-def test_an_epoch_of_which_everything_is_dropped_is_refused(plain: Stored, settings: Any, told: str) -> None:
+def test_an_epoch_with_everything_dropped_is_refused(plain: Stored, settings: Any, told: str) -> None:
     given = {"obs_table": pd.DataFrame({"row": np.arange(131)}), "drop_last": "uneven" not in settings, **settings}
     with pytest.raises(gpuload.PlanError, match=told):
         gpuload.open_loader(plain.path, **given)
-    kept = {"uneven": "pad"} if "uneven" in settings else {"drop_last": False}  # as it says
+    kept = {"uneven": "pad"} if "uneven" in settings else {"drop_last": False}  # as the message advises
     with gpuload.open_loader(plain.path, **{**given, **kept}) as loader:
         assert len(list(loader)) == 1
 
@@ -203,18 +203,18 @@ def test_an_epoch_may_be_empty_if_there_are_no_cells(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("setting", ["shuffle", "drop_last"])
 @pytest.mark.parametrize("value", ["False", 0, None])
-def test_what_is_neither_true_nor_false(plain: Stored, setting: str, value: Any) -> None:
+def test_settings_that_are_neither_true_nor_false(plain: Stored, setting: str, value: Any) -> None:
     with pytest.raises(gpuload.PlanError, match=rf"^{setting}={value!r}: expected True or False\.$"):
         gpuload.open_loader(plain.path, **{setting: value})
 
 
-def test_genes_that_are_not_there_are_told_with_some_that_are(plain: Stored) -> None:
+def test_missing_genes_are_reported_with_some_that_exist(plain: Stored) -> None:
     words = r"'CD3E' is not a gene of \S+ \(1 of 1 are not\), whose genes are 'gene_000', .* and 50 more"
     with pytest.raises(gpuload.PlanError, match=words):
         gpuload.open_loader(plain.path, genes=["CD3E"])
 
 
-def test_what_a_batch_holds(loader: gpuload.Loader, plain: Stored) -> None:
+def test_batch_holds_arrays_of_the_documented_form(loader: gpuload.Loader, plain: Stored) -> None:
     batch = next(iter(loader))
     assert isinstance(batch, gpuload.Batch)
     assert isinstance(batch.X, np.ndarray)
@@ -228,7 +228,7 @@ def test_what_a_batch_holds(loader: gpuload.Loader, plain: Stored) -> None:
     np.testing.assert_array_equal(batch.obs["depth"], plain.obs["depth"].to_numpy()[batch.rows])
 
 
-def test_numpy_numbers_are_settings_too(plain: Stored) -> None:
+def test_numpy_numbers_are_accepted_as_settings(plain: Stored) -> None:
     with gpuload.open_loader(
         plain.path,
         batch_size=np.int64(8),
@@ -243,7 +243,7 @@ def test_numpy_numbers_are_settings_too(plain: Stored) -> None:
     assert first.X.dtype == np.float16
 
 
-def test_device_auto_says_once_what_it_chose(plain: Stored, caplog: pytest.LogCaptureFixture) -> None:
+def test_device_auto_logs_its_choice_once(plain: Stored, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="gpuload"), gpuload.open_loader(plain.path) as loader:
         list(loader)
         list(loader)
@@ -253,9 +253,7 @@ def test_device_auto_says_once_what_it_chose(plain: Stored, caplog: pytest.LogCa
     assert loader.io_mode == "posix"
 
 
-def test_settings_of_a_gpu_are_of_no_account_where_auto_finds_none(
-    plain: Stored, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gpu_settings_are_ignored_if_auto_finds_no_gpu(plain: Stored, caplog: pytest.LogCaptureFixture) -> None:
     given = {"device": "auto", "device_memory": "20GiB", "device_cache": "10GiB", "io": "pinned"}
     with caplog.at_level(logging.INFO, logger="gpuload"), gpuload.open_loader(plain.path, **given) as loader:
         assert loader.device == "cpu"
@@ -296,7 +294,7 @@ def test_values_do_not_depend_on_threads_or_prefetch(plain: Stored) -> None:
                 np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
 
 
-def test_each_iteration_is_the_next_epoch_also_after_a_break(loader: gpuload.Loader) -> None:
+def test_each_iteration_is_the_next_epoch_even_after_a_break(loader: gpuload.Loader) -> None:
     epochs = [rows_of(loader) for _ in range(4)]
     loader.set_epoch(0)
     next(iter(loader))
@@ -319,8 +317,8 @@ def test_set_epoch_during_an_iteration_applies_to_the_next(loader: gpuload.Loade
     np.testing.assert_array_equal(rows_of(loader), epochs[3])
 
 
-def test_set_epoch_between_iter_and_the_first_batch(loader: gpuload.Loader) -> None:
-    """The epoch is that of the moment of iter()."""
+def test_set_epoch_after_iter_does_not_change_the_iteration(loader: gpuload.Loader) -> None:
+    """The epoch is fixed when iter() is called."""
     epochs = [rows_of(loader) for _ in range(3)]
     loader.set_epoch(0)
     batches = iter(loader)
@@ -329,7 +327,7 @@ def test_set_epoch_between_iter_and_the_first_batch(loader: gpuload.Loader) -> N
 
 
 @pytest.mark.parametrize("epoch", [-1, 1.5, "one", None, True])
-def test_set_epoch_refuses(loader: gpuload.Loader, epoch: Any) -> None:
+def test_set_epoch_refuses_invalid_epochs(loader: gpuload.Loader, epoch: Any) -> None:
     with pytest.raises(gpuload.PlanError, match="epoch="):
         loader.set_epoch(epoch)
 
@@ -341,10 +339,10 @@ def test_a_second_iteration_ends_the_first(loader: gpuload.Loader) -> None:
     with pytest.raises(gpuload.PlanError, match=r"ended by a later iter\(\).*open a second loader"):
         next(first)
     assert rows_of(second).size == 131
-    assert list(second) == []  # over, not ended
+    assert list(second) == []  # exhausted, not ended by another
 
 
-def test_an_iteration_says_that_its_loader_was_closed(loader: gpuload.Loader) -> None:
+def test_iteration_reports_that_its_loader_was_closed(loader: gpuload.Loader) -> None:
     batches = iter(loader)
     next(batches)
     loader.close()
@@ -362,7 +360,7 @@ def test_nested_loops_end_the_outer_one(loader: gpuload.Loader) -> None:
         list(zip(loader, loader, strict=True))
 
 
-def test_an_old_iterator_that_dies_does_not_end_the_new_one(loader: gpuload.Loader) -> None:
+def test_deleting_an_old_iterator_does_not_end_the_new_one(loader: gpuload.Loader) -> None:
     first = iter(loader)
     next(first)
     second = iter(loader)
@@ -377,7 +375,7 @@ def test_an_old_iterator_that_dies_does_not_end_the_new_one(loader: gpuload.Load
 
 @pytest.mark.parametrize("name", ["anndata-csr-gzip", "dense-gzip4"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_batches_that_are_kept_are_never_overwritten(store_variant: StoreVariant, name: str, dtype: str) -> None:
+def test_kept_batches_are_never_overwritten(store_variant: StoreVariant, name: str, dtype: str) -> None:
     stored = store_variant(name)
     with gpuload.open_loader(stored.path, batch_size=4, fetch_factor=2, dtype=dtype) as loader:
         kept = [batch for _ in range(3) for batch in loader]
@@ -385,7 +383,7 @@ def test_batches_that_are_kept_are_never_overwritten(store_variant: StoreVariant
         np.testing.assert_array_equal(batch.X, stored.dense[batch.rows].astype(dtype))
 
 
-def test_csr_batches_that_are_kept_are_never_overwritten(plain: Stored) -> None:
+def test_kept_csr_batches_are_never_overwritten(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2, output="csr") as loader:
         kept = [batch for _ in range(3) for batch in loader]
         parts = [(batch.rows, batch.X.data[:3], batch.X.indices[:3]) for batch in loader]
@@ -430,7 +428,7 @@ def test_buffers_are_reused_when_nobody_holds_them(plain: Stored) -> None:
     assert len(places) < 20  # of 165 minibatches
 
 
-def test_csr_minibatches_lie_in_the_leased_buffers(plain: Stored) -> None:
+def test_csr_minibatches_use_the_leased_buffers(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2, output="csr") as loader:
         for batch in loader:  # SciPy's constructor copies what is less than half of a buffer
             assert not batch.X.data.flags.owndata
@@ -439,7 +437,7 @@ def test_csr_minibatches_lie_in_the_leased_buffers(plain: Stored) -> None:
 
 
 @pytest.mark.parametrize("name", ["anndata-csr-gzip", "dense-gzip4"])
-def test_what_is_written_into_a_batch_shows_nowhere_else(store_variant: StoreVariant, name: str) -> None:
+def test_writing_into_a_batch_affects_nothing_else(store_variant: StoreVariant, name: str) -> None:
     stored = store_variant(name)
     with gpuload.open_loader(stored.path, batch_size=4, fetch_factor=2, obs=["depth"]) as loader:
         for _ in range(3):
@@ -451,7 +449,7 @@ def test_what_is_written_into_a_batch_shows_nowhere_else(store_variant: StoreVar
                 batch.rows[...] = -1
 
 
-def test_what_is_written_into_a_csr_batch_shows_nowhere_else(plain: Stored) -> None:
+def test_writing_into_a_csr_batch_affects_nothing_else(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2, output="csr") as loader:
         for _ in range(3):
             for batch in loader:
@@ -472,7 +470,7 @@ def test_batches_outlive_the_loader(plain: Stored) -> None:
 # --- the end
 
 
-def test_with_statement_closes(plain: Stored, no_leaks: None) -> None:
+def test_with_statement_closes_the_loader(plain: Stored, no_leaks: None) -> None:
     n_descriptors, n_threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     with gpuload.open_loader([plain.path, plain.path]) as loader:
         next(iter(loader))
@@ -496,7 +494,7 @@ def test_a_loader_cannot_be_pickled_or_copied(loader: gpuload.Loader, make: Call
     assert len(list(loader)) == len(loader)
 
 
-def test_a_forked_process_is_refused_and_its_parent_goes_on(loader: gpuload.Loader) -> None:
+def test_a_forked_process_is_refused_and_its_parent_continues(loader: gpuload.Loader) -> None:
     batches = iter(loader)
     next(batches)
     pid = os.fork()
@@ -514,7 +512,7 @@ def test_a_forked_process_is_refused_and_its_parent_goes_on(loader: gpuload.Load
 
 
 @pytest.mark.parametrize("of", [iter, lambda loader: iter(gpuload.Mapped(loader, len))], ids=["loader", "mapped"])
-def test_an_iteration_that_a_fork_inherits_is_refused_there(loader: gpuload.Loader, of: Callable[[Any], Any]) -> None:
+def test_inherited_iteration_is_refused_in_a_fork(loader: gpuload.Loader, of: Callable[[Any], Any]) -> None:
     batches = of(loader)
     next(batches)
     pid = os.fork()
@@ -532,7 +530,7 @@ def test_an_iteration_that_a_fork_inherits_is_refused_there(loader: gpuload.Load
     assert len(list(batches)) == len(loader) - 1
 
 
-def test_a_fork_lets_go_of_a_loader_although_its_threads_held_their_locks(loader: gpuload.Loader) -> None:
+def test_a_fork_can_release_a_loader_whose_threads_held_locks(loader: gpuload.Loader) -> None:
     batches = iter(loader)
     next(batches)
     backend: Any = loader._backend
@@ -564,7 +562,9 @@ def test_a_fork_lets_go_of_a_loader_although_its_threads_held_their_locks(loader
         ({"sampler": lambda seed, rank, world_size: [[0, 10]]}, 10),
     ],
 )
-def test_the_cells_of_an_epoch_and_of_the_files(plain: Stored, settings: dict[str, Any], expected: int | None) -> None:
+def test_epoch_n_obs_counts_the_cells_handed_over(
+    plain: Stored, settings: dict[str, Any], expected: int | None
+) -> None:
     with gpuload.open_loader(plain.path, batch_size=8, obs=["cell_line"], device="cpu", **settings) as loader:
         assert loader.n_obs == 131
         n_handed_over = sum(len(batch) for batch in loader) * loader.world_size
@@ -604,9 +604,7 @@ def test_memory_names_its_parts(plain: Stored) -> None:
     assert parts["metadata"] >= 8 * (n_obs + 1) + n_obs * loader.obs_dtypes["depth"].itemsize
 
 
-def test_blocks_that_waste_most_of_what_is_decoded_are_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_blocks_that_waste_most_decoding_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import anndata
     import h5py
     from scipy.sparse import random as random_csr

@@ -42,7 +42,7 @@ def rows(batch: gpuload.Batch) -> list[int]:
 
 
 @pytest.mark.parametrize(("num_threads", "ahead"), [(1, None), (1, 1), (3, None), (4, 2), (2, 100)])
-def test_what_the_function_makes_comes_in_the_order_of_the_loader(
+def test_results_come_in_the_loaders_order(
     plain: Stored, loader: gpuload.Loader, num_threads: int, ahead: int | None
 ) -> None:
     rng = np.random.default_rng(0)
@@ -63,7 +63,7 @@ def test_what_the_function_makes_comes_in_the_order_of_the_loader(
         assert [number for number, _ in found] == [batch.rows.tolist() for batch in other]
 
 
-def test_it_runs_ahead_in_other_threads_and_no_further_than_asked(loader: gpuload.Loader) -> None:
+def test_mapped_runs_ahead_in_threads_up_to_its_limit(loader: gpuload.Loader) -> None:
     calls: list[str] = []
 
     def make(batch: gpuload.Batch) -> int:
@@ -89,7 +89,7 @@ def wait_until(is_so: Any) -> None:
         time.sleep(0.001)
 
 
-def test_the_position_is_what_was_received(plain: Stored) -> None:
+def test_state_counts_what_was_received(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         every = [*map(rows, loader), *map(rows, loader)]
     n = len(every) // 2
@@ -134,7 +134,7 @@ def test_after_a_break_the_next_epoch_follows(plain: Stored, loader: gpuload.Loa
         assert list(mapped) == list(map(rows, other))
 
 
-def test_set_epoch_after_a_break(loader: gpuload.Loader) -> None:
+def test_set_epoch_takes_effect_after_a_break(loader: gpuload.Loader) -> None:
     mapped = Mapped(loader, rows)
     for _ in mapped:
         break
@@ -143,7 +143,7 @@ def test_set_epoch_after_a_break(loader: gpuload.Loader) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_an_error_of_the_function_comes_in_its_turn(plain: Stored, loader: gpuload.Loader, num_threads: int) -> None:
+def test_function_errors_are_raised_in_order(plain: Stored, loader: gpuload.Loader, num_threads: int) -> None:
     expected = rows_of(plain.path)
     tries = []
 
@@ -174,7 +174,7 @@ def record(source: Any, found: list[Any]) -> Iterator[Any]:
             yield
 
 
-def test_an_error_of_the_loader_comes_after_what_precedes_it(store_variant: StoreVariant, tmp_path: Path) -> None:
+def test_loader_errors_are_raised_after_earlier_results(store_variant: StoreVariant, tmp_path: Path) -> None:
     path = tmp_path / "damaged.h5ad"
     path.write_bytes(store_variant("csr-gzip4").path.read_bytes())
     with h5py.File(path) as file:
@@ -193,7 +193,7 @@ def test_an_error_of_the_loader_comes_after_what_precedes_it(store_variant: Stor
         assert found == expected
 
 
-def test_only_one_iteration_runs(loader: gpuload.Loader) -> None:
+def test_only_one_iteration_runs_at_a_time(loader: gpuload.Loader) -> None:
     mapped = Mapped(loader, rows, ahead=2)
     first = iter(mapped)
     next(first)
@@ -216,7 +216,7 @@ def test_a_second_thread_in_an_iteration_is_refused(loader: gpuload.Loader) -> N
         next(batches)
 
 
-def test_an_iteration_that_was_ended_before_it_began(plain: Stored, loader: gpuload.Loader) -> None:
+def test_unstarted_iteration_is_ended_by_a_later_one(plain: Stored, loader: gpuload.Loader) -> None:
     mapped = Mapped(loader, rows, ahead=3)
     first, second = iter(mapped), iter(mapped)
     found = [next(second)]
@@ -232,7 +232,7 @@ def test_an_iteration_that_was_ended_before_it_began(plain: Stored, loader: gpul
     assert found in (whole[:n], whole[n:])
 
 
-def test_minibatches_are_let_go_of(loader: gpuload.Loader) -> None:
+def test_minibatches_are_released(loader: gpuload.Loader) -> None:
     held: list[weakref.ref[Any]] = []
 
     def make(batch: gpuload.Batch) -> np.ndarray:
@@ -248,7 +248,7 @@ def test_minibatches_are_let_go_of(loader: gpuload.Loader) -> None:
     wait_until(lambda: sum(one() is not None for one in held) <= 1)
 
 
-def test_over_a_dataset_and_in_a_data_loader(plain: Stored, loader: gpuload.Loader) -> None:
+def test_mapped_works_over_a_dataset_and_in_a_data_loader(plain: Stored, loader: gpuload.Loader) -> None:
     torch = pytest.importorskip("torch")
     from gpuload.torch import CellDataset
 
@@ -265,7 +265,7 @@ def test_over_a_dataset_and_in_a_data_loader(plain: Stored, loader: gpuload.Load
     assert mapped.state_dict()["epoch"] == 2
 
 
-def test_what_cannot_be_is_refused(loader: gpuload.Loader) -> None:
+def test_invalid_arguments_are_refused(loader: gpuload.Loader) -> None:
     with pytest.raises(PlanError, match=r"^Mapped: expected a loader .* found list\.$"):
         Mapped([1, 2], rows)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"^Mapped\(function=3\): expected a function of a minibatch\.$"):

@@ -55,7 +55,7 @@ def script(name: str) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")  # the libraries' own, of each other
 @pytest.mark.parametrize("name", NEEDS)
-def test_an_epoch_hands_over_the_cells_of_the_file_in_shuffled_minibatches(
+def test_epoch_yields_all_cells_in_shuffled_minibatches(
     name: str, cells: tuple[Path, list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, wanted = cells
@@ -81,7 +81,7 @@ def test_the_loss_falls(name: str, cells: tuple[Path, list[bytes]]) -> None:
     assert np.mean(losses[-8:]) < 0.8 * np.mean(losses[:4])
 
 
-def test_the_scripts_differ_in_nothing_but_the_loader() -> None:
+def test_scripts_differ_only_in_the_loader() -> None:
     programs = {name: ast.parse((SCRIPTS / f"with_{name}.py").read_text()) for name in NEEDS}
     for name, program in programs.items():
         functions = {node.name: ast.unparse(node) for node in program.body if isinstance(node, ast.FunctionDef)}
@@ -91,14 +91,14 @@ def test_the_scripts_differ_in_nothing_but_the_loader() -> None:
         assert ast.unparse(program.body[-1]) == ast.unparse(programs["gpuload"].body[-1]), name
 
 
-def test_every_script_stands_in_the_page() -> None:
+def test_every_script_is_on_the_page() -> None:
     page = (SCRIPTS / "index.md").read_text()
     assert {path.name for path in SCRIPTS.glob("*.py")} == {f"with_{name}.py" for name in NEEDS}
     for name in NEEDS:
         assert f"with_{name}.py" in page
 
 
-def test_the_scripts_are_timed_once_their_cells_were_compared(tmp_path: Path) -> None:
+def test_scripts_are_timed_after_their_cells_are_checked(tmp_path: Path) -> None:
     out = tmp_path / "times.jsonl"
     arms = ["gpuload", "samples by ID, gpuload"]
     sizes = ["--cells", "300", "--genes", "60", "--samples", "80", "--rounds", "1"]
@@ -109,7 +109,7 @@ def test_the_scripts_are_timed_once_their_cells_were_compared(tmp_path: Path) ->
     assert records[1]["samples_per_s"] > 0
 
 
-def test_other_cells_are_not_timed(tmp_path: Path) -> None:
+def test_scripts_with_wrong_cells_are_not_timed(tmp_path: Path) -> None:
     run_migration.make_cells(tmp_path / "cells.h5ad", 200, 40)
     expected = tmp_path / "cells.json"
     expected.write_text(expected.read_text().replace('"digest": "', '"digest": "0'))

@@ -48,9 +48,15 @@ def modality() -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def run(modality: ModuleType, in_process: Callable[..., Any]) -> Callable[..., Any]:
+def run_and_draw(modality: ModuleType, in_process: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs the program; see `in_process`."""
     return partial(in_process, modality.main)
+
+
+@pytest.fixture
+def run(run_and_draw: Callable[..., Any], sketched: None) -> Callable[..., Any]:
+    """Return the same function, but that no picture is rendered."""
+    return run_and_draw
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +65,7 @@ def cells() -> tuple[Paired, Paired]:
 
 
 def tables(cells: tuple[Paired, Paired]) -> dict[str, anndata.AnnData]:
-    """Return them as the four tables of Open Problems: no X, layers, what their specification demands of uns."""
+    """Return them as the four tables of Open Problems: no X, but layers, and the uns that the format requires."""
     found = {}
     for part, paired in zip(("train", "test"), cells, strict=True):
         obs = pd.DataFrame({"batch": pd.Categorical(paired.batch)}, [f"{part}_{i}" for i in range(len(paired.batch))])
@@ -91,7 +97,7 @@ def folder(cells: tuple[Paired, Paired], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def expected(modality: ModuleType, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
-    """What is predicted of the folder's cells; every other form of the same cells must give it too."""
+    """The prediction for the folder's cells; every other form of the same cells must give it too."""
     out = tmp_path_factory.mktemp("expected")
     assert modality.main([str(folder), "--out", str(out), "--no-baselines"]) == 0
     return prediction(out)
@@ -108,7 +114,7 @@ def rmse(found: np.ndarray, wanted: np.ndarray) -> float:
 # --- the program on files ---
 
 
-def test_an_interrupt_is_no_traceback(run: Any, modality: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_prints_no_traceback(run: Any, modality: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(args: Any) -> None:
         raise KeyboardInterrupt
 
@@ -116,8 +122,8 @@ def test_an_interrupt_is_no_traceback(run: Any, modality: ModuleType, monkeypatc
     assert run("folder") == (130, "", "modality.py: interrupted\n")
 
 
-def test_it_predicts_better_than_what_is_simpler(run: Callable[..., Any], tmp_path: Path) -> None:
-    code, out, err = run(tmp_path, "--make", 900)
+def test_prediction_beats_simpler_baselines(run_and_draw: Callable[..., Any], tmp_path: Path) -> None:
+    code, out, err = run_and_draw(tmp_path, "--make", 900)
     assert code == 0, err
     result = json.loads((tmp_path / "modality.json").read_text())
     errors = {name: found["rmse"] for name, found in result["methods"].items()}
@@ -138,7 +144,7 @@ def test_it_predicts_better_than_what_is_simpler(run: Callable[..., Any], tmp_pa
     assert "compiled" not in err
 
 
-def test_open_problems_files_give_the_prediction_that_they_ask_for(
+def test_open_problems_files_yield_a_valid_prediction(
     cells: tuple[Paired, Paired], folder: Path, run: Callable[..., Any], tmp_path: Path
 ) -> None:
     assert run(folder, "--out", tmp_path, "--no-baselines")[0] == 0
@@ -153,7 +159,7 @@ def test_open_problems_files_give_the_prediction_that_they_ask_for(
     assert json.loads((tmp_path / "modality.json").read_text())["methods"]["KRR, ours"]["rmse"] == pytest.approx(errors)
 
 
-def test_what_was_measured_of_the_test_cells_is_not_needed(
+def test_proteins_of_the_test_cells_are_not_needed(
     folder: Path, expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
 ) -> None:
     for name in ("train_mod1", "train_mod2", "test_mod1"):  # as the competition calls its files
@@ -164,7 +170,7 @@ def test_what_was_measured_of_the_test_cells_is_not_needed(
 
 
 @pytest.mark.parametrize("solver", ["exact", "nystrom"])
-def test_scikit_learn_gives_the_same(folder: Path, run: Callable[..., Any], tmp_path: Path, solver: str) -> None:
+def test_scikit_learn_gives_the_same_rmse(folder: Path, run: Callable[..., Any], tmp_path: Path, solver: str) -> None:
     pytest.importorskip("sklearn")
     common = ("--out", tmp_path, "--no-baselines", "--solver", solver, "--landmarks", 500)
     found = []
@@ -198,7 +204,7 @@ def write_h5mu(path: Path, found: dict[str, anndata.AnnData], *, measured: int) 
         raw.write(b"MuData (format-version=0.1.0;creator=by hand;creator-version=0)")
 
 
-def test_a_mudata_gets_the_prediction_inside(
+def test_prediction_is_written_into_a_mudata(
     cells: tuple[Paired, Paired], expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "cite.h5mu"
@@ -218,8 +224,8 @@ def test_a_mudata_gets_the_prediction_inside(
     assert kept.n_obs == N_TRAIN
 
 
-@pytest.mark.filterwarnings("ignore")  # what MuData says of its next version
-def test_mudata_opens_what_was_written(cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # MuData's warnings about its next version
+def test_mudata_reads_the_written_file(cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path) -> None:
     mudata = pytest.importorskip("mudata")
     found = tables(cells)
     genes = anndata.concat([found["train_mod1"], found["test_mod1"]])
@@ -233,10 +239,12 @@ def test_mudata_opens_what_was_written(cells: tuple[Paired, Paired], run: Callab
     assert again["rna"].obsm["prot_predicted"].shape == (N_TRAIN + N_TEST, N_PROTEINS)
 
 
-def test_batches_are_held_out_by_name(cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path) -> None:
+def test_batches_are_held_out_by_name(
+    cells: tuple[Paired, Paired], run_and_draw: Callable[..., Any], tmp_path: Path
+) -> None:
     path = tmp_path / "cite.h5mu"
     write_h5mu(path, tables(cells), measured=N_TRAIN + N_TEST)
-    code, _, err = run(path, "--no-baselines", "--test", "s1d1", "s1d2")
+    code, _, err = run_and_draw(path, "--no-baselines", "--test", "s1d1", "s1d2")
     assert code == 0, err
     is_held_out = np.isin(np.concatenate([part.batch for part in cells]), ["s1d1", "s1d2"])
     wanted = np.concatenate([part.proteins for part in cells])[is_held_out]
@@ -256,7 +264,7 @@ def test_genes_may_be_in_another_order_in_each_file(
     np.testing.assert_allclose(prediction(tmp_path), expected, atol=1e-4)
 
 
-def test_a_column_of_the_mudata_itself_may_say_the_batches(
+def test_batches_may_be_a_column_of_the_mudata_itself(
     cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "cite.h5mu"
@@ -278,7 +286,7 @@ def test_a_column_of_the_mudata_itself_may_say_the_batches(
         (["CD1", "CD1/a"], "cite.h5mu: its copy cannot hold a data frame with the names of these proteins"),
     ],
 )
-def test_names_of_proteins_that_a_mudata_cannot_hold(
+def test_protein_names_unfit_for_a_mudata_are_refused(
     cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path, names: list[str], message: str
 ) -> None:
     write_h5mu(tmp_path / "cite.h5mu", tables(cells), measured=N_TRAIN)
@@ -291,7 +299,7 @@ def test_names_of_proteins_that_a_mudata_cannot_hold(
     assert not list(tmp_path.glob("*unfinished"))
 
 
-def test_two_anndata_are_joined_by_the_names_of_their_cells(
+def test_two_anndata_are_joined_by_cell_name(
     cells: tuple[Paired, Paired], expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
 ) -> None:
     found = tables(cells)
@@ -304,10 +312,10 @@ def test_two_anndata_are_joined_by_the_names_of_their_cells(
     np.testing.assert_allclose(prediction(tmp_path), expected, atol=1e-4)
 
 
-def test_genes_and_proteins_may_stand_side_by_side(
+def test_genes_and_proteins_may_share_one_matrix(
     cells: tuple[Paired, Paired], expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """As in the file that GEO has; proteins may stand between the genes."""
+    """As in the file at GEO; proteins may be anywhere among the genes."""
     found = tables(cells)
     parts = [anndata.concat([found[f"train_{name}"], found[f"test_{name}"]]) for name in ("mod1", "mod2")]
     both = anndata.AnnData(hstack([part.layers["normalized"] for part in parts], format="csr"), parts[0].obs)
@@ -362,7 +370,7 @@ def write_starter(path: Path, table: anndata.AnnData) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::anndata.OldFormatWarning")
-def test_starter_files_are_packed_first(
+def test_starter_files_must_be_packed_first(
     cells: tuple[Paired, Paired], expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
 ) -> None:
     name_of = "openproblems_bmmc_cite_starter.{}".format
@@ -436,7 +444,7 @@ def test_counts_beside_proteins_are_normalised_over_genes_alone(
     np.testing.assert_allclose(prediction(tmp_path / "new"), expected, atol=0.02)
 
 
-def test_a_model_that_was_kept_predicts_new_cells(
+def test_saved_model_predicts_new_cells(
     cells: tuple[Paired, Paired], folder: Path, expected: np.ndarray, run: Callable[..., Any], tmp_path: Path
 ) -> None:
     assert run(folder, "--out", tmp_path, "--no-baselines", "--save", tmp_path / "model.npz")[0] == 0
@@ -457,7 +465,7 @@ def test_a_model_that_was_kept_predicts_new_cells(
     assert "not a saved ProteinModel" in err
 
 
-def test_whether_cells_are_counts_is_saved_with_the_model(
+def test_counts_flag_is_saved_with_the_model(
     modality: ModuleType, cells: tuple[Paired, Paired], folder: Path, run: Callable[..., Any], tmp_path: Path
 ) -> None:
     common = ("--layer", "counts", "--no-baselines", "--out", tmp_path / "fitted", "--save", tmp_path / "model.npz")
@@ -472,7 +480,7 @@ def test_whether_cells_are_counts_is_saved_with_the_model(
     code, _, err = run(folder / "test_mod1.h5ad", "--counts", *new)
     assert code == 2
     assert err.startswith(f"modality.py: --counts: {tmp_path / 'model.npz'} was fitted without it, to values that ")
-    # of a model that was fitted in Python, and of one saved by an earlier version, the flag decides
+    # for a model fitted in Python, and for one saved by an earlier version, the flag decides
     found = tables(cells)
     by_hand = modality.ProteinModel.load(tmp_path / "model.npz").fit(found["train_mod1"], found["train_mod2"])
     by_hand.save(tmp_path / "model.npz")
@@ -521,7 +529,7 @@ def small(modality: ModuleType, cells: tuple[Paired, Paired]) -> Callable[[], An
 
 
 @pytest.mark.parametrize("kind", ["AnnData", "DataFrame"])
-def test_cells_are_found_by_name_whatever_the_genes_are(
+def test_named_cells_are_matched_by_name(
     small: Callable[[], Any], cells: tuple[Paired, Paired], folder: Path, kind: str
 ) -> None:
     found = tables(cells)
@@ -550,7 +558,7 @@ def test_cells_are_found_by_name_whatever_the_genes_are(
     again = small().fit(found["train_mod1"], given(order)).predict(new)  # batches are those of the genes' obs
     np.testing.assert_allclose(again, expected.predict(new), atol=1e-4)
     assert model.score(new, given(np.arange(N_TEST)[::-1], "test_mod2")) == pytest.approx(wanted, abs=1e-4)
-    # some of the cells, and rows said
+    # some of the cells, with rows given
     rows = np.arange(0, N_TRAIN, 2)
     expected = small().fit(genes, cells[0].proteins[rows], cells[0].batch[rows], rows).predict(new)
     for model in (
@@ -561,7 +569,7 @@ def test_cells_are_found_by_name_whatever_the_genes_are(
         np.testing.assert_allclose(model.predict(new), expected, atol=1e-4)
 
 
-def test_what_has_no_names_is_taken_in_order(small: Callable[[], Any], cells: tuple[Paired, Paired]) -> None:
+def test_unnamed_cells_are_matched_by_position(small: Callable[[], Any], cells: tuple[Paired, Paired]) -> None:
     found = tables(cells)
     expected = small().fit(cells[0].genes, cells[0].proteins, cells[0].batch)
     expected = expected.predict_scores(expected.scores_[:50])
@@ -579,7 +587,7 @@ def test_what_has_no_names_is_taken_in_order(small: Callable[[], Any], cells: tu
     np.testing.assert_allclose(model.predict_scores(model.scores_[:50]), expected, atol=1e-4)
 
 
-def test_batches_of_genes_in_files_make_the_halves(
+def test_batches_in_gene_files_define_the_halves(
     small: Callable[[], Any], cells: tuple[Paired, Paired], folder: Path, tmp_path: Path
 ) -> None:
     found = tables(cells)
@@ -592,7 +600,7 @@ def test_batches_of_genes_in_files_make_the_halves(
     some = small().fit(path, cells[0].proteins[rows], rows=rows)
     wanted = small().fit(path, cells[0].proteins[rows], cells[0].batch[rows], rows)
     np.testing.assert_allclose(some.dual_coef_, wanted.dual_coef_, atol=1e-5)
-    # of files of which some lack the column, their cells are a batch; without any, all are
+    # cells of files that lack the column are one batch; if all files lack it, all cells are
     parts = [found["train_mod1"][:200].copy(), found["train_mod1"][200:].copy()]
     paths = [tmp_path / "first.h5ad", tmp_path / "second.h5ad"]
     for lacking, batch in (
@@ -608,7 +616,7 @@ def test_batches_of_genes_in_files_make_the_halves(
         np.testing.assert_allclose(small().fit(two, found["train_mod2"]).dual_coef_, wanted.dual_coef_, atol=1e-5)
 
 
-def test_a_score_is_of_the_same_proteins(small: Callable[[], Any], cells: tuple[Paired, Paired]) -> None:
+def test_score_matches_proteins_by_name(small: Callable[[], Any], cells: tuple[Paired, Paired]) -> None:
     sklearn_metrics = pytest.importorskip("sklearn.metrics")
     found = tables(cells)
     genes, truth = found["test_mod1"], found["test_mod2"]
@@ -640,7 +648,7 @@ def test_a_score_is_of_the_same_proteins(small: Callable[[], Any], cells: tuple[
 
 
 @pytest.mark.parametrize("engine", ["ours", "sklearn"])
-def test_settings_of_the_genes_move_no_cell(
+def test_loader_settings_do_not_reorder_cells(
     modality: ModuleType, cells: tuple[Paired, Paired], folder: Path, engine: str
 ) -> None:
     pytest.importorskip("sklearn")
@@ -659,7 +667,7 @@ def test_settings_of_the_genes_move_no_cell(
             predicted(**settings)
 
 
-def test_parameters_that_are_refused_change_none(modality: ModuleType) -> None:
+def test_refused_parameters_change_nothing(modality: ModuleType) -> None:
     pytest.importorskip("sklearn")
     model = modality.ProteinModel()
     before, engine = model.get_params(), model.engine
@@ -669,7 +677,7 @@ def test_parameters_that_are_refused_change_none(modality: ModuleType) -> None:
         assert (model.get_params(), model.engine) == (before, engine)
 
 
-def test_names_that_decide_nothing_are_refused(
+def test_ambiguous_or_missing_names_are_refused(
     small: Callable[[], Any], cells: tuple[Paired, Paired], folder: Path
 ) -> None:
     genes, proteins = {"paths": folder / "train_mod1.h5ad", "layer": "normalized"}, tables(cells)["train_mod2"]
@@ -694,7 +702,7 @@ def test_names_that_decide_nothing_are_refused(
             small().fit(*arguments)
 
 
-def test_a_fit_that_fails_leaves_the_model_as_it_was(
+def test_failed_fit_leaves_the_model_unchanged(
     modality: ModuleType, small: Callable[[], Any], cells: tuple[Paired, Paired], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small().fit(cells[0].genes, cells[0].proteins)
@@ -711,7 +719,7 @@ def test_a_fit_that_fails_leaves_the_model_as_it_was(
         assert all(value is before[name] for name, value in vars(model).items())
 
 
-def test_parameters_that_a_search_has_set_are_saved(
+def test_numpy_parameters_of_a_search_are_saved(
     small: Callable[[], Any], cells: tuple[Paired, Paired], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(file: Any, **_: Any) -> None:
@@ -729,7 +737,7 @@ def test_parameters_that_a_search_has_set_are_saved(
     model.params["gamma"] = None, {1}
     with pytest.raises(gpuload.PlanError, match=r"^params hold \{1\}, which is no number or string"):
         model.save(path)
-    assert path.read_bytes() == whole  # the file of before is not cut short
+    assert path.read_bytes() == whole  # the earlier file is not truncated
     model.params["gamma"] = 0.5
     monkeypatch.setattr(np, "savez", full)
     with pytest.raises(OSError, match="No space"):
@@ -737,9 +745,7 @@ def test_parameters_that_a_search_has_set_are_saved(
     assert (path.read_bytes(), list(tmp_path.iterdir())) == (whole, [path])
 
 
-def test_rows_that_are_no_cells_are_refused(
-    small: Callable[[], Any], cells: tuple[Paired, Paired], folder: Path
-) -> None:
+def test_invalid_rows_are_refused(small: Callable[[], Any], cells: tuple[Paired, Paired], folder: Path) -> None:
     proteins, batch = cells[0].proteins[:2], tables(cells)["train_mod1"].obs["batch"]
     path = {"paths": folder / "train_mod1.h5ad", "layer": "normalized"}
     for genes in (cells[0].genes, tables(cells)["train_mod1"], path):
@@ -779,7 +785,9 @@ def test_data_frames_in_and_out(small: Callable[[], Any], cells: tuple[Paired, P
         given.predict(test.assign(donor="a"))
 
 
-def test_proteins_may_be_files(small: Callable[[], Any], cells: tuple[Paired, Paired], tmp_path: Path) -> None:
+def test_proteins_may_be_read_from_files(
+    small: Callable[[], Any], cells: tuple[Paired, Paired], tmp_path: Path
+) -> None:
     found = tables(cells)
     genes, proteins = found["train_mod1"], found["train_mod2"][np.random.default_rng(0).permutation(N_TRAIN)].copy()
     proteins.X = proteins.layers["normalized"].tocsr()
@@ -819,7 +827,7 @@ def test_cells_without_proteins_help_to_find_the_components(modality: ModuleType
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_mudata_in_memory(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
+def test_model_fits_a_mudata_in_memory(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
     mudata = pytest.importorskip("mudata")
     found = tables(cells)
     both = mudata.MuData({"rna": found["train_mod1"], "prot": found["train_mod2"]})
@@ -872,7 +880,7 @@ def cuml(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             return self
 
         def fit_transform(self, X: Any, y: Any = None) -> Any:
-            """As cuML, which would turn and copy any other matrix on the host."""
+            """Like cuML, which would transpose and copy any other matrix on the host."""
             assert (type(X), X.flags.f_contiguous, self.output_type) == (OnDevice, True, "numpy")
             return super().fit_transform(np.asarray(X))
 
@@ -890,15 +898,15 @@ def cuml(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return made
 
 
-def test_cuml_is_given_what_it_can_take(
+def test_cuml_gets_only_supported_arguments(
     modality: ModuleType, cells: tuple[Paired, Paired], cuml: list[dict[str, Any]]
 ) -> None:
-    """All is dense and exact, gamma is said, and NumPy is asked for."""
+    """Everything is dense and exact, gamma is given, and NumPy output is requested."""
     modality.ProteinModel("cuml", n_landmarks=50).fit(cells[0].genes, cells[0].proteins, cells[0].batch)
     assert cuml == 10 * [{"alpha": 0.2, "kernel": "rbf", "gamma": 0.005, "output_type": "numpy"}]
 
 
-def test_what_runs_on_which_device_is_said(
+def test_device_of_each_method_is_reported(
     folder: Path, run: Callable[..., Any], cuml: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: {"cuda:0": "NVIDIA H200"}[device])
@@ -914,10 +922,10 @@ def test_what_runs_on_which_device_is_said(
     assert "device memory" not in out  # cuML has a pool of its own
 
 
-def test_a_gpu_is_made_ready_before_the_clock_starts(
+def test_gpu_is_warmed_up_before_timing_starts(
     modality: ModuleType, folder: Path, run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU is played here: what is asked of it is done by the CPU."""
+    """The GPU is simulated: its work is done by the CPU."""
     import modality_engines
     import modality_report
 
@@ -956,7 +964,7 @@ def test_a_gpu_is_made_ready_before_the_clock_starts(
         ("another", None),
     ],
 )
-def test_a_full_memory_is_told_with_the_cure(
+def test_out_of_memory_is_reported_with_advice(
     modality: ModuleType,
     folder: Path,
     run: Callable[..., Any],
@@ -1043,7 +1051,7 @@ def test_each_engine_is_cloned_searched_saved_and_loaded(
     again = modality.ProteinModel.load(tmp_path / "model.npz")
     assert again.get_params() == model.get_params()
     np.testing.assert_array_equal(again.predict(cells[1].genes), predicted)
-    sys.modules.pop("cuml")  # as where there is no GPU
+    sys.modules.pop("cuml")  # as on a machine without a GPU
     anywhere = modality.ProteinModel.load(tmp_path / "model.npz", engine="ours")
     np.testing.assert_array_equal(anywhere.predict(cells[1].genes), predicted)
 
@@ -1060,7 +1068,7 @@ def no_gpu() -> int:
         ([].pop, "pop from empty list"),
     ],
 )
-def test_cuml_that_can_be_imported_proves_no_gpu(
+def test_importable_cuml_without_a_gpu_is_refused(
     modality: ModuleType,
     folder: Path,
     run: Callable[..., Any],
@@ -1078,7 +1086,7 @@ def test_cuml_that_can_be_imported_proves_no_gpu(
     assert "use --engine ours" in err
 
 
-def test_what_an_engine_cannot_do_is_refused(
+def test_unsupported_requests_to_engines_are_refused(
     modality: ModuleType, cells: tuple[Paired, Paired], cuml: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import modality_engines
@@ -1099,7 +1107,7 @@ def test_what_an_engine_cannot_do_is_refused(
 
 
 @pytest.mark.parametrize("engine", ["ours", "sklearn"])
-def test_what_is_no_number_is_refused(modality: ModuleType, cells: tuple[Paired, Paired], engine: str) -> None:
+def test_non_finite_values_are_refused(modality: ModuleType, cells: tuple[Paired, Paired], engine: str) -> None:
     model = modality.ProteinModel(engine, n_gene_components=20)
     genes, proteins = cells[0].genes.copy(), cells[0].proteins.copy()
     genes.data[7] = np.nan
@@ -1113,7 +1121,7 @@ def test_what_is_no_number_is_refused(modality: ModuleType, cells: tuple[Paired,
 # --- what is refused ---
 
 
-def test_what_is_missing_is_named(folder: Path, run: Callable[..., Any], tmp_path: Path) -> None:
+def test_missing_inputs_and_engines_are_named(folder: Path, run: Callable[..., Any], tmp_path: Path) -> None:
     tmp_path.joinpath("empty").mkdir()
     code, _, err = run(tmp_path / "empty")
     assert code == 1
@@ -1124,16 +1132,16 @@ def test_what_is_missing_is_named(folder: Path, run: Callable[..., Any], tmp_pat
     assert run(folder, "--engine", "spark")[0] == 2
 
 
-def test_a_file_that_is_missing_is_named(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_missing_file_is_named(run: Callable[..., Any], tmp_path: Path) -> None:
     code, _, err = run(tmp_path / "cite.h5ad", "--test", "s1d1")
     assert (code, err) == (1, f"modality.py: {tmp_path / 'cite.h5ad'}: no such file. Check the path.\n")
 
 
 @pytest.mark.parametrize("kind", ["h5ad", "text", "empty", "npy", "another", "objects", "cut", "damaged"])
-def test_what_is_no_model_is_refused(
+def test_invalid_model_file_is_refused(
     modality: ModuleType, folder: Path, run: Callable[..., Any], tmp_path: Path, kind: str
 ) -> None:
-    """Nobody is advised to load a file unsafely, as NumPy does."""
+    """The error does not advise loading the file unsafely, as NumPy's does."""
     path = tmp_path / "model.npz"
     names = modality.ProteinModel.LEARNT
     about = np.array('{"model": "ProteinModel", "params": {}}')
@@ -1165,7 +1173,7 @@ def test_what_is_no_model_is_refused(
     assert (code, err) == (1, f"modality.py: {path}: not a saved ProteinModel: {what}. {cure}\n")
 
 
-def test_what_is_impossible_is_said_before_a_model_is_fitted(
+def test_impossible_requests_are_refused_before_fitting(
     folder: Path, run: Callable[..., Any], modality: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modality.ProteinModel, "fit", lambda *_: pytest.fail("fitted"))
@@ -1181,7 +1189,7 @@ def test_what_is_impossible_is_said_before_a_model_is_fitted(
     assert run(folder, "--out", tmp_path / "out") == (2, "", f"modality.py: {said}\n")
 
 
-def test_the_model_is_saved_though_its_prediction_cannot_be(
+def test_model_is_saved_even_if_its_prediction_cannot_be(
     folder: Path, run: Callable[..., Any], modality: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -1192,7 +1200,7 @@ def test_the_model_is_saved_though_its_prediction_cannot_be(
     assert modality.ProteinModel.load(tmp_path / "model.npz").protein_names_.tolist() == PANEL
 
 
-def test_no_bar_is_drawn_where_nobody_looks(
+def test_no_progress_bar_is_drawn_outside_a_terminal(
     modality: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     modality.write_synthetic(tmp_path, 20, seed=0)
@@ -1219,7 +1227,7 @@ def test_no_bar_is_drawn_where_nobody_looks(
         ("another", (), 1, "train_mod2.h5ad: there is no /obs, so it is no AnnData; give an .h5ad file"),
     ],
 )
-def test_what_does_not_fit_is_said(
+def test_mismatched_inputs_are_reported(
     cells: tuple[Paired, Paired],
     run: Callable[..., Any],
     tmp_path: Path,
@@ -1257,7 +1265,7 @@ def test_what_does_not_fit_is_said(
     assert message in err
 
 
-def test_a_pair_that_makes_no_task_is_refused(
+def test_input_that_defines_no_task_is_refused(
     cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "cite.h5mu"
@@ -1276,7 +1284,7 @@ def test_a_pair_that_makes_no_task_is_refused(
         assert message in err
 
 
-def test_a_model_refuses_what_is_no_training_set(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
+def test_model_refuses_an_invalid_training_set(modality: ModuleType, cells: tuple[Paired, Paired]) -> None:
     genes, proteins = cells[0].genes, cells[0].proteins
     for arguments, message in (
         ((genes,), "only a MuData has them"),
@@ -1291,7 +1299,7 @@ def test_a_model_refuses_what_is_no_training_set(modality: ModuleType, cells: tu
             modality.ProteinModel().fit(*arguments)
     with pytest.raises(gpuload.PlanError, match="engine='jax'"):
         modality.ProteinModel("jax")
-    for engine in ("ours", "sklearn"):  # each of which has its own ideas of what else these may mean
+    for engine in ("ours", "sklearn"):  # each would interpret these values differently
         for params, message in (
             ({"solver": "landmarks"}, "^solver='landmarks': expected one of 'auto', 'exact', 'nystrom'"),
             ({"n_rounds": -1}, "^n_rounds=-1: expected a whole number of at least 0"),
@@ -1305,7 +1313,7 @@ def test_a_model_refuses_what_is_no_training_set(modality: ModuleType, cells: tu
 # --- the benchmark ---
 
 
-def test_an_arm_that_fails_says_why_and_ends_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failing_arm_reports_why_and_stops_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_modality.main([str(tmp_path), "--only", "ours", "sklearn"]) == 1
     out, err = capfd.readouterr()
     assert [line.split()[:2] for line in out.splitlines()] == [["ours", "failed:"], ["sklearn", "failed:"]]
@@ -1313,7 +1321,7 @@ def test_an_arm_that_fails_says_why_and_ends_no_other(tmp_path: Path, capfd: pyt
 
 
 @pytest.mark.slow
-def test_the_benchmark_at_tiny_size(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_runs_at_tiny_size(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     out = tmp_path / "modality.jsonl"
     assert run_modality.main([str(folder), "--out", str(out), "--landmarks", "100"]) == 0

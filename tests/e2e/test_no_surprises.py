@@ -54,14 +54,14 @@ def test_wrong_log_levels_are_refused(logger: logging.Logger, level: Any) -> Non
     assert logger.level == before
 
 
-def test_one_handler_is_added_where_there_is_none(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_handler_is_added_if_there_is_none(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logger, "propagate", False)  # or it would see the handlers that pytest gave the root logger
     gpuload.set_log_level("info")
     gpuload.set_log_level("debug")
     assert len(logger.handlers) == 1
 
 
-def test_no_handler_is_added_where_there_is_one(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_handler_is_added_if_there_is_one(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(io.StringIO())])
     gpuload.set_log_level("info")
     assert not logger.handlers
@@ -76,7 +76,7 @@ def test_an_epoch_prints_nothing_unless_asked(before: str, says: str, store_vari
 
 
 class _Terminal(io.StringIO):
-    """What is written to a terminal."""
+    """A stream that records what is written, and may claim to be a terminal."""
 
     def __init__(self, *, is_terminal: bool) -> None:
         super().__init__()
@@ -86,9 +86,7 @@ class _Terminal(io.StringIO):
         return self._is_terminal
 
 
-def test_compiling_is_told_of_in_a_terminal_where_nothing_is_compiled_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_compilation_is_announced_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "cache_folder", lambda: str(tmp_path))
 
     def said(*, is_terminal: bool, is_quiet: bool) -> str:
@@ -104,7 +102,7 @@ def test_compiling_is_told_of_in_a_terminal_where_nothing_is_compiled_yet(
     assert not said(is_terminal=True, is_quiet=False)
 
 
-def test_kernels_are_kept_where_there_is_room(
+def test_kernel_cache_falls_back_when_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(native.config, "CACHE_DIR", str(tmp_path))
@@ -113,7 +111,7 @@ def test_kernels_are_kept_where_there_is_room(
     for name, content in (("rows.nbi", b""), ("rows.1.nbc", b""), ("chunks.nbi", b"index")):
         (folder / name).write_bytes(content)
     assert native.cache_folder() == str(folder)
-    assert [path.name for path in folder.iterdir()] == ["chunks.nbi"]  # empty ones are of a crash, and fail for ever
+    assert [path.name for path in folder.iterdir()] == ["chunks.nbi"]  # empty files are left by a crash, and would fail
 
     class Full(io.BytesIO):
         def write(self, _: Any) -> int:
@@ -124,7 +122,7 @@ def test_kernels_are_kept_where_there_is_room(
     assert "cannot be written (No space left on device)" in caplog.text
 
 
-def test_kernels_that_can_be_kept_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_with_nowhere_to_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: Any) -> None:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
@@ -168,7 +166,7 @@ def test_no_colours_even_in_a_terminal(store_variant: object, plain: Any) -> Non
     while True:
         try:
             piece = os.read(ours, 65536)
-        except OSError:  # what Linux says when the other side was closed
+        except OSError:  # raised by Linux when the other side was closed
             break
         if not piece:
             break
@@ -179,7 +177,7 @@ def test_no_colours_even_in_a_terminal(store_variant: object, plain: Any) -> Non
     assert b"\x1b[" not in said
 
 
-def test_what_was_written_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_written_files_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     text.print_saved(None, None)
     assert not capsys.readouterr().out
     text.print_saved("plot.png", None, "report.html")

@@ -1,4 +1,4 @@
-"""What is installed: a wheel with all its data, that works and is typed where nothing else of the checkout is."""
+"""The installed package: a wheel with all its data, which works and type-checks without the rest of the checkout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return an interpreter that has the wheel installed, and sees what else this one has, but not this checkout."""
+    """Return an interpreter with the wheel and all other packages of this one, but without this checkout."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -80,7 +80,7 @@ def test_a_users_program_runs_on_the_installed_package(python: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_users_program_is_typed(python: str, tmp_path: Path) -> None:
+def test_a_users_program_type_checks(python: str, tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="it checks the types")
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--python-executable", python]
     shutil.copy(USER, tmp_path / "user.py")  # beside the checkout's package it would be checked against that
@@ -90,17 +90,17 @@ def test_a_users_program_is_typed(python: str, tmp_path: Path) -> None:
         run([*command, "wrong.py"], tmp_path)
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_citation_has_this_version() -> None:
     assert f"\nversion: {gpuload.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_the_newest_changes_are_of_this_version() -> None:
+def test_changelog_starts_with_this_version() -> None:
     (newest, *_) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest == gpuload.__version__
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_a_commit_with_a_tag_is_of_that_version() -> None:
+def test_tag_of_a_commit_matches_its_version() -> None:
     command = ["git", "tag", "--points-at", "HEAD", "v*"]
     tags = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     assert set(tags) <= {f"v{gpuload.__version__}"}

@@ -16,7 +16,7 @@ pytest.importorskip("pyarrow")
 
 
 @pytest.mark.slow
-def test_runner_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runner_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "parquet.jsonl"
     sizes = ["--cells", "1500", "--files", "2", "--groups", "60", "--rounds", "1"]
     assert run_parquet.main([str(tmp_path / "files"), *sizes, "--out", str(out)]) == 0

@@ -19,7 +19,7 @@ import gpuload
 from gpuload.formats.obs import write_h5ad
 from gpuload.synthetic import tahoe_shaped
 
-pytest.importorskip("nvidia.dali")  # without which the program ends when it is imported
+pytest.importorskip("nvidia.dali")  # without it, the program exits on import
 
 from pipelines import train_dali
 
@@ -62,7 +62,7 @@ def start(*arguments, **environment):
 
 
 def line(out, start):
-    """Return the one line that starts so."""
+    """Return the one line that starts with `start`."""
     (found,) = (text for text in out.splitlines() if text.startswith(start))
     return found
 
@@ -96,13 +96,13 @@ def learned(out):
     return line(out, "loss: "), line(out, "held out: ")
 
 
-def test_the_same_seed_gives_the_same_model_and_another_seed_another(run, path):
+def test_seed_determines_the_model(run, path):
     results = [learned(run(path, *SMALL, "--epochs", 2, "--seed", seed)[1]) for seed in (3, 3, 4)]
     assert results[0] == results[1]
     assert results[0][0] != results[2][0]
 
 
-def test_held_out_and_unlabelled_cells_teach_nothing(run, path, cells, tmp_path):
+def test_held_out_and_unlabelled_cells_are_not_trained_on(run, path, cells, tmp_path):
     X, obs, var = cells
     obs = obs.copy()
     labels = obs["cell_line"].astype(object).to_numpy(copy=True)
@@ -125,7 +125,7 @@ def test_held_out_and_unlabelled_cells_teach_nothing(run, path, cells, tmp_path)
     assert "nan" not in line(out, "loss: ")
 
 
-def test_hidden_layer_bfloat16_genes_and_several_files(run, path, cells, tmp_path):
+def test_options_combine_over_several_files(run, path, cells, tmp_path):
     genes = tmp_path / "genes.txt"
     names = cells[2].index
     genes.write_text(f"{names[7]}\n\n{names[3]} \n")
@@ -135,19 +135,19 @@ def test_hidden_layer_bfloat16_genes_and_several_files(run, path, cells, tmp_pat
     assert numbers(line(out, "held out: "))[0] == len(range(0, 2 * N_CELLS, 10))
 
 
-def test_bfloat16_is_another_arithmetic(run, path):
+def test_bfloat16_changes_the_losses_slightly(run, path):
     exact, rounded = (numbers(line(run(path, *SMALL, *more)[1], "loss: ")) for more in ((), ("--bf16",)))
     assert exact != rounded
     assert exact == pytest.approx(rounded, rel=0.1)
 
 
-def test_no_more_cells_are_evaluated_than_are_wanted(run, path):
+def test_held_out_limits_the_cells_evaluated(run, path):
     code, out, _ = run(path, *SMALL, "--held-out", 20)
     assert code == 0
     assert 20 <= numbers(line(out, "held out: "))[0] < 20 + 50
 
 
-def test_seconds_end_the_training_and_held_out_cells_can_be_left_alone(run, path):
+def test_seconds_end_training_and_evaluation_can_be_skipped(run, path):
     code, out, _ = run(path, *SMALL, "--epochs", 1_000, "--seconds", 0.5, "--held-out", 0)
     assert code == 0
     assert "held out" not in out
@@ -158,7 +158,7 @@ def test_seconds_end_the_training_and_held_out_cells_can_be_left_alone(run, path
 
 
 @pytest.mark.parametrize("masked", [0.0, 0.3])
-def test_the_pipeline_hides_a_share_of_the_genes_and_changes_nothing_else(path, masked):
+def test_pipeline_masks_some_values_and_changes_nothing_else(path, masked):
     settings = {"batch_size": 50, "fetch_factor": 4, "obs": ["cell_line"], "device": "cpu"}
     with gpuload.open_loader(path, **settings) as loader, gpuload.open_loader(path, **settings) as other:
         n_hidden = n_there = 0
@@ -202,7 +202,7 @@ class FakeEvent:
         return other.ms - self.ms
 
 
-def test_waiting_on_a_gpu_is_taken_from_its_stream(monkeypatch):
+def test_waiting_time_on_a_gpu_comes_from_stream_events(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
 
     class Batches:
@@ -231,7 +231,7 @@ def test_waiting_on_a_gpu_is_taken_from_its_stream(monkeypatch):
         ("cpu", "3", 4, None),
     ],
 )
-def test_the_card_is_chosen_before_anything_touches_cuda(monkeypatch, wanted, local_rank, n_there, chosen):
+def test_gpu_is_chosen_before_cuda_is_used(monkeypatch, wanted, local_rank, n_there, chosen):
     cards = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_there)
     monkeypatch.setattr(torch.cuda, "set_device", cards.append)
@@ -245,7 +245,7 @@ def test_the_card_is_chosen_before_anything_touches_cuda(monkeypatch, wanted, lo
 # --- wrong use, faults, interruption ---
 
 
-def test_help_teaches_by_examples(run):
+def test_help_has_examples(run):
     code, out, _ = run("--help")
     assert code == 0
     assert "examples:\n  python pipelines/train_dali.py cells.h5ad --label cell_line\n" in out
@@ -271,19 +271,19 @@ def test_help_teaches_by_examples(run):
         (("--label", "cell_line", "--device", "tpu"), 2, "device='tpu': expected 'auto', 'cpu'"),
     ],
 )
-def test_what_cannot_be_carried_out_is_said_in_one_sentence(run, path, arguments, code, message):
+def test_errors_are_reported_without_a_traceback(run, path, arguments, code, message):
     found, _, err = run(path, *(("--device", "cpu") if "--device" not in arguments else ()), *arguments)
     assert found == code
     assert message in err
     assert "Traceback" not in err
 
 
-def test_a_file_that_is_not_there_is_a_fault_of_the_data(run, tmp_path):
+def test_missing_file_exits_with_1(run, tmp_path):
     code, _, err = run(tmp_path / "nix.h5ad", *SMALL)
     assert (code, err) == (1, f"train_dali.py: {tmp_path / 'nix.h5ad'}: no such file. Check the path.\n")
 
 
-def test_values_that_are_no_numbers_end_the_training(run, cells, tmp_path):
+def test_nan_values_end_the_training(run, cells, tmp_path):
     X, obs, var = cells
     X = X.copy()
     X.data[::1_000] = np.nan
@@ -299,7 +299,7 @@ def test_several_processes_are_refused(run, path, monkeypatch):
     assert err.startswith("train_dali.py: WORLD_SIZE=4: this program is for one process")
 
 
-def test_what_cannot_be_printed_is_said_in_one_sentence(run, path, monkeypatch):
+def test_full_disk_while_printing_is_reported_in_one_sentence(run, path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
@@ -308,7 +308,7 @@ def test_what_cannot_be_printed_is_said_in_one_sentence(run, path, monkeypatch):
     assert (code, err) == (1, "train_dali.py: [Errno 28] No space left on device\n")
 
 
-def test_a_full_gpu_is_told_with_the_cure(run, path, monkeypatch):
+def test_gpu_out_of_memory_is_reported_with_advice(run, path, monkeypatch):
     def full(*arguments):
         raise torch.OutOfMemoryError("tried to allocate 1 GiB")
 

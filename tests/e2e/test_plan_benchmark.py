@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import run_plans
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the rival warns of things that are its own
+pytestmark = pytest.mark.filterwarnings("ignore")  # the rival issues warnings of its own
 
 
 @pytest.mark.parametrize("case", run_plans.CASES)
@@ -28,7 +28,7 @@ def test_every_case_of_scdataset_runs(case):
     assert record["us_per_cell"] > 0
 
 
-def test_the_classes_of_the_benchmark_are_unequal_and_sorted_where_said():
+def test_benchmark_classes_are_unequal_and_sorted_if_requested():
     codes = run_plans.labels_of(50_000, 380, is_sorted=False)
     counts = np.bincount(codes, minlength=380)
     assert counts.min() > 0
@@ -38,7 +38,7 @@ def test_the_classes_of_the_benchmark_are_unequal_and_sorted_where_said():
     assert np.count_nonzero(np.diff(by_file) < 0) == run_plans.N_FILES - 1
 
 
-def test_runner_from_end_to_end(tmp_path, capsys):
+def test_runner_end_to_end(tmp_path, capsys):
     out = tmp_path / "plans.jsonl"
     options = ["--cells", "40000", "--rounds", "1", "--fetches", "2", "--only", "blocks", "sets", "--out", str(out)]
     assert run_plans.main([*options, "--without-rivals"]) == 0

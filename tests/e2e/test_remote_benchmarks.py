@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from tests.variants import Stored
 
 
-def test_cells(plain: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_cell_benchmark_runs(
+    plain: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.setitem(run_remote.SETTINGS, "batch_size", 16)
     monkeypatch.delattr("gpuload.backends.first_gpu")  # what is compared is all on the CPU
     monkeypatch.setenv("GPULOAD_INDEX", "off")
@@ -35,7 +37,7 @@ def test_cells(plain: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
 
 @pytest.mark.slow
-def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_picture_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder, out = tmp_path / "data" / "pictures", tmp_path / "out.jsonl"
     options = [str(folder), "--make", "8", "--batch-size", "4", "--batches", "2", "--latency-ms", "1"]
     picture = tmp_path / "out.png"
@@ -58,7 +60,7 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 @pytest.mark.slow
-def test_a_store_that_grows(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_growing_store_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     options = [str(tmp_path), "--samples", "40", "--sample-bytes", "20000", "--budget", "1MiB", "--epochs", "2"]
     assert run_growing.main([*options, "--rounds", "1", "--out", str(tmp_path / "out.jsonl")]) == 0
     found = {record["arm"]: record for record in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}

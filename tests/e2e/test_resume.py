@@ -59,7 +59,7 @@ def whole(path: Any, n_epochs: int = 2, **settings: Any) -> list[Rows]:
     ],
     ids=", ".join,
 )
-def test_resume_with_other_ways_of_doing_it(plain: Stored, other: dict[str, Any]) -> None:
+def test_resume_allows_settings_that_keep_the_order(plain: Stored, other: dict[str, Any]) -> None:
     first, second = whole(plain.path)
     if "genes" in other:
         with gpuload.open_loader(plain.path) as loader:
@@ -73,7 +73,7 @@ def test_resume_with_other_ways_of_doing_it(plain: Stored, other: dict[str, Any]
         assert rows_of(loader) == second
 
 
-def test_values_after_a_resume_are_those_of_the_rows(plain: Stored) -> None:
+def test_values_after_a_resume_match_the_rows(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, **SETTINGS, obs=["depth"]) as loader:
         for step in range(N_BATCHES):
             loader.load_state_dict({**loader.state_dict(), "epoch": 0, "step": step, "history": []})
@@ -85,7 +85,7 @@ def test_values_after_a_resume_are_those_of_the_rows(plain: Stored) -> None:
 
 
 @pytest.mark.parametrize(("step", "n_fetches"), [(N_BATCHES - 1, 1), (N_BATCHES, 0)])
-def test_after_the_last_minibatch_nothing_is_read_again(plain: Stored, step: int, n_fetches: int) -> None:
+def test_resume_reads_only_the_fetches_that_are_left(plain: Stored, step: int, n_fetches: int) -> None:
     first, second = whole(plain.path)
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         batches = iter(loader)
@@ -101,7 +101,7 @@ def test_after_the_last_minibatch_nothing_is_read_again(plain: Stored, step: int
         assert rows_of(loader) == second
 
 
-def test_the_same_files_in_another_folder(plain: Stored, copy_of: Callable[[str], Path]) -> None:
+def test_resume_accepts_the_same_files_in_another_folder(plain: Stored, copy_of: Callable[[str], Path]) -> None:
     with gpuload.open_loader([plain.path, plain.path], **SETTINGS) as loader:
         next(iter(loader))
         state, rest = loader.state_dict(), rows_of(whole_after(loader))
@@ -129,7 +129,7 @@ def whole_after(loader: gpuload.Loader) -> list[gpuload.Batch]:
     return list(loader)
 
 
-def test_block_sizes_are_told_apart(plain: Stored) -> None:
+def test_states_of_different_block_sizes_are_refused(plain: Stored) -> None:
     states = {}
     for block_size in (4, 5, "chunk"):
         with gpuload.open_loader(plain.path, **{**SETTINGS, "block_size": block_size}) as loader:
@@ -179,7 +179,7 @@ SAMPLERS: dict[str, Any] = {
 
 
 def check_form(name: str, batches: list[gpuload.Batch]) -> None:
-    """What a sampler promises of each minibatch holds on ranks, in padding and after a change of their number too."""
+    """Check that a sampler's promise for each minibatch holds on ranks, in padding and after their number changes."""
     for batch in batches:
         if name == "sets":
             lines = batch.obs["cell_line"].reshape(-1, 2)
@@ -192,8 +192,8 @@ def check_form(name: str, batches: list[gpuload.Batch]) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_every_sampler_on_ranks_and_resumed(plain: Stored, name: str) -> None:
-    """For a subset on ranks too: a mask that the ranks overwrite would show each of them other cells than those."""
+def test_every_sampler_works_on_ranks_and_resumes(plain: Stored, name: str) -> None:
+    """Including a subset on ranks: if ranks overwrote a shared mask, each of them would see other cells."""
     settings = {**SETTINGS, "sampler": SAMPLERS[name], "obs": ["cell_line", "passed"], "uneven": "drop"}
     with gpuload.open_loader(plain.path, **settings) as loader:
         batches = list(loader)
@@ -267,7 +267,7 @@ FRONTS = [through_loader, through_torch, through_dali, through_pipeline, through
 
 @pytest.mark.parametrize("before", FRONTS)
 @pytest.mark.parametrize("after", FRONTS)
-def test_a_state_goes_from_any_front_to_any_other(plain: Stored, before: Any, after: Any) -> None:
+def test_state_moves_between_any_two_fronts(plain: Stored, before: Any, after: Any) -> None:
     first, second = whole(plain.path)
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         front, rows = before(loader)
@@ -291,7 +291,7 @@ def test_a_state_goes_from_any_front_to_any_other(plain: Stored, before: Any, af
 
 
 @pytest.mark.parametrize("front_of", FRONTS)
-def test_each_front_counts_what_you_received(plain: Stored, front_of: Any) -> None:
+def test_each_front_counts_received_minibatches(plain: Stored, front_of: Any) -> None:
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         front, _ = front_of(loader)
         found = []
@@ -310,7 +310,7 @@ def place(front: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("front_of", [through_dali, through_deep_pipeline])
-def test_dali_cannot_give_up_what_is_on_its_way(plain: Stored, front_of: Any) -> None:
+def test_dali_cannot_discard_what_is_in_the_pipeline(plain: Stored, front_of: Any) -> None:
     first, second = whole(plain.path)
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         front, rows = front_of(loader)
@@ -319,7 +319,7 @@ def test_dali_cannot_give_up_what_is_on_its_way(plain: Stored, front_of: Any) ->
         with pytest.raises(gpuload.PlanError, match=r"already in the pipeline.*new CellIterator"):
             front.load_state_dict(state)
         assert [rows(batch).tolist() for batch in front] == first[1:]
-        front.load_state_dict(state)  # after the end it can
+        front.load_state_dict(state)  # at the end of the epoch it can
         assert front.state_dict() == state
         assert [rows(batch).tolist() for batch in front] == first[1:]
         assert [rows(batch).tolist() for batch in front] == second
@@ -328,7 +328,7 @@ def test_dali_cannot_give_up_what_is_on_its_way(plain: Stored, front_of: Any) ->
 @pytest.mark.parametrize("cut", [through_loader, through_dali, through_deep_pipeline])
 @pytest.mark.parametrize("front_of", [through_dali, through_pipeline, through_deep_pipeline])
 def test_a_new_dali_front_counts_from_the_start_of_its_own_epoch(plain: Stored, cut: Any, front_of: Any) -> None:
-    """An epoch was cut short on the same loader, which is what its state says until the next begins."""
+    """An epoch was cut short on the same loader, and its state says so until the next epoch begins."""
     _, second = whole(plain.path)
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         front, _ = cut(loader)
@@ -342,11 +342,11 @@ def test_a_new_dali_front_counts_from_the_start_of_its_own_epoch(plain: Stored, 
 
 
 @pytest.mark.parametrize("front_of", [through_dali, through_pipeline, through_deep_pipeline])
-def test_dali_counts_where_the_epoch_is_set_or_another_front_comes_between(plain: Stored, front_of: Any) -> None:
+def test_dali_counts_after_set_epoch_or_use_of_another_front(plain: Stored, front_of: Any) -> None:
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         front, rows = front_of(loader)
         list(front)
-        next(iter(loader))  # a look at the second
+        next(iter(loader))  # begins the second epoch outside the front
         list(front)
         assert place(front) == (3, 0)
         loader.set_epoch(7)
@@ -379,7 +379,7 @@ def test_epochs_differ_through_a_data_loader(plain: Stored) -> None:
 
 @pytest.mark.filterwarnings("ignore:'set_vital':UserWarning")  # torchdata's
 @pytest.mark.parametrize("step", [0, 1, 10, N_BATCHES, N_BATCHES + 1])
-def test_stateful_data_loader(plain: Stored, step: int) -> None:
+def test_stateful_data_loader_resumes(plain: Stored, step: int) -> None:
     """Also at the end of an epoch (the last step here), where it makes two iterators of the data set."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     from gpuload.torch import CellDataset
@@ -407,7 +407,7 @@ def test_torch_save_needs_no_pickle(plain: Stored, tmp_path: Path) -> None:
         assert rows_of(loader) == first[1:]
 
 
-@pytest.mark.filterwarnings("ignore")  # those of torch, on a checkpoint by one process
+@pytest.mark.filterwarnings("ignore")  # torch's, about a checkpoint by one process
 def test_torch_distributed_checkpoint(plain: Stored, tmp_path: Path) -> None:
     """As an object with a state, and as a dict; the history is of another length than in the state that is filled."""
     dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -456,7 +456,7 @@ with open(log, "rb+") as out:
 """
 
 
-def test_killed_and_started_again(plain: Stored, tmp_path: Path) -> None:
+def test_killed_process_resumes(plain: Stored, tmp_path: Path) -> None:
     expected = whole(plain.path, 3)
     log = tmp_path / "log"
     log.touch()
@@ -481,7 +481,7 @@ def test_killed_and_started_again(plain: Stored, tmp_path: Path) -> None:
     assert [r["epoch"] for r in records] == sorted(r["epoch"] for r in records)
 
 
-def test_the_cells_of_an_epoch_after_a_state_of_other_ranks(plain: Stored) -> None:
+def test_epoch_counts_after_loading_a_state_of_other_ranks(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, batch_size=8, device="cpu") as loader:
         list(islice(loader, 3))
         state = loader.state_dict()

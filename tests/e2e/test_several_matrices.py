@@ -54,7 +54,7 @@ def test_torch(path: Path, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("where", ["loader", "front"])
-def test_bfloat16_is_of_all_but_obsm(path: Path, where: str) -> None:
+def test_bfloat16_applies_to_all_but_obsm(path: Path, where: str) -> None:
     from gpuload.torch import CellDataset
 
     settings = {"dtype": "bfloat16"} if where == "loader" else {}
@@ -78,7 +78,7 @@ def test_dali(path: Path, way: str, dtype: str) -> None:
             assert_same(one, batch)
 
 
-def test_columns_of_obs_that_are_named_as_a_matrix(tmp_path: Path) -> None:
+def test_obs_column_named_like_a_matrix_is_refused(tmp_path: Path) -> None:
     dali = pytest.importorskip("gpuload.dali")
     from gpuload.torch import CellDataset
 

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 GENES = ["CD3E", "CD4", "CD8A"]
 NO_GPU = "the test run has no GPU"
 OUTSIDE = "a test writes into its own folder only"
-SHORT = "it is to be over soon"
+SHORT = "the test must finish quickly"
 
 GIVEN = {
     "README.md": "def train_step(X, labels): assert X.shape == (len(labels), 120)",
@@ -57,7 +57,7 @@ GIVEN = {
     "docs/howto/several-matrices.md": "import anndata\nadata = anndata.read_h5ad('cells.h5ad')",
     "docs/migration/index.md": "import numpy\nfrom gpuload.torch import CellDataset\ntrain_rows = numpy.arange(300)",
 }
-"""What stands before the first block of a page; `gpuload` is imported everywhere, as the README shows."""
+"""What precedes the first block of a page; `gpuload` is imported everywhere, as the README shows."""
 
 INSTEAD = {
     "README.md": [
@@ -86,7 +86,7 @@ INSTEAD = {
         (
             '"hf://datasets/ORGANISATION/NAME/data/train-*.parquet", obs=["drug"]',
             '"s3://bucket/atlas.h5ad", obs=["cell_type"]',
-            "a test asks no one else; tests/golden/test_hub.py reads addresses of the Hub",
+            "a test contacts no outside server; tests/golden/test_hub.py reads addresses of the Hub",
         ),
     ],
     "docs/howto/slow-file.md": [("--out settings.json", "--out settings.json --seconds 0.5 --quiet", SHORT)],
@@ -242,7 +242,7 @@ def run(page: str, block: Block, names: dict[str, Any]) -> None:
     exec(compile("\n" * (block.line - 1) + code, str(ROOT / page), "exec"), names)
 
 
-def test_what_is_replaced_stands_in_the_pages() -> None:
+def test_replaced_code_occurs_in_the_pages() -> None:
     for page, replaced in INSTEAD.items():
         code = "\n".join(block.code for block in blocks_of(page))
         for old, _, _ in replaced:

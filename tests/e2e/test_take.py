@@ -1,4 +1,4 @@
-"""`Loader.take`: any cells, in any order, in the form of minibatches; an iteration knows nothing of it."""
+"""`Loader.take`: any cells, in any order, in the form of minibatches, without affecting an iteration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def some_rows(n_obs: int, n: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("output", ["dense", "csr"])
-def test_every_form(stored: Stored, output: str) -> None:
+def test_take_reads_every_form(stored: Stored, output: str) -> None:
     with gpuload.open_loader(stored.path, layer=stored.layer, output=output, **SMALL) as loader:
         if not loader.n_obs:
             with pytest.raises(
@@ -51,7 +51,7 @@ def test_every_form(stored: Stored, output: str) -> None:
         np.testing.assert_array_equal(dense(every.X), stored.dense)
 
 
-def test_all_matrices_and_columns_of_several_files(tmp_path: Path) -> None:
+def test_take_returns_all_matrices_and_columns(tmp_path: Path) -> None:
     parts = [part(seed, n_obs=n, genes=[f"g{i}" for i in range(9)]) for seed, n in enumerate((6, 11, 4))]
     paths, cells = write(tmp_path, parts), anndata.concat(parts, merge="same")
     everything: dict[str, Any] = {"layer": ["X", "spliced"], "obsm": "X_pca", "obs": ["depth", "donor"]}
@@ -66,7 +66,7 @@ def test_all_matrices_and_columns_of_several_files(tmp_path: Path) -> None:
         assert donors.tolist() == cells.obs["donor"].astype(str).to_numpy()[rows].tolist()
 
 
-def test_an_iteration_knows_nothing_of_it(plain: Stored) -> None:
+def test_an_iteration_is_not_affected(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, **SMALL) as loader:
         expected = [batch.rows for batch in loader]
     kept = []
@@ -101,14 +101,14 @@ def test_an_iteration_knows_nothing_of_it(plain: Stored) -> None:
         (np.array([1 << 63], np.uint64), "take: row 9223372036854775808 is outside the data, of {n} cells"),
     ],
 )
-def test_what_is_no_list_of_rows(plain: Stored, rows: Any, message: str) -> None:
+def test_something_other_than_a_list_of_rows(plain: Stored, rows: Any, message: str) -> None:
     with gpuload.open_loader(plain.path, **SMALL) as loader:
         with pytest.raises(PlanError) as caught:
             loader.take(rows)
         assert str(caught.value).startswith(message.format(n=loader.n_obs))
 
 
-def test_more_cells_than_the_machine_holds(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taking_more_cells_than_memory_holds_is_refused(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     with gpuload.open_loader(plain.path, **SMALL) as loader:
         monkeypatch.setattr("gpuload.formats.arrays.memory_nbytes", lambda: 1000)
         with pytest.raises(PlanError, match=r"^take: 400 cells take 0\.0 GB but this machine has 0\.0 GB; take fewer"):
@@ -117,7 +117,7 @@ def test_more_cells_than_the_machine_holds(plain: Stored, monkeypatch: pytest.Mo
         np.testing.assert_array_equal(loader.take([0] * 400).X, plain.dense[[0] * 400])
 
 
-def test_a_loader_that_is_closed(plain: Stored) -> None:
+def test_take_from_a_closed_loader_is_refused(plain: Stored) -> None:
     loader = gpuload.open_loader(plain.path, **SMALL)
     loader.close()
     with pytest.raises(PlanError, match=r"the loader was closed; open it again"):
@@ -125,7 +125,9 @@ def test_a_loader_that_is_closed(plain: Stored) -> None:
 
 
 @pytest.mark.parametrize("when", ["before it loads", "while it loads"])
-def test_another_thread_closes_the_loader(plain: Stored, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+def test_take_reports_a_loader_closed_by_another_thread(
+    plain: Stored, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     loader = gpuload.open_loader(plain.path)
     load = loader._backend.load
 
@@ -142,7 +144,7 @@ def test_another_thread_closes_the_loader(plain: Stored, monkeypatch: pytest.Mon
         loader.take([1, 2])
 
 
-def test_damaged_and_changed_files(store_variant: StoreVariant, tmp_path: Path) -> None:
+def test_take_reports_damaged_and_changed_files(store_variant: StoreVariant, tmp_path: Path) -> None:
     stored = store_variant("csr-gzip4")
     with gpuload.open_loader(stored.path, **SMALL) as loader:
         layout = loader.store.matrices[0].layouts[0]
@@ -164,7 +166,7 @@ def test_damaged_and_changed_files(store_variant: StoreVariant, tmp_path: Path) 
             loader.take([0])
 
 
-def test_no_thread_or_descriptor_is_left(plain: Stored, no_leaks: None) -> None:
+def test_take_leaves_no_thread_or_descriptor(plain: Stored, no_leaks: None) -> None:
     with gpuload.open_loader(plain.path, **SMALL) as loader:
         batches = iter(loader)
         next(batches)
@@ -172,7 +174,7 @@ def test_no_thread_or_descriptor_is_left(plain: Stored, no_leaks: None) -> None:
 
 
 @pytest.mark.parametrize("output", ["dense", "csr"])
-def test_as_tensors(plain: Stored, output: str) -> None:
+def test_take_from_a_dataset_returns_tensors(plain: Stored, output: str) -> None:
     torch = pytest.importorskip("torch")
     from gpuload.torch import CellDataset
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 QUICK = ("--batch-size", "8", "--fetch-factor", "4", "--seconds", "0.2", "--repeats", "2", "--json")
 
 
-def test_who_did_what_when(plain: Stored, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timeline_is_saved_with_waits_and_a_verdict(
+    plain: Stored, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     picture = tmp_path / "out.png"
     assert main(["bench", str(plain.path), *QUICK, "--timeline", str(picture)]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -31,7 +33,7 @@ def test_who_did_what_when(plain: Stored, tmp_path: Path, capsys: pytest.Capture
     assert "-bound: " in found["verdict"]
 
 
-def test_all_on_one_page(plain: Stored, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_has_everything_on_one_page(plain: Stored, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "out.html"
     assert main(["bench", str(plain.path), *QUICK, "--label", "cell_line", "--report", str(place)]) == 0
     found, text = json.loads(capsys.readouterr().out), place.read_text()
@@ -39,13 +41,13 @@ def test_all_on_one_page(plain: Stored, tmp_path: Path, capsys: pytest.CaptureFi
         assert words in text
 
 
-def test_a_consumer_that_works_is_what_holds_itself_up(plain: Stored, capsys: pytest.CaptureFixture[str]) -> None:
+def test_busy_consumer_is_reported_as_the_bottleneck(plain: Stored, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(plain.path), *QUICK, "--step", "0.05"]) == 0
     assert json.loads(capsys.readouterr().out)["verdict"].startswith("consumer-bound")
 
 
 class Axis:
-    """What is drawn on it."""
+    """An axis that records what is drawn on it."""
 
     def __init__(self) -> None:
         self.texts: list[tuple[float, str]] = []
@@ -62,7 +64,7 @@ class Axis:
         self.areas.append([round(float(h - low), 6) for h in high])
 
 
-def test_batches_have_their_numbers_as_far_as_there_is_room() -> None:
+def test_batches_are_numbered_if_there_is_room() -> None:
     axis = Axis()
     at = [(0.1, 5), (0.105, 6), (0.12, 7), (0.5, 8), (0.6, None)]
     waits = {1: [Span("wait_s", 1, stop - 0.001, stop, batch) for stop, batch in at]}
@@ -72,7 +74,7 @@ def test_batches_have_their_numbers_as_far_as_there_is_room() -> None:
     assert not figure._draw_batches(Axis(), {1: waits[1][-1:]}, 3, 1.0)
 
 
-def test_how_many_are_at_it_at_a_time() -> None:
+def test_number_of_concurrent_tasks_is_drawn() -> None:
     axis = Axis()
     tasks = [Span("read_s", k, *when) for k, when in enumerate([(0.0, 2.0, 0), (1.0, 3.0, 1), (2.0, 4.0, None)])]
     assert figure._draw_how_many(axis, tasks, 7, "#4c72b0") == 2  # one ends when the next begins
@@ -81,7 +83,7 @@ def test_how_many_are_at_it_at_a_time() -> None:
     assert axis.areas == [[round(n * unit, 6) for n in heights] for heights in expected]
 
 
-def test_a_step_lasts_from_a_batch_to_the_next_task_of_the_consumer() -> None:
+def test_step_lasts_until_the_consumers_next_task() -> None:
     spans = [
         Span("wait_s", 1, 0.0, 1.0),  # for a fetch
         Span("wait_s", 1, 1.0, 2.0, 0),
@@ -104,7 +106,7 @@ def test_many_threads_share_a_lane() -> None:
     assert figure.draw_timeline([], "nothing").startswith(b"\x89PNG")
 
 
-def test_what_a_step_does_is_drawn(
+def test_parts_of_a_step_are_drawn(
     plain: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     drawn: list[list[Span]] = []
@@ -120,9 +122,11 @@ def test_what_a_step_does_is_drawn(
         assert wait.stop <= move.start <= move.stop <= step.start <= step.stop - 0.01
 
 
-def test_a_picture_that_cannot_be_written(plain: Stored, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_picture_is_reported_after_the_results(
+    plain: Stored, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     picture = tmp_path / f"{'x' * 300}.png"
     assert main(["bench", str(plain.path), *QUICK, "--timeline", str(picture)]) == 1
     said = capsys.readouterr()
-    assert "cells_per_s" in said.out  # what was measured is told all the same
+    assert "cells_per_s" in said.out  # the measurements are printed anyway
     assert f"{picture}: cannot be written: File name too long" in said.err

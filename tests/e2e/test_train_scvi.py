@@ -17,7 +17,7 @@ from gpuload.formats.obs import write_h5ad
 from gpuload.synthetic import tahoe_shaped
 from tests import writers
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # scvi-tools, Lightning and torch warn of things that are theirs
+pytestmark = pytest.mark.filterwarnings("ignore")  # scvi-tools, Lightning and torch issue warnings of their own
 
 PROGRAM = Path(__file__).parents[2] / "pipelines" / "train_scvi.py"
 N_CELLS, N_GENES = 1_501, 300
@@ -63,7 +63,7 @@ def losses(out: str, part: str) -> list[float]:
 
 
 @pytest.mark.parametrize("batch", [("--batch-key", "plate"), ()])
-def test_it_learns_and_scvi_reads_what_it_wrote(program, scvi, path, adata, capsys, tmp_path, batch):
+def test_model_learns_and_scvi_tools_can_load_it(program, scvi, path, adata, capsys, tmp_path, batch):
     assert program.main([str(path), *SMALL, *batch, "--epochs", "4", "--out", str(tmp_path / "model")]) == 0
     out = capsys.readouterr().out
     assert f"1,501 cells x 300 genes in {3 if batch else 1} batches" in out
@@ -86,7 +86,7 @@ def test_the_same_seed_gives_the_same_model(program, path, capsys):
     assert last(1) == last(1) != last(2)
 
 
-def test_the_registry_is_that_of_scvi_tools(program, scvi, path, adata):
+def test_registry_matches_scvi_tools(program, scvi, path, adata):
     scvi.model.SCVI.setup_anndata(adata, batch_key="plate")
     theirs = scvi.model.SCVI(adata).registry_
     ours = program.Cells([str(path)], "plate").registry
@@ -134,7 +134,7 @@ def test_no_minibatch_of_one_cell_is_trained_on(n_obs, sizes, tmp_path, alone):
     module.teardown("fit")
 
 
-def test_minibatches_are_the_files_cells(program, path, cells):
+def test_minibatches_match_the_cells_of_the_file(program, path, cells):
     X, obs, _ = cells
     module = program.Cells([str(path)], "plate", batch_size=100)
     at = 0
@@ -157,7 +157,7 @@ def test_minibatches_are_the_files_cells(program, path, cells):
         (["--genes", "nowhere.txt"], 1, "nowhere.txt"),
     ],
 )
-def test_what_cannot_be_carried_out_is_said(program, cells, tmp_path, capsys, arguments, code, message):
+def test_invalid_input_is_reported(program, cells, tmp_path, capsys, arguments, code, message):
     X, obs, var = cells
     obs = obs.assign(gaps=obs["plate"].cat.remove_categories(obs["plate"].iloc[0]), n_counts=np.arange(len(obs)))
     write_h5ad(tmp_path / "cells.h5ad", X, obs, var, "gzip")
@@ -180,7 +180,7 @@ def test_what_cannot_be_carried_out_is_said(program, cells, tmp_path, capsys, ar
         (["--lr", "nan"], {}, 2, "argument --lr: 'nan' is not a number above 0"),
     ],
 )
-def test_what_is_impossible_is_said_before_training(
+def test_impossible_requests_are_refused_before_training(
     alone, tmp_path, capsys, monkeypatch, options, environment, code, message
 ):
     monkeypatch.setattr(alone, "train", lambda *_: pytest.fail("trained"))
@@ -194,7 +194,7 @@ def test_what_is_impossible_is_said_before_training(
     assert (found, message.format(tmp_path) in capsys.readouterr().err) == (code, True)
 
 
-def test_a_gene_is_a_line(program, tmp_path, monkeypatch):
+def test_genes_are_read_one_per_line(program, tmp_path, monkeypatch):
     (tmp_path / "genes.txt").write_text("HLA A\n\n  B2M \n")
     given = []
 
@@ -207,7 +207,7 @@ def test_a_gene_is_a_line(program, tmp_path, monkeypatch):
     assert given == [["HLA A", "B2M"]]
 
 
-def test_an_interrupt_is_told(alone, capsys, monkeypatch):
+def test_interrupt_is_reported(alone, capsys, monkeypatch):
     def interrupted(*_, **settings):
         raise KeyboardInterrupt
 

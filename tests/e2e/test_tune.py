@@ -60,7 +60,7 @@ def store(path):
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 64, "chunk", "2 chunks"])
-def test_an_outlook_is_what_the_engine_then_does(path, store, block_size):
+def test_outlook_matches_what_the_engine_does(path, store, block_size):
     """Bytes per cell and the label's entropy, against a loader that verifies nothing."""
     outlook = Outlooks(store, 8, "plate").of(block_size, 6)
     sizes = {"batch_size": 8, "block_size": block_size, "fetch_factor": 6}
@@ -100,7 +100,7 @@ def test_many_labels_are_judged_by_planned_fetches(store, monkeypatch):
     outlooks = Outlooks(store, 8, "plate")
     exact = [outlooks.entropy(b, 4) for b in (1, 16, 64)]
     monkeypatch.setattr("gpuload.outlook.EXACT_LABELS", 1)
-    monkeypatch.setattr("gpuload.outlook.entropy_of_runs", None)  # is not called: it takes its time for every label
+    monkeypatch.setattr("gpuload.outlook.entropy_of_runs", None)  # must not be called: it takes time for every label
     assert [outlooks.entropy(b, 4) for b in (1, 16, 64)] == pytest.approx(exact, abs=FEW_FETCHES)
     assert "labels are too many" in outlooks.why_not_model(16, 4)
 
@@ -136,7 +136,7 @@ def test_a_fetch_of_the_whole_file_is_true_random_order(store):
     assert Outlooks(store, 1, None).largest() == 256
 
 
-def test_what_is_taken_for_the_defaults_are_those_of_open_loader(path):
+def test_assumed_defaults_match_open_loader(path):
     parameters = inspect.signature(gpuload.open_loader).parameters
     assert (parameters["fetch_factor"].default, parameters["prefetch"].default) == (MAX_FETCH_FACTOR, PREFETCHES[1])
     with gpuload.open_loader(path) as plain, gpuload.open_loader(path, block_size=DEFAULT_BLOCK_SIZE) as said:
@@ -146,7 +146,7 @@ def test_what_is_taken_for_the_defaults_are_those_of_open_loader(path):
 # --- tuning ---
 
 
-def test_tuned_settings_open_a_loader_that_keeps_to_what_was_asked_for(path, tmp_path):
+def test_tuned_settings_meet_the_request(path, tmp_path):
     parts = []
     wish = Wish(200 * MIB, "plate", 0.97, batch_size=8, device="cpu", seconds=0.2)
     tuned = tune(path, wish, parts.append)
@@ -169,7 +169,7 @@ def test_tuned_settings_open_a_loader_that_keeps_to_what_was_asked_for(path, tmp
     assert tuned.measured["asked"]["label"] == "plate"
 
 
-def test_memory_is_kept_to(store):
+def test_memory_limit_is_respected(store):
     bench = Bench(store, Wish(MIB, "plate", batch_size=8))
     bench.cores = 2
     enough = bench.memory_nbytes(4, 2, 2)
@@ -196,8 +196,8 @@ def test_memory_is_kept_to(store):
             limited.fetch_factors()
 
 
-def test_the_memory_includes_that_of_large_chunks(tmp_path):
-    """The chunk is decoded whole, 8 MB, and bytes are put in order from one copy of it to another."""
+def test_memory_estimate_includes_large_chunks(tmp_path):
+    """The chunk is decoded whole, 8 MB, and unshuffled from one copy into another."""
     path, X = tmp_path / "cells.h5ad", np.ones((1000, 2000), dtype=np.float32)
     stored = {"chunks": X.shape, "compression": "gzip", "shuffle": True}
     writers.write_h5ad(path, lambda file: writers.write_dense(file, "X", X, **stored), *X.shape)
@@ -228,8 +228,8 @@ print(status("VmHWM") - before)
 """
 
 
-def test_the_memory_includes_that_of_bytes_in_transfer(tmp_path, monkeypatch):
-    """They are there twice, as responses and put together, in a process that has done all of it on a small scale."""
+def test_memory_estimate_includes_bytes_in_transfer(tmp_path, monkeypatch):
+    """These bytes exist twice, as responses and assembled; the process has done the same on a small scale before."""
     pytest.importorskip("obstore")
     from benchmarks.s3server import start
 
@@ -259,7 +259,7 @@ def test_the_memory_includes_that_of_bytes_in_transfer(tmp_path, monkeypatch):
     assert of_a_file < int(done.stdout) <= estimated
 
 
-def test_of_equally_fast_settings_the_smaller_are_chosen():
+def test_smallest_of_equally_fast_settings_is_chosen():
     trials = [
         Trial(16, 64, 2, 2, 900, 1.0, (100.0, 90.0)),
         Trial(16, 16, 4, 2, 300, 1.0, (98.0,)),
@@ -270,7 +270,7 @@ def test_of_equally_fast_settings_the_smaller_are_chosen():
     assert trials[0].cells_per_s == 100
 
 
-def test_the_choice_is_never_both_slower_and_less_mixed_than_the_defaults():
+def test_choice_is_never_worse_than_the_defaults():
     default = Trial(16, 256, 2, 2, 900, 1.5, (100.0,))
     small = Trial(16, 16, 2, 2, 300, 1.4, (98.0,))
     mixed = replace(small, entropy_bits=1.5)
@@ -290,7 +290,7 @@ def test_the_choice_is_never_both_slower_and_less_mixed_than_the_defaults():
 
 @pytest.mark.parametrize("label", ["plate", None])
 def test_the_defaults_are_timed_as_often_as_the_finalists(path, label, monkeypatch):
-    """The model takes them for far too slow, and their first turns are the slowest of all."""
+    """The model rates them as far too slow, and their first turns are the slowest of all."""
     speed = {16: 1.0, 64: 100.0}
     monkeypatch.setattr(Pace, "cells_per_s", lambda self, o: speed.get(o.block_size, 90.0))
 
@@ -306,8 +306,8 @@ def test_the_defaults_are_timed_as_often_as_the_finalists(path, label, monkeypat
 
 
 @pytest.mark.parametrize("label", ["plate", None])
-def test_tune_advises_nothing_both_slower_and_less_mixed_than_the_defaults(path, label, monkeypatch):
-    """All but the defaults are 2 % slower, which is as fast, and some take less memory."""
+def test_tune_never_advises_worse_than_the_defaults(path, label, monkeypatch):
+    """All but the defaults are 2 % slower, which counts as equally fast, and some take less memory."""
     # Measured on a busy machine, it may rule all others out; blocks of 1 mix as well as the defaults.
     monkeypatch.setattr(Pace, "cells_per_s", lambda self, o: 1.0 if o.block_size == 1 else 100.0)
     monkeypatch.setattr(Bench, "time", lambda self, t, *_: 1_000.0 if t.key == self.default else 980.0)
@@ -317,7 +317,7 @@ def test_tune_advises_nothing_both_slower_and_less_mixed_than_the_defaults(path,
     assert tuned.settings["fetch_factor"] == 94  # 94 * 16 cells are all
 
 
-def test_inspect_advises_nothing_both_slower_and_less_mixed_than_the_defaults(store, monkeypatch):
+def test_inspect_never_advises_worse_than_the_defaults(store, monkeypatch):
     """Two settings promise nearly what the defaults do; only the one that mixes better may be advised."""
     speed = {(16, 40): 100.0, (8, 10): 97.0, (16, 10): 96.0, (8, 40): 90.0}
     monkeypatch.setattr(Outlooks, "entropy", lambda self, b, f: self.random_bits * (1.0 if f == 40 else 0.995))
@@ -330,13 +330,13 @@ def test_inspect_advises_nothing_both_slower_and_less_mixed_than_the_defaults(st
     assert (found.block_size, found.fetch_factor) == (8, 10)
 
 
-def test_inspect_advises_the_whole_file_where_it_is_small(store):
+def test_inspect_advises_the_whole_file_if_it_is_small(store):
     found = advice.advise(store, 64, "plate", 1 << 40)
     assert (found.fetch_factor, found.fetch_cells) == (24, 1_500)
     assert found.reasons[0].startswith("fetch_factor=24: 1,500 cells resident, the whole file, which is true random")
 
 
-def test_candidates_far_too_slow_are_not_timed_and_the_most_promising_come_first(store, monkeypatch):
+def test_slow_candidates_are_skipped_and_the_best_timed_first(store, monkeypatch):
     speed = {1: 10.0, 4: 59.0, 8: 61.0, 16: 80.0, 32: 90.0, 64: 100.0}
     monkeypatch.setattr(Pace, "cells_per_s", lambda self, o: speed.get(o.block_size, 20.0))
     bench = Bench(store, Wish(200 * MIB, "plate", 0.0, batch_size=32))
@@ -362,7 +362,7 @@ def test_candidates_far_too_slow_are_not_timed_and_the_most_promising_come_first
         ),
     ],
 )
-def test_wishes_that_cannot_be_met_say_what_could(path, wish, message, monkeypatch):
+def test_error_on_impossible_wishes_suggests_possible_ones(path, wish, message, monkeypatch):
     if message is None:
         monkeypatch.setattr("gpuload.outlook.BLOCKS_PER_FETCH", 5_000)
         monkeypatch.setattr("gpuload.outlook.MAX_FETCH_FACTOR", 1)
@@ -377,7 +377,7 @@ def test_wishes_that_cannot_be_met_say_what_could(path, wish, message, monkeypat
         tune(path, wish)
 
 
-def test_no_cells_no_tuning(tmp_path):
+def test_tuning_without_cells_is_refused(tmp_path):
     empty = tmp_path / "empty.h5ad"
     writers.write_plain(empty, writers.counts(0, 5))
     with pytest.raises(PlanError, match=r"empty\.h5ad: there are no cells to time; pass"):
@@ -387,7 +387,7 @@ def test_no_cells_no_tuning(tmp_path):
 # --- the commands ---
 
 
-def test_tune_writes_a_file_that_a_loader_takes(run, path, tmp_path):
+def test_tune_writes_settings_that_a_loader_accepts(run, path, tmp_path):
     out = tmp_path / "settings.json"
     arguments = ("--label", "plate", "--memory", "0.2GiB", "--min-entropy", "0.95", "--batch-size", 8, "--seconds", 0.1)
     code, said, err = run("tune", path, *arguments, "--out", out)
@@ -403,7 +403,7 @@ def test_tune_writes_a_file_that_a_loader_takes(run, path, tmp_path):
         assert loader.batch_size == 8
 
 
-def test_bench_takes_the_file_and_options_override_it(run, path, tmp_path):
+def test_bench_reads_the_settings_file_and_options_override_it(run, path, tmp_path):
     saved = {"batch_size": 8, "block_size": "chunk", "fetch_factor": 3, "shuffle": False, "output": "csr"}
     with gpuload.open_loader(path) as loader:
         genes = list(loader.var_names[:5])
@@ -431,7 +431,7 @@ def test_tune_as_json_without_a_label(run, path):
     assert found["measured"]["trials"]
 
 
-def test_tune_tells_what_it_found_where_it_cannot_be_kept(run, path, tmp_path):
+def test_tune_prints_results_that_it_cannot_save(run, path, tmp_path):
     out = tmp_path / ("settings" * 40)
     code, said, err = run("tune", path, "--batch-size", 8, "--seconds", 0.1, "--out", out)
     assert code == 1
@@ -452,7 +452,7 @@ def test_tune_tells_what_it_found_where_it_cannot_be_kept(run, path, tmp_path):
         (["--output", "csr", "--dtype", "float16"], "--dtype float16 with --output csr: CSR minibatches are float32"),
     ],
 )
-def test_wrong_use_of_tune(run, path, arguments, message):
+def test_wrong_usage_of_tune_is_refused(run, path, arguments, message):
     code, said, err = run("tune", path, *arguments)
     assert (code, said) == (2, "")
     assert message in err
@@ -479,12 +479,12 @@ def test_inspect_draws_its_choices(run, path, tmp_path):
 
 @pytest.mark.parametrize("arguments", [("inspect", "--label", "plate", "--plot"), ("bench", "--timeline")])
 @pytest.mark.parametrize("name", ["choices", "choices.gif"])
-def test_pictures_of_other_forms_are_refused_before_the_work(arguments, name, path, capsys):
+def test_unsupported_picture_formats_are_refused_before_the_work(arguments, name, path, capsys):
     assert main([arguments[0], str(path), *arguments[1:], name]) == 2
     assert f"{name!r}: expected a name that ends in .png, .svg, .pdf" in capsys.readouterr().err
 
 
-def test_inspect_takes_the_entropy_that_is_required(run, path, monkeypatch):
+def test_inspect_meets_the_required_entropy(run, path, monkeypatch):
     monkeypatch.setattr("gpuload.outlook.MAX_FETCH_FACTOR", 9)  # a fetch of the whole file loses nothing
     found = {}
     for least in (1, 0.99, 0.5):

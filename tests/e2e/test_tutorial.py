@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_both_learn_the_same_and_few_lines_differ(tmp_path: Path) -> None:
+def test_both_scripts_learn_equally_well(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(64, generator=generator)
     labels = {}
@@ -42,7 +42,7 @@ def test_both_learn_the_same_and_few_lines_differ(tmp_path: Path) -> None:
     assert abs(accuracy["before"] - accuracy["after"]) < 15  # another order
 
 
-def test_the_lines_that_differ_are_counted() -> None:
+def test_scripts_differ_in_few_lines() -> None:
     before, after = (code_of(ROOT / "pipelines" / f"tutorial_{name}.py") for name in ("before", "after"))
     changes = [line[0] for line in difflib.unified_diff(before, after, n=0) if line[:3] not in ("+++", "---")]
     assert changes.count("+") == 5  # an import, two sets, two loaders
@@ -51,7 +51,7 @@ def test_the_lines_that_differ_are_counted() -> None:
 
 @pytest.mark.parametrize("name", ["before", "after"])
 @pytest.mark.parametrize("arguments", [["--help"], []])
-def test_without_a_folder_they_say_what_they_want(name: str, arguments: list[str]) -> None:
+def test_usage_is_printed_without_a_folder(name: str, arguments: list[str]) -> None:
     command = [sys.executable, f"pipelines/tutorial_{name}.py", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)

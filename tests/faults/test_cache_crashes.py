@@ -1,4 +1,4 @@
-"""A sample store killed at every step of its lives; and in the middle of mending what a kill has left."""
+"""A sample store killed at every step of its runs, and while it repairs what a kill left behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 MEMORY = "/dev/shm"
-"""Where files are kept in memory: what a killed process has written is there all the same, and syncs cost nothing."""
+"""A file system in memory: what a killed process wrote survives, and syncs cost nothing."""
 
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ WRITES = ("posix_fallocate", "pwrite", "fdatasync", "fsync", "rename", "unlink")
 
 
 def run(what: str, folder: Path, *numbers: int) -> Any:
-    """Return the number of kills that a store came through; in a process of its own, because it forks."""
+    """Return the number of kills that a store survived; run in a separate process, because it forks."""
     with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else folder) as place:
         command = [sys.executable, "-m", "tests.cache_steps", what, f"{place}/here", *map(str, numbers)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
@@ -31,25 +31,25 @@ def run(what: str, folder: Path, *numbers: int) -> Any:
 
 
 @pytest.mark.parametrize(("life", "n_least"), [("well", 35), ("badly", 60)])
-def test_killed_at_a_step_it_opens_and_goes_on(tmp_path: Path, life: str, n_least: int) -> None:
+def test_store_reopens_after_a_kill_at_some_steps(tmp_path: Path, life: str, n_least: int) -> None:
     assert run(life, tmp_path, 1, 4) > n_least
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("life", "n_least"), [("well", 150), ("badly", 250)])
-def test_killed_at_every_step_it_opens_and_goes_on(tmp_path: Path, life: str, n_least: int) -> None:
+def test_store_reopens_after_a_kill_at_every_step(tmp_path: Path, life: str, n_least: int) -> None:
     assert run(life, tmp_path, 1, 1) > n_least
 
 
-def test_every_write_in_the_code_is_a_step_of_a_life(tmp_path: Path) -> None:
-    """What changes a file or the catalogue is found in the code, and the lives have come by there."""
+def test_every_write_in_the_code_is_exercised(tmp_path: Path) -> None:
+    """Every call in the code that changes a file or the catalogue is reached by one of the runs."""
     written = {place for path in (ROOT / "gpuload" / "cache").glob("*.py") for place in writes_in(path)}
     assert len(written) > 40
     assert not written - set(run("places", tmp_path))
 
 
 def writes_in(path: Path) -> set[str]:
-    """Return where a module calls what changes a file or, by a statement that is written there, the catalogue."""
+    """Return where a module changes a file or, by a literal SQL statement, the catalogue."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
@@ -65,10 +65,10 @@ def writes_in(path: Path) -> set[str]:
     return found
 
 
-def test_killed_while_it_mends_it_mends_the_next_time(tmp_path: Path) -> None:
+def test_repair_survives_a_kill_at_any_step(tmp_path: Path) -> None:
     assert run("repair", tmp_path, 60, 60) > 20
 
 
 @pytest.mark.slow
-def test_killed_while_it_mends_at_every_step(tmp_path: Path) -> None:
+def test_repair_after_many_kills_survives_a_kill_at_any_step(tmp_path: Path) -> None:
     assert run("repair", tmp_path, 1, 3) > 300

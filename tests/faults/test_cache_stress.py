@@ -1,4 +1,4 @@
-"""Several trainings on one store, they and their fetchers killed at random, for a while."""
+"""Several trainings on one store, killed at random for a while, as are their fetchers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_trainings_that_are_killed_at_random_leave_a_store_in_order(tmp_path: Path) -> None:
+def test_random_kills_leave_a_consistent_store(tmp_path: Path) -> None:
     remote, root = fill(tmp_path / "remote", N), tmp_path / "store"
     chance = random.Random(1)
     trainings = [start(root, remote) for _ in range(3)]
@@ -70,7 +70,7 @@ def test_trainings_that_are_killed_at_random_leave_a_store_in_order(tmp_path: Pa
     time.sleep(1.5)  # the last fetchers end with their trainings
     with SampleStore(root, remote, budget=N_HELD * COST, n_processes=0, min_free=0) as store:
         full(store, N_HELD)
-        until_seen_all(store)
+        train_until_all_seen(store)
         assert store.stats()["n_quarantined"] == 0
     with SampleStore(root, remote, budget=N_HELD * COST, fetch=False) as store:
         rows = store._catalogue.rows
@@ -83,7 +83,7 @@ def test_trainings_that_are_killed_at_random_leave_a_store_in_order(tmp_path: Pa
         assert on_disk(tmp_path) == store.held_nbytes <= N_HELD * COST
 
 
-def until_seen_all(store: SampleStore) -> None:
+def train_until_all_seen(store: SampleStore) -> None:
     deadline = time.monotonic() + 60
     while store.coverage().unique < 1:
         assert time.monotonic() < deadline

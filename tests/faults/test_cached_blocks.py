@@ -1,4 +1,4 @@
-"""Cached blocks that are damaged, wherever and whenever: what is handed over is right, and the damage does not stay."""
+"""Cached blocks damaged anywhere at any time: delivered values are right, and damaged copies are dropped."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def read(cache: BlockCache, start: int, n: int) -> bytes:
 @pytest.mark.parametrize("harm", [flip, cut, lose, make_unreadable])
 @pytest.mark.parametrize("place", [0.0, 0.3, 0.9999])
 @pytest.mark.parametrize("again", [False, True], ids=["the same process", "opened again"])
-def test_a_damaged_copy_is_never_handed_over_and_never_stays(
+def test_damaged_copies_are_dropped_and_never_delivered(
     tmp_path: Path, big: CountingRemote, harm: Callable[[Path, float], None], place: float, again: bool, no_leaks: None
 ) -> None:
     wanted = (tmp_path / "remote" / "big").read_bytes()
@@ -109,12 +109,12 @@ def check_all(tmp_path: Path, cache: BlockCache, wanted: bytes) -> None:
     assert read(cache, 0, NBYTES) == wanted
     n_remote = cache.n_remote_nbytes
     assert read(cache, 0, NBYTES) == wanted
-    assert cache.n_remote_nbytes == n_remote, "what was dropped was not kept anew"
+    assert cache.n_remote_nbytes == n_remote, "dropped blocks were not cached again"
     held = {path.read_bytes() for path in copies(tmp_path)}
     assert held == {wanted[i : i + BLOCK] for i in range(0, NBYTES, BLOCK)}, "a damaged copy has stayed"
 
 
-def test_a_copy_that_is_damaged_and_cannot_be_removed_is_read_around(
+def test_damaged_copy_that_cannot_be_removed_is_bypassed(
     tmp_path: Path, big: CountingRemote, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = (tmp_path / "remote" / "big").read_bytes()
@@ -127,13 +127,13 @@ def test_a_copy_that_is_damaged_and_cannot_be_removed_is_read_around(
         for _ in range(3):
             assert read(cache, 0, NBYTES) == wanted
         assert cache.n_dropped == 6
-        assert store.held_nbytes == 6 * BLOCK, "what cannot be removed takes up room"
+        assert store.held_nbytes == 6 * BLOCK, "copies that cannot be removed still take up space"
     assert caplog.text.count("it cannot be removed, and takes up room") == 6
     with pytest.raises(ReadError, match=r"/store: it cannot be the folder of a sample store: .*: Is a directory\. Put"):
         store_of(tmp_path, big)
 
 
-def test_a_catalogue_that_takes_one_block_for_another_is_not_believed(tmp_path: Path, big: CountingRemote) -> None:
+def test_swapped_catalogue_entries_are_detected(tmp_path: Path, big: CountingRemote) -> None:
     wanted = (tmp_path / "remote" / "big").read_bytes()
     with store_of(tmp_path, big) as store:
         cache = BlockCache(store)
@@ -145,7 +145,7 @@ def test_a_catalogue_that_takes_one_block_for_another_is_not_believed(tmp_path: 
         assert read(BlockCache(store), 0, NBYTES) == wanted
 
 
-def test_what_is_whole_stays(tmp_path: Path, big: CountingRemote) -> None:
+def test_intact_copies_are_kept(tmp_path: Path, big: CountingRemote) -> None:
     wanted = (tmp_path / "remote" / "big").read_bytes()
     with store_of(tmp_path, big) as store:
         cache = BlockCache(store)
@@ -156,7 +156,7 @@ def test_what_is_whole_stays(tmp_path: Path, big: CountingRemote) -> None:
         assert (cache.n_dropped, cache.n_remote_nbytes) == (0, NBYTES)
 
 
-def test_what_is_dropped_makes_room(tmp_path: Path, big: CountingRemote) -> None:
+def test_dropped_copies_free_their_space(tmp_path: Path, big: CountingRemote) -> None:
     with store_of(tmp_path, big, budget=2 * BLOCK) as store:
         cache = BlockCache(store)
         read(cache, 0, NBYTES)
@@ -165,10 +165,10 @@ def test_what_is_dropped_makes_room(tmp_path: Path, big: CountingRemote) -> None
         read(cache, 0, NBYTES)
         assert cache.n_dropped == 1
         read(cache, 0, NBYTES)
-        assert store.held_nbytes == 2 * BLOCK, "the room of what was dropped was not used again"
+        assert store.held_nbytes == 2 * BLOCK, "the space of dropped copies was not reused"
 
 
-def test_copies_of_an_earlier_run_are_forgotten_too(tmp_path: Path, big: CountingRemote) -> None:
+def test_copies_from_an_earlier_run_can_be_forgotten(tmp_path: Path, big: CountingRemote) -> None:
     with store_of(tmp_path, big) as store:
         read(BlockCache(store), 0, NBYTES)
     with store_of(tmp_path, big) as store:
@@ -231,7 +231,7 @@ def near(plain: Stored) -> list[Any]:
         return values(loader)
 
 
-def test_a_loader_reads_right_while_its_cache_rots(
+def test_loader_stays_correct_while_its_cache_is_damaged(
     tmp_path: Path, server: Running, remote: Any, plain: Stored, caplog: pytest.LogCaptureFixture
 ) -> None:
     with store_of(tmp_path, remote) as store, opened(store, server) as loader:
@@ -247,7 +247,7 @@ def test_a_loader_reads_right_while_its_cache_rots(
     assert "its local copy is unusable" in caplog.text
 
 
-def test_what_came_damaged_from_the_remote_does_not_stay_either(
+def test_damaged_downloads_are_not_kept(
     tmp_path: Path, server: Running, remote: Any, plain: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gpuload.remote import ObjectRemote
@@ -269,7 +269,7 @@ def test_what_came_damaged_from_the_remote_does_not_stay_either(
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_a_damaged_answer_is_asked_for_once_more(
+def test_damaged_response_is_requested_again(
     tmp_path: Path, server: Running, remote: Any, plain: Stored, is_cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = near(plain)
@@ -282,7 +282,7 @@ def test_a_damaged_answer_is_asked_for_once_more(
 
 @pytest.mark.parametrize("layer", ["X", "blosclz"])
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_a_damaged_answer_is_asked_for_once_more_for_a_gpu(
+def test_damaged_response_is_requested_again_for_a_gpu(
     tmp_path: Path,
     server: Running,
     remote: Any,
@@ -292,7 +292,7 @@ def test_a_damaged_answer_is_asked_for_once_more_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
     open_fake: Callable[..., Opened],
 ) -> None:
-    add_a_layer_for_the_host(server.root / "data" / "cells.h5ad")
+    add_host_only_layer(server.root / "data" / "cells.h5ad")
     with store_of(tmp_path, remote) as store:
         settings = settings_of(store if is_cached else None, server)
         gpu = open_fake("s3://data/cells.h5ad", layer=layer, **settings)
@@ -303,7 +303,7 @@ def test_a_damaged_answer_is_asked_for_once_more_for_a_gpu(
     assert asked
 
 
-def add_a_layer_for_the_host(path: Path) -> None:
+def add_host_only_layer(path: Path) -> None:
     """Write X once more, in an encoding that GPUs have no decoder for."""
     hdf5plugin = pytest.importorskip("hdf5plugin")
     with h5py.File(path, "r+") as file:

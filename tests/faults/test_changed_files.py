@@ -1,4 +1,4 @@
-"""Files that are cut off, or that somebody changes while they are open."""
+"""Files that are truncated, or changed while they are open."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_truncated_at_many_lengths(tmp_path: Path, name: str) -> None:
         assert str(path) in str(caught.value)
 
 
-def test_cut_off_within_the_values_although_the_metadata_is_whole(tmp_path: Path) -> None:
+def test_truncated_values_with_intact_metadata_are_reported(tmp_path: Path) -> None:
     """HDF5 notices a short file by its superblock; with that patched, ranges beyond the end are found at opening."""
     path = tmp_path / "cut.h5ad"
     write_h5ad(path, lambda f: write_csr(f, "X", counts(4000), indptr={"chunks": (500,)}), 4000)
@@ -70,9 +70,7 @@ def test_cut_off_within_the_values_although_the_metadata_is_whole(tmp_path: Path
     assert str(path) in str(caught.value)
 
 
-def test_a_replaced_file_goes_on_with_the_old_bytes(
-    plain: Stored, copy_of: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_replaced_file_keeps_its_old_bytes(plain: Stored, copy_of: Callable[[str], Path], tmp_path: Path) -> None:
     path, other = copy_of("old.h5ad"), tmp_path / "new.h5ad"
     write_h5ad(other, lambda f: write_csr(f, "X", counts(seed=9), data={"compression": "gzip"}))
     with gpuload.open_loader(path, batch_size=8, fetch_factor=2, prefetch=1) as loader:
@@ -88,7 +86,7 @@ def test_a_replaced_file_goes_on_with_the_old_bytes(
         np.testing.assert_array_equal(batch.X, counts(seed=9).toarray()[batch.rows])
 
 
-def test_a_file_that_is_replaced_while_it_is_opened(
+def test_file_replaced_during_opening_is_reported(
     copy_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, real = copy_of("old.h5ad"), h5py.File
@@ -134,7 +132,7 @@ def test_an_array_that_is_replaced_while_it_is_opened(
         np.testing.assert_array_equal(batch.X, X.toarray())
 
 
-def test_a_deleted_file_goes_on(plain: Stored, copy_of: Callable[[str], Path]) -> None:
+def test_a_deleted_file_stays_readable(plain: Stored, copy_of: Callable[[str], Path]) -> None:
     path = copy_of("gone.h5ad")
     with gpuload.open_loader(path, batch_size=8, fetch_factor=2) as loader:
         path.unlink()
@@ -161,7 +159,7 @@ def truncate(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [overwrite, append, truncate])
 @pytest.mark.parametrize("when", ["before the first epoch", "during an epoch", "between epochs"])
-def test_a_file_changed_in_place_is_found(
+def test_file_changed_in_place_is_reported(
     copy_of: Callable[[str], Path], change: Callable[[Path], None], when: str
 ) -> None:
     path = copy_of("changed.h5ad")
@@ -181,7 +179,7 @@ def test_a_file_changed_in_place_is_found(
 
 
 @pytest.mark.parametrize("changed", ["rna", "prot"])
-def test_a_file_changed_while_its_last_fetch_is_read(
+def test_file_changed_during_its_last_fetch_is_reported(
     copy_of: Callable[[str], Path], changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths, plain = {name: copy_of(f"{name}.h5ad") for name in ("rna", "prot")}, cpu.read_extents
@@ -201,7 +199,7 @@ def test_a_file_changed_while_its_last_fetch_is_read(
         next(iter(loader))
 
 
-def test_only_the_files_that_a_fetch_reads_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_checks_only_the_files_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of thousands of files, a fetch reads few: each is checked before and after."""
     checked: list[str] = []
     paths = [tmp_path / f"{number}.h5ad" for number in range(6)]
@@ -220,7 +218,7 @@ def test_only_the_files_that_a_fetch_reads_are_checked(tmp_path: Path, monkeypat
     assert checked == ["1", "2"] * 4  # both matrices, before and after
 
 
-def test_too_many_open_files_are_no_damage(copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_open_files_are_not_damage(copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EMFILE, "Unable to synchronously open file (Too many open files)")
 
@@ -230,12 +228,12 @@ def test_too_many_open_files_are_no_damage(copy_of: Callable[[str], Path], monke
         gpuload.open_loader(path)
 
 
-def test_a_package_that_cannot_be_imported_is_no_damage() -> None:
+def test_a_package_that_cannot_be_imported_is_not_damage() -> None:
     with pytest.raises(ImportError, match="libcublas"), hdf5._translated("cells.h5ad"):
         raise ImportError("libcublas cannot be loaded")
 
 
-def test_bytes_that_vanish_during_a_read_are_a_short_read(
+def test_truncation_during_a_read_raises_a_short_read(
     copy_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The size is checked before each fetch; a cut between check and read must be noticed by the read itself."""
@@ -256,7 +254,7 @@ def test_bytes_that_vanish_during_a_read_are_a_short_read(
 def test_each_flipped_byte_under_a_checksum_is_found(
     store_variant: StoreVariant, tmp_path: Path, name: str, verify: str
 ) -> None:
-    """Every 5th byte of one chunk, whichever rows are asked for: named with dataset, chunk and byte offset."""
+    """Every 5th byte of one chunk, whichever rows are requested; errors name dataset, chunk and byte offset."""
     whole = store_variant(f"csr-{name}").path.read_bytes()
     path = tmp_path / "flipped.h5ad"
     path.write_bytes(whole)
@@ -278,8 +276,10 @@ def test_each_flipped_byte_under_a_checksum_is_found(
     "place", [100 << 24, 1500, 301, 200, 700, 0], ids=["far", "next", "between", "twice", "later", "first"]
 )
 @pytest.mark.parametrize("name", ["csr-gzip4", "csr-chunked"])
-def test_a_damaged_key_of_a_chunk(store_variant: StoreVariant, tmp_path: Path, name: str, place: int) -> None:
-    """A chunk of 15 that claims to lie elsewhere: never wrong numbers that h5py would not read."""
+def test_damaged_chunk_key_never_gives_wrong_values(
+    store_variant: StoreVariant, tmp_path: Path, name: str, place: int
+) -> None:
+    """One chunk of 15 claims to lie elsewhere: never numbers that h5py would not read."""
     content = store_variant(name).path.read_bytes()
     path = tmp_path / "key.h5ad"
     path.write_bytes(content)
@@ -299,7 +299,7 @@ def test_a_damaged_key_of_a_chunk(store_variant: StoreVariant, tmp_path: Path, n
         np.testing.assert_array_equal(found, expected)
 
 
-def test_a_chunk_found_right_may_later_be_read_in_part(store_variant: StoreVariant) -> None:
+def test_verified_chunks_may_be_decoded_in_part(store_variant: StoreVariant) -> None:
     stored = store_variant("csr-gzip9")
     with gpuload.open_loader(stored.path, batch_size=2, fetch_factor=1, block_size=1, verify="once") as loader:
         list(loader)
@@ -310,7 +310,7 @@ def test_a_chunk_found_right_may_later_be_read_in_part(store_variant: StoreVaria
         assert loader.stats.n_chunks_partial > before
 
 
-def test_verify_is_checked(plain: Stored) -> None:
+def test_invalid_verify_is_refused(plain: Stored) -> None:
     with pytest.raises(gpuload.PlanError, match="verify='sometimes'"):
         gpuload.open_loader(plain.path, verify="sometimes")
 

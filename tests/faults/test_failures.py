@@ -1,4 +1,4 @@
-"""A source or backend that fails or stalls, a consumer that stops: errors surface, nothing stays behind, it goes on."""
+"""Sources or backends that fail or stall, consumers that stop: errors surface, nothing leaks, the loader works on."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_short_read_names_what_was_wanted(store: Store, plain: Stored, number:
     assert source.n_closed >= 1
 
 
-def test_a_failing_read_surfaces_as_it_is(store: Store, plain: Stored) -> None:
+def test_read_errors_are_raised_unchanged(store: Store, plain: Stored) -> None:
     error = gpuload.ReadError("disk on fire.")
     broken, _ = with_source(store, lambda inner: FakeSource(inner, fail_at=3, error=error))
     with loader_over(broken, CpuBackend(num_threads=2)) as loader:
@@ -93,7 +93,7 @@ def test_a_slow_source_changes_no_value(store: Store, plain: Stored) -> None:
             np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
 
 
-def test_stopping_while_a_slow_read_is_under_way_waits_for_no_further_reads(store: Store) -> None:
+def test_closing_during_a_slow_read_waits_for_no_others(store: Store) -> None:
     slow, source = with_source(store, lambda inner: FakeSource(inner, delay_s=0.05))
     loader = loader_over(slow, CpuBackend(num_threads=1), fetch_factor=1, prefetch=4)
     next(iter(loader))
@@ -109,7 +109,7 @@ def test_stopping_while_a_slow_read_is_under_way_waits_for_no_further_reads(stor
 
 @pytest.mark.parametrize("takes_ahead", [0, 1, 3, 100])
 @pytest.mark.parametrize("delay_s", [lambda _: 0.0, lambda k: 0.004 * ((k * 7) % 3)], ids=["in order", "out of order"])
-def test_order_does_not_depend_on_what_finishes_first(
+def test_order_is_independent_of_completion_order(
     store: Store, takes_ahead: int, delay_s: Callable[[int], float]
 ) -> None:
     backend = FakeBackend(takes_ahead=takes_ahead, delay_s=delay_s)
@@ -120,8 +120,8 @@ def test_order_does_not_depend_on_what_finishes_first(
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_a_wait_that_holds_nobody_up_is_none(store: Store, is_busy: bool) -> None:
-    """A consumer whose GPU has work still does not wait for input, though its thread does."""
+def test_a_wait_that_delays_nobody_does_not_count(store: Store, is_busy: bool) -> None:
+    """A consumer whose GPU is still busy is not waiting for input, though its thread is."""
     backend = FakeBackend(delay_s=lambda _: 0.3)
     backend.is_busy = is_busy
     with loader_over(store, backend, prefetch=1) as loader:
@@ -132,7 +132,7 @@ def test_a_wait_that_holds_nobody_up_is_none(store: Store, is_busy: bool) -> Non
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_as_many_fetches_in_flight_as_prefetch_says(store: Store, prefetch: int) -> None:
+def test_prefetch_sets_the_number_of_fetches_in_flight(store: Store, prefetch: int) -> None:
     backend = FakeBackend(delay_s=lambda _: 0.001)
     with loader_over(store, backend, prefetch=prefetch) as loader:
         list(loader)
@@ -166,9 +166,7 @@ def test_an_error_surfaces_after_the_batches_before_it(store: Store, kind: str, 
     ],
     ids=str,
 )
-def test_an_error_with_one_matrix_cancels_the_work_on_the_other(
-    store: Store, fault: dict[str, int], left: list[str]
-) -> None:
+def test_error_in_one_matrix_cancels_the_other(store: Store, fault: dict[str, int], left: list[str]) -> None:
     backend = FakeBackend(**fault)  # type: ignore[arg-type]
     with loader_over(store, backend, tables=("X", "layers/other")) as loader:
         with pytest.raises((MemoryError, OSError), match="the fake backend"):
@@ -186,9 +184,7 @@ def test_an_error_with_one_matrix_cancels_the_work_on_the_other(
     ],
     ids=str,
 )
-def test_an_error_of_a_take_cancels_the_work_on_the_other_matrix(
-    store: Store, fault: dict[str, int], left: list[str]
-) -> None:
+def test_error_in_take_cancels_the_other_matrix(store: Store, fault: dict[str, int], left: list[str]) -> None:
     backend = FakeBackend(**fault)  # type: ignore[arg-type]
     with loader_over(store, backend, tables=("X", "layers/other")) as loader:
         with pytest.raises((MemoryError, OSError), match="the fake backend"):
@@ -196,7 +192,7 @@ def test_an_error_of_a_take_cancels_the_work_on_the_other_matrix(
         assert set(left) <= set(backend.cancelled)
 
 
-def test_an_early_break_cancels_what_is_under_way(store: Store) -> None:
+def test_an_early_break_cancels_work_in_progress(store: Store) -> None:
     backend = FakeBackend(delay_s=lambda k: 0.01, takes_ahead=2)
     with loader_over(store, backend, prefetch=3) as loader:
         for _ in loader:
@@ -210,7 +206,7 @@ def test_an_early_break_cancels_what_is_under_way(store: Store) -> None:
 # --- a consumer that stops, on the real backend
 
 
-def test_an_early_break_and_the_next_epoch(plain: Stored) -> None:
+def test_epoch_after_an_early_break_is_complete(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2) as loader:
         for n_batches in (1, 2, 7):
             for i, batch in enumerate(loader):
@@ -220,7 +216,7 @@ def test_an_early_break_and_the_next_epoch(plain: Stored) -> None:
         assert sum(len(batch) for batch in loader) == len(plain.dense)
 
 
-def test_an_exception_in_the_consumer(plain: Stored) -> None:
+def test_exception_in_a_with_block_closes_the_loader(plain: Stored) -> None:
     loader = gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2)
 
     def consume() -> None:
@@ -246,7 +242,7 @@ def test_an_exception_in_the_consumer_leaves_the_loader_usable(plain: Stored) ->
         assert sum(len(batch) for batch in loader) == len(plain.dense)
 
 
-def test_a_loader_that_is_forgotten_gives_everything_back(plain: Stored) -> None:
+def test_unreferenced_loader_releases_everything(plain: Stored) -> None:
     """Without close() or a with-statement: the fixture waits for threads and descriptors to go."""
     loader = gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2)
     batch = next(iter(loader))
@@ -254,7 +250,7 @@ def test_a_loader_that_is_forgotten_gives_everything_back(plain: Stored) -> None
     np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
 
 
-def test_an_iterator_outlives_a_forgotten_loader(plain: Stored) -> None:
+def test_iterator_outlives_an_unreferenced_loader(plain: Stored) -> None:
     batches = iter(gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2))
     rows = [next(batches).rows, *(batch.rows for batch in batches)]
     np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(len(plain.dense)))
@@ -274,7 +270,7 @@ def test_closing_twice_and_during_an_iteration(plain: Stored) -> None:
         iter(loader)
 
 
-def test_an_iteration_in_another_thread(store: Store) -> None:
+def test_use_during_iteration_in_another_thread_is_refused(store: Store) -> None:
     gate = threading.Event()
     rows: list[int] = []
     backend = FakeBackend(delay_s=lambda _: float(not gate.wait(10)))
@@ -300,7 +296,7 @@ def test_closing_ends_an_iteration_in_another_thread(plain: Stored, monkeypatch:
     def residents_of(load: Any) -> Any:
         is_inside.set()
         go_on.wait(10)
-        raise CancelledError  # as a fetch that still waits for a thread when these are ended
+        raise CancelledError  # as from a fetch that is still queued when the threads are ended
 
     def consume() -> None:
         try:
@@ -319,7 +315,7 @@ def test_closing_ends_an_iteration_in_another_thread(plain: Stored, monkeypatch:
     assert str(errors[0]).startswith("this iteration was ended by a later iter(), close() or load_state_dict()")
 
 
-def test_a_closed_file_says_so(store: Store, plain: Stored) -> None:
+def test_reading_a_closed_file_raises(store: Store, plain: Stored) -> None:
     store.close()
     words = rf"^{plain.path}: the loader was closed; open it again with open_loader\(\)\.$"
     with pytest.raises(gpuload.ReadError, match=words):
@@ -333,7 +329,7 @@ def test_many_loaders_opened_and_closed(store_variant: StoreVariant) -> None:
             next(iter(loader))
 
 
-def test_a_refused_opening_leaves_nothing(plain: Stored) -> None:
+def test_refused_opening_leaves_nothing_behind(plain: Stored) -> None:
     before = threading.active_count()
     for settings in ({"layer": "none"}, {"genes": ["none"]}, {"obs": ["none"]}, {"device": "cuda:0"}):
         with pytest.raises(gpuload.GpuloadError):
@@ -341,7 +337,7 @@ def test_a_refused_opening_leaves_nothing(plain: Stored) -> None:
     assert threading.active_count() <= before
 
 
-def test_an_epoch_after_an_error_in_the_file(store_variant: StoreVariant, tmp_path: Any) -> None:
+def test_loader_stays_usable_after_a_damaged_chunk(store_variant: StoreVariant, tmp_path: Any) -> None:
     """One bad chunk: the loader stays usable for whoever catches the error, and reports it again."""
     stored = store_variant("csr-gzip4")
     content = bytearray(stored.path.read_bytes())
@@ -358,9 +354,7 @@ def test_an_epoch_after_an_error_in_the_file(store_variant: StoreVariant, tmp_pa
 
 
 @pytest.mark.parametrize("n_bad", [1, 3])
-def test_of_many_files_the_first_that_cannot_be_opened_is_named_and_the_others_are_closed(
-    plain: Stored, tmp_path: Path, n_bad: int
-) -> None:
+def test_first_unreadable_file_is_named_and_the_rest_closed(plain: Stored, tmp_path: Path, n_bad: int) -> None:
     paths = [tmp_path / f"{k}.h5ad" for k in range(12)]
     for k, path in enumerate(paths):
         path.write_bytes(plain.path.read_bytes() if k < 5 or k >= 5 + n_bad else b"no such thing")

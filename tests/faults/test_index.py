@@ -1,4 +1,4 @@
-"""What is kept of a file to open it faster changes nothing but the time, whatever becomes of it or of the file."""
+"""The index that speeds up opening changes nothing but the time, whatever happens to it or to the file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ YEAR_2020_NS = 1_577_836_800 * 10**9
 
 
 @pytest.fixture(autouse=True)
-def _small_files_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _index_small_files_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(index, "MIN_CHUNKS", 1)
     monkeypatch.setattr(index, "MIN_ROWS", 1)
     monkeypatch.delenv("GPULOAD_INDEX", raising=False)
@@ -116,7 +116,7 @@ def test_layers_share_an_index(store_variant: StoreVariant, tmp_path: Path, sear
 
 
 @pytest.mark.parametrize("setting", ["folder", "off", "read-only"])
-def test_where_it_lies(setting: str, tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_location(setting: str, tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = made(tmp_path)
     if setting != "read-only":
         monkeypatch.setenv("GPULOAD_INDEX", "off" if setting == "off" else str(tmp_path / "kept"))
@@ -132,7 +132,7 @@ def test_where_it_lies(setting: str, tmp_path: Path, searched: list[str], monkey
         assert [p.suffix for p in place.iterdir()] == [".gpuload-index"]
 
 
-def test_nowhere_to_write(tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_index_is_skipped(tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = made(tmp_path)
 
     def refuse(*args: Any) -> None:
@@ -145,7 +145,7 @@ def test_nowhere_to_write(tmp_path: Path, searched: list[str], monkeypatch: pyte
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path], "a part was left behind"
 
 
-def test_no_index_of_small_files_and_of_files_just_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_and_recent_files_get_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made(tmp_path)
     os.utime(path)
     values(path)
@@ -161,7 +161,7 @@ def another(path: Path) -> None:
     write_plain(path, seed=1)
 
 
-def test_a_file_that_was_replaced(tmp_path: Path, searched: list[str]) -> None:
+def test_replaced_file_gets_a_new_index(tmp_path: Path, searched: list[str]) -> None:
     path = made(tmp_path)
     values(path)
     another(path)
@@ -174,7 +174,7 @@ def test_a_file_that_was_replaced(tmp_path: Path, searched: list[str]) -> None:
 
 
 @pytest.mark.parametrize("what", ["mtime", "size", "head", "tail"])
-def test_the_key(what: str, tmp_path: Path, searched: list[str]) -> None:
+def test_each_part_of_the_key_makes_an_index_stale(what: str, tmp_path: Path, searched: list[str]) -> None:
     """Each part of it alone makes an index stale."""
     path = made(tmp_path)
     with open(path, "ab") as file:
@@ -198,8 +198,8 @@ def test_the_key(what: str, tmp_path: Path, searched: list[str]) -> None:
     assert len(searched) == 2
 
 
-def test_a_change_that_the_key_does_not_show(tmp_path: Path, searched: list[str]) -> None:
-    """An index with a right key, of a file whose chunks and rows lie otherwise, is found out by comparing."""
+def test_wrong_index_with_a_matching_key_is_detected(tmp_path: Path, searched: list[str]) -> None:
+    """An index with a matching key, but of a file with other chunks and rows, is detected by comparison."""
     path, other = made(tmp_path), made(tmp_path, seed=1, name="other.h5ad")
     for p in (path, other):
         values(p)
@@ -215,11 +215,11 @@ def test_a_change_that_the_key_does_not_show(tmp_path: Path, searched: list[str]
     np.testing.assert_array_equal(values(path), counts().toarray())
     assert searched == ["/X/data", "/X/indices"]
     np.testing.assert_array_equal(values(path), counts().toarray())
-    assert len(searched) == 2, "it was not made anew"
+    assert len(searched) == 2, "the index was not made again"
 
 
 def tampered(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change arrays of an index, and put its checksum right."""
+    """Change arrays of an index, and update its checksum."""
     source = FileSource(path)
     key = index.Index(source)._key_of_file()
     source.close()
@@ -242,14 +242,14 @@ def tampered(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     ],
     ids=["none", "no-masks", "offsets-short", "sizes", "masks", "rows-short", "rows-turned", "rows-floats"],
 )
-def test_arrays_that_do_not_fit(tmp_path: Path, change: Any) -> None:
+def test_inconsistent_index_arrays_are_ignored(tmp_path: Path, change: Any) -> None:
     path = made(tmp_path)
     values(path)
     tampered(path, change)
     np.testing.assert_array_equal(values(path), counts().toarray())
 
 
-def test_a_damaged_index(tmp_path: Path, searched: list[str]) -> None:
+def test_damaged_index_is_made_again(tmp_path: Path, searched: list[str]) -> None:
     path = made(tmp_path)
     values(path)
     base, rng = beside(path).read_bytes(), np.random.default_rng(0)
@@ -266,10 +266,10 @@ def test_a_damaged_index(tmp_path: Path, searched: list[str]) -> None:
         (matrix,) = store.matrices
         assert len(searched) == 2
         np.testing.assert_array_equal(matrix.indptr, counts().indptr)
-        assert beside(path).read_bytes() == base, "it was not made anew"
+        assert beside(path).read_bytes() == base, "the index was not made again"
 
 
-def test_an_index_that_is_a_folder(tmp_path: Path) -> None:
+def test_folder_in_place_of_the_index(tmp_path: Path) -> None:
     path = made(tmp_path)
     beside(path).mkdir()
     for _ in range(2):
@@ -277,7 +277,7 @@ def test_an_index_that_is_a_folder(tmp_path: Path) -> None:
     assert list((tmp_path / "cache" / "gpuload").iterdir())
 
 
-def test_many_at_once(tmp_path: Path) -> None:
+def test_concurrent_openings_share_one_index(tmp_path: Path) -> None:
     path = made(tmp_path)
 
     def opened(_: int) -> np.ndarray:
@@ -310,8 +310,8 @@ def test_row_offsets_are_kept_as_counts(largest: int, itemsize: int) -> None:
     assert index.indptr_of(kept).dtype == np.int64
 
 
-def test_nine_bytes_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stays in memory, with 40 cells a chunk, as in the smallest files of real size."""
+def test_memory_is_nine_bytes_per_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that stays in use, with 40 cells per chunk, as in the smallest realistic files."""
     path = tmp_path / "cells.h5ad"
     n_obs, per_chunk = 20_000, 40
 

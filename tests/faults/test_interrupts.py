@@ -1,4 +1,4 @@
-"""Ctrl-C and kin, on a process of its own: it ends at once, with KeyboardInterrupt, and leaves nothing running."""
+"""Ctrl-C in a separate process: it ends at once, with KeyboardInterrupt, and leaves nothing running."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_an_interrupted_program_ends_at_once(plain: Stored) -> None:
     assert seconds < 5
 
 
-def test_a_program_that_never_closes_its_loader_ends_in_silence(plain: Stored) -> None:
+def test_program_with_an_unclosed_loader_exits_silently(plain: Stored) -> None:
     code = START + "batches = iter(loader)\nbatch = next(batches)\nprint(batch.X.shape)\n"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, str(plain.path)],

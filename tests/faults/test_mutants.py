@@ -22,7 +22,7 @@ ALLOWED = {
 }
 
 PLAIN = {("contiguous", "data"), ("dense-contiguous", "data")}
-"""Regions where each byte is part of a value that no checksum covers: h5py's reading is demanded."""
+"""Regions of values that no checksum covers: the result must equal h5py's."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def program() -> Iterator[Program]:
 
 
 def outcomes(program: Program, name: str, first: int, stop: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield what becomes of each mutant; where the program ends early, say so, and go on after it."""
+    """Yield the outcome of each mutant; where the program ends early, report it and continue with the next."""
     while first < stop:
         n = stop - first
         lines, ending = program.do(name, first, n, str(folder), time_limit_s=TIME_LIMIT_S + n)

@@ -1,4 +1,4 @@
-"""What cannot be read of the other forms is refused in a sentence, whatever was done to it."""
+"""Unreadable files of the other forms are refused in one sentence, whatever was done to them."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_folder_of_several_forms(tmp_path: Path) -> None:
     assert_refused("StoreError", tmp_path, str(tmp_path), ".h5ad, .npy", "list")
 
 
-def test_folder_whose_files_do_not_agree(tmp_path: Path) -> None:
+def test_folder_of_mismatched_files(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((3, 2)))
     np.save(tmp_path / "b.npy", np.zeros((3, 4)))
     assert_refused("StoreError", tmp_path, "b.npy", "4 genes", "2")
 
 
-def test_something_behind_a_file(tmp_path: Path) -> None:
+def test_path_below_a_file_is_refused(tmp_path: Path) -> None:
     write_plain(tmp_path / "a.h5ad")
     assert_refused("StoreError", tmp_path / "a.h5ad" / "rna", "no modalities", "a.h5ad/rna")
     assert_refused("ReadError", tmp_path / "b.h5ad" / "rna", "no such file")
@@ -72,7 +72,7 @@ def test_something_behind_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["npy-f4", "npz-stored", "parquet"])
-def test_something_behind_what_is_no_anndata(name: str, tmp_path: Path) -> None:
+def test_modality_path_below_a_plain_file_is_refused(name: str, tmp_path: Path) -> None:
     if name == "parquet":
         pytest.importorskip("pyarrow")
     path = made(name, tmp_path)
@@ -80,7 +80,7 @@ def test_something_behind_what_is_no_anndata(name: str, tmp_path: Path) -> None:
     assert_refused("StoreError", path / "rna", words)
 
 
-def test_parquet_of_cells(tmp_path: Path) -> None:
+def test_damaged_parquet_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     path = tmp_path / "train-00000.parquet"
     path.write_bytes(b"PAR1" + bytes(100))
@@ -119,7 +119,7 @@ def put(group: h5py.Group, name: str, values: Any) -> None:
         (lambda g: put(g, "data", np.zeros(3)), "CorruptDataError", ("3 data",)),
     ],
 )
-def test_10x(tmp_path: Path, change: Any, kind: str, parts: tuple[str, ...]) -> None:
+def test_invalid_10x_is_refused(tmp_path: Path, change: Any, kind: str, parts: tuple[str, ...]) -> None:
     path = changed(tmp_path, change)
     assert_refused(kind, path, str(path), *parts)
 
@@ -137,7 +137,7 @@ def test_10x_columns_and_layers(tmp_path: Path) -> None:
 # --- MuData
 
 
-def test_a_modality_that_is_a_link_to_nothing_leaves_not_one_alone(tmp_path: Path) -> None:
+def test_broken_modality_link_is_not_ignored(tmp_path: Path) -> None:
     path = FORMS["mudata-alone"](tmp_path).path
     with h5py.File(path, "r+") as file:
         file["mod/prot"] = h5py.SoftLink("/nothing")
@@ -161,7 +161,7 @@ def test_mudata_modalities(tmp_path: Path) -> None:
         (lambda m: np.where(m == 3, 4, m), ("leaves out cells",)),
     ],
 )
-def test_mudata_whose_map_is_wrong(tmp_path: Path, change: Any, parts: tuple[str, ...]) -> None:
+def test_mudata_with_a_wrong_map(tmp_path: Path, change: Any, parts: tuple[str, ...]) -> None:
     path = made("mudata-alone", tmp_path)
     with h5py.File(path, "r+") as file:
         put(file["obsmap"], "rna", change(file["obsmap/rna"][()]))
@@ -170,7 +170,7 @@ def test_mudata_whose_map_is_wrong(tmp_path: Path, change: Any, parts: tuple[str
         assert sum(len(batch) for batch in loader) == N_OBS
 
 
-def test_mudata_whose_map_gives_two_cells_of_all_the_same_cell_of_one_modality(tmp_path: Path) -> None:
+def test_mudata_map_with_a_repeated_cell_is_refused(tmp_path: Path) -> None:
     path = made("mudata-rna", tmp_path).parent
     with h5py.File(path, "r+") as file:
         assert file["obsmap/few"][0] == 0
@@ -208,13 +208,13 @@ def test_mudata_without_modalities(tmp_path: Path) -> None:
         (np.zeros((4, 3), [("a", "f4")]), "StoreError", ("dtype",)),
     ],
 )
-def test_npy(tmp_path: Path, X: np.ndarray, kind: str, parts: tuple[str, ...]) -> None:
+def test_unsupported_npy_is_refused(tmp_path: Path, X: np.ndarray, kind: str, parts: tuple[str, ...]) -> None:
     path = tmp_path / "X.npy"
     np.save(path, X)
     assert_refused(kind, path, str(path), *parts)
 
 
-def test_npy_that_ends_early(tmp_path: Path) -> None:
+def test_truncated_npy(tmp_path: Path) -> None:
     path = made("npy-f4", tmp_path)
     raw = path.read_bytes()
     for n in (len(raw) - 1, 200, 130):
@@ -226,14 +226,14 @@ def test_npy_that_ends_early(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", ["(-1, 3)", "(4, -3)", "(4.0, 3)", "4", "'a'", "(1<<70, 3)", "(" * 500, "cells"])
-def test_npy_whose_header_is_wrong(tmp_path: Path, shape: str) -> None:
+def test_npy_with_a_wrong_header(tmp_path: Path, shape: str) -> None:
     path = tmp_path / "X.npy"
     text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode()
     path.write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(100))
     assert_refused("CorruptDataError", path, str(path), "header")
 
 
-def test_npy_that_claims_more_than_there_is(tmp_path: Path) -> None:
+def test_npy_with_an_oversized_shape(tmp_path: Path) -> None:
     path = tmp_path / "X.npy"
     text = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1152921504606846976, 1073741824), }"
     path.write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(100))
@@ -241,20 +241,20 @@ def test_npy_that_claims_more_than_there_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["npy-f4", "npz-stored"])
-def test_plain_matrices_have_no_columns_and_layers(tmp_path: Path, name: str) -> None:
+def test_plain_matrices_have_no_columns_or_layers(tmp_path: Path, name: str) -> None:
     path = made(name, tmp_path)
     assert_refused("StoreError", path, str(path), "obs=['depth']", ".h5ad", obs=["depth"])
     assert_refused("StoreError", path, str(path), "layer='raw.X'", ".h5ad", layer="raw.X")
 
 
 @pytest.mark.parametrize("form", ["csc", "coo", "bsr"])
-def test_npz_of_other_forms(tmp_path: Path, form: str) -> None:
+def test_npz_that_is_not_csr(tmp_path: Path, form: str) -> None:
     path = tmp_path / "X.npz"
     save_npz(path, counts().asformat(form))
     assert_refused("StoreError", path, str(path), form.upper(), "tocsr()")
 
 
-def test_npz_of_something_else(tmp_path: Path) -> None:
+def test_npz_without_a_sparse_matrix(tmp_path: Path) -> None:
     np.savez(tmp_path / "X.npz", X=np.zeros((3, 2)))
     assert_refused("StoreError", tmp_path / "X.npz", "'X'", "save_npz", ".npy")
     with zipfile.ZipFile(tmp_path / "Y.npz", "w") as archive:
@@ -284,7 +284,7 @@ def npy(values: np.ndarray) -> bytes:
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_npz_of_any_method(tmp_path: Path, method: int) -> None:
+def test_npz_of_any_compression_method(tmp_path: Path, method: int) -> None:
     write_npz(tmp_path / "X.npz", method)
     with gpuload.open_loader(tmp_path / "X.npz", shuffle=False, batch_size=1000) as loader:
         np.testing.assert_array_equal(next(iter(loader)).X, counts().toarray())
@@ -319,7 +319,7 @@ def test_npz_of_any_method(tmp_path: Path, method: int) -> None:
     ],
 )
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_npz_whose_arrays_do_not_fit(
+def test_npz_with_inconsistent_arrays(
     tmp_path: Path, changes: Any, kind: str, parts: tuple[str, ...], method: int
 ) -> None:
     path = tmp_path / "X.npz"
@@ -327,14 +327,14 @@ def test_npz_whose_arrays_do_not_fit(
     assert_refused(kind, path, str(path), *parts)
 
 
-def test_npz_that_ends_early(tmp_path: Path) -> None:
+def test_truncated_npz(tmp_path: Path) -> None:
     path = made("npz-stored", tmp_path)
     raw = path.read_bytes()
     path.write_bytes(raw[:-30])
     assert_refused("CorruptDataError", path, str(path), "truncated")
 
 
-def test_npz_that_is_cut_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_npz_truncated_during_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made("npz-stored", tmp_path)
 
     def cut(path: str) -> bool:
@@ -346,7 +346,7 @@ def test_npz_that_is_cut_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.
     assert_refused("CorruptDataError", path, f"{path}: not a readable .npz archive", "Was it truncated?")
 
 
-def test_npz_whose_directory_points_elsewhere(tmp_path: Path) -> None:
+def test_npz_with_a_wrong_member_offset(tmp_path: Path) -> None:
     path = tmp_path / "X.npz"
     write_npz(path)
     with zipfile.ZipFile(path) as archive:
@@ -363,7 +363,7 @@ def test_npz_whose_directory_points_elsewhere(tmp_path: Path) -> None:
         assert_refused("CorruptDataError", path, said)
 
 
-def test_npz_that_is_encrypted(tmp_path: Path) -> None:
+def test_encrypted_npz(tmp_path: Path) -> None:
     write_npz(tmp_path / "X.npz")
     raw = bytearray((tmp_path / "X.npz").read_bytes())
     entry = raw.rindex(b"PK\x01\x02", 0, raw.rindex(b"data.npy"))
@@ -387,13 +387,13 @@ def scdl(tmp_path: Path) -> Path:
     return made("scdl-small", tmp_path / "cells")
 
 
-def test_scdl(scdl: Path) -> None:
+def test_unknown_scdl_layer_and_column(scdl: Path) -> None:
     assert_refused("StoreError", scdl, str(scdl), "'spliced'", "layer='X'", layer="spliced")
     assert_refused("StoreError", scdl, "'cell_lines'", "did you mean 'cell_line'", obs=["cell_lines"])
 
 
 @pytest.mark.parametrize(("name", "n"), [("data.npy", 1), ("col_ptr.npy", 1), ("row_ptr.npy", 2), ("row_ptr.npy", 264)])
-def test_scdl_that_ends_early(scdl: Path, name: str, n: int) -> None:
+def test_truncated_scdl(scdl: Path, name: str, n: int) -> None:
     raw = (scdl / name).read_bytes()
     (scdl / name).write_bytes(raw[:-n])
     kind = "ReadError" if n == 264 else "CorruptDataError"
@@ -402,7 +402,7 @@ def test_scdl_that_ends_early(scdl: Path, name: str, n: int) -> None:
     assert_refused("ReadError", scdl, name, "No such file")
 
 
-def test_scdl_of_half_an_element(scdl: Path) -> None:
+def test_scdl_with_a_partial_element(scdl: Path) -> None:
     with open(scdl / "row_ptr.npy", "ab") as file:
         file.write(b"x")
     assert_refused("ReadError", scdl, "row_ptr.npy", "265 bytes", "truncated")
@@ -421,19 +421,19 @@ def test_scdl_of_half_an_element(scdl: Path) -> None:
         (20, b"\377", "CorruptDataError", ("header",)),
     ],
 )
-def test_scdl_whose_header_is_wrong(scdl: Path, at: int, value: bytes, kind: str, parts: tuple[str, ...]) -> None:
+def test_scdl_with_a_wrong_header(scdl: Path, at: int, value: bytes, kind: str, parts: tuple[str, ...]) -> None:
     raw = bytearray((scdl / "header.sch").read_bytes())
     raw[at : at + 1] = value
     (scdl / "header.sch").write_bytes(raw)
     assert_refused(kind, scdl, "header.sch", *parts)
 
 
-def test_scdl_types_that_the_header_has_wrong(scdl: Path) -> None:
-    (scdl / "header.sch").unlink()  # then they are taken for wider ones
+def test_scdl_without_a_header(scdl: Path) -> None:
+    (scdl / "header.sch").unlink()  # the dtypes are then assumed to be wider
     assert_refused("ReadError", scdl, "data.npy", "truncated")
 
 
-def test_scdl_whose_tables_do_not_fit(scdl: Path) -> None:
+def test_scdl_with_mismatched_tables(scdl: Path) -> None:
     shutil.copy(scdl / "obs_features/dataframe_0.parquet", scdl / "var_features/dataframe_1.parquet")
     assert_refused("StoreError", scdl, "2 sets of genes")
     (scdl / "var_features/dataframe_1.parquet").unlink()
@@ -460,7 +460,7 @@ def test_scdl_whose_tables_do_not_fit(scdl: Path) -> None:
         ({"other": ["a", "b", "c"]}, False),
     ],
 )
-def test_scdl_tables_of_genes(scdl: Path, other: dict[str, list[str]], is_same: bool) -> None:
+def test_scdl_gene_tables_must_agree(scdl: Path, other: dict[str, list[str]], is_same: bool) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -474,7 +474,7 @@ def test_scdl_tables_of_genes(scdl: Path, other: dict[str, list[str]], is_same: 
         assert_refused("StoreError", scdl, "2 sets of genes")
 
 
-def test_scdl_whose_number_of_rows_cannot_be_read(scdl: Path) -> None:
+def test_scdl_with_an_unreadable_row_count(scdl: Path) -> None:
     index = scdl / "var_features" / "cumulative_sum_index.npy"
     index.write_bytes(index.read_bytes()[:-9])
     assert_refused("CorruptDataError", scdl, f"{index}: it cannot be read (ValueError)", "Restore")
@@ -509,7 +509,7 @@ def as_owner(path: Path) -> Any:
 
 @pytest.mark.parametrize("name", ["npy-f4", "npz-deflated", "npz-stored", "tenx-3"])
 def test_flipped_bytes(name: str, tmp_path: Path) -> None:
-    """An error, or what the owner reads; stored members of an .npz have no checksum that parts can be held against."""
+    """An error, or what the owner reads; parts of an .npz's stored members have no checksum to compare with."""
     path = made(name, tmp_path)
     base, outcomes = path.read_bytes(), {"error": 0, "equal": 0, "unlike": 0}
     for number in range(150):

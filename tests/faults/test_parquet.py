@@ -1,4 +1,4 @@
-"""Parquet whose rows are cells: what cannot be read is refused in a sentence; damage is found, or read as it stands."""
+"""Parquet whose rows are cells: unreadable files are refused in one sentence; damage is found, or read as stored."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 GENES, VALUES = lists_of(counts(), 0, None)
 
 
-def test_columns_that_are_not_there(write: Callable[..., Path]) -> None:
+def test_missing_columns_are_refused(write: Callable[..., Path]) -> None:
     path = write(tokens=GENES, expressions=VALUES)
     assert_refused("StoreError", path, str(path), "'tokens'", "'genes' and 'expressions'", "layer=")
     path = write(genes=GENES, expressions=VALUES, n=list(range(131)))
@@ -92,7 +92,9 @@ def test_a_file_that_is_replaced_while_it_is_opened(
         (pa.array([[{"a": 1}]]), pa.array([[1.0]]), ["'genes' holds list<", "struct"]),
     ],
 )
-def test_other_types(write: Callable[..., Path], genes: Any, values: Any, parts: list[str]) -> None:
+def test_unsupported_column_types_are_refused(
+    write: Callable[..., Path], genes: Any, values: Any, parts: list[str]
+) -> None:
     path = write(genes=genes, expressions=values)
     assert_refused("StoreError", path, str(path), *parts)
 
@@ -115,14 +117,14 @@ def test_missing_values(
     assert_refused("StoreError", path, str(path), column, what, "row group 0", "empty list")
 
 
-def test_lists_of_other_lengths(write: Callable[..., Path]) -> None:
+def test_lists_of_unequal_length_are_refused(write: Callable[..., Path]) -> None:
     path = write(genes=[[1], [2, 3], [4]], expressions=[[1.0], [2.0], [3.0, 4.0]], options={"row_group_size": 2})
     assert_refused("CorruptDataError", path, "row 1 has 2 genes but 1 expressions")
     path = write(genes=[[1], [2], [4], [5, 6]], expressions=[[1.0], [2.0], [3.0], [4.0]], options={"row_group_size": 2})
     assert_refused("CorruptDataError", path, "row 3 has 2 genes but 1 expressions")
 
 
-def test_leaders_in_some_rows(write: Callable[..., Path]) -> None:
+def test_leaders_in_only_some_rows_are_refused(write: Callable[..., Path]) -> None:
     path = write(genes=[[1, 5], [], [4, 5], [1, 6]], expressions=[[-2.0, 1.0], [], [2.0, 3.0], [-2.0, 1.0]])
     assert_refused("StoreError", path, str(path), "[CLS]", "row 2 for one")
     few = write(genes=[[1, 5], [4, 5]], expressions=[[-2.0, 1.0], [4.0, 5.0]], options={"row_group_size": 1})
@@ -145,13 +147,13 @@ def test_leaders_in_some_rows(write: Callable[..., Path]) -> None:
         ),
     ],
 )
-def test_encodings_that_are_not_known(write: Callable[..., Path], options: Any, parts: list[str]) -> None:
+def test_unknown_encodings_are_refused(write: Callable[..., Path], options: Any, parts: list[str]) -> None:
     halves = pa.array([np.asarray(row, dtype=np.float16) for row in VALUES], pa.list_(pa.float16()))
     path = write(genes=GENES, expressions=halves, options=options)
     assert_refused("StoreError", path, str(path), *parts)
 
 
-def test_a_footer_without_its_values(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_metadata_only_file_is_refused(write: Callable[..., Path], tmp_path: Path) -> None:
     """A file called _metadata, as dask and Spark write it beside those that hold the values."""
     footer, path = pq.read_metadata(write(genes=GENES, expressions=VALUES)), tmp_path / "_metadata"
     footer.write_metadata_file(path)
@@ -161,7 +163,7 @@ def test_a_footer_without_its_values(write: Callable[..., Path], tmp_path: Path)
     assert_refused("StoreError", path, f"{path}: column 'genes' is in another file, 'part-0.parquet'; pass that")
 
 
-def test_a_column_of_two_codecs(write: Callable[..., Path]) -> None:
+def test_column_with_two_codecs_is_refused(write: Callable[..., Path]) -> None:
     path = write(genes=GENES, expressions=VALUES, options={"compression": "zstd", "row_group_size": 40})
     raw = bytearray(path.read_bytes())
     zstd, snappy = b"element\x15\x0c", b"element\x15\x02"  # in the footer the codec follows the column's path
@@ -171,13 +173,13 @@ def test_a_column_of_two_codecs(write: Callable[..., Path]) -> None:
     assert_refused("StoreError", path, f"{path}: column 'genes' is compressed with several codecs; rewrite it with one")
 
 
-def test_row_groups_that_are_too_large(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_row_groups_are_refused(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet_cells, "MAX_CHUNK", 100)
     path = write(genes=GENES, expressions=VALUES)
     assert_refused("StoreError", path, str(path), f"{counts().nnz} values", "row_group_size=")
 
 
-def test_more_genes_than_there_is_memory_for_their_names(
+def test_too_many_gene_names_for_memory_are_refused(
     write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(genes=[[0, 100_000_000]], expressions=[[1.0, 2.0]])
@@ -186,7 +188,7 @@ def test_more_genes_than_there_is_memory_for_their_names(
     assert_refused("StoreError", path, words, "damaged?")
 
 
-def test_tables_of_genes_that_do_not_fit(tmp_path: Path, write: Callable[..., Path]) -> None:
+def test_mismatched_gene_tables_are_refused(tmp_path: Path, write: Callable[..., Path]) -> None:
     path, table = write(genes=GENES, expressions=VALUES), tmp_path / "gene_metadata.parquet"
     write_genes(table, 0, N_VARS - 1)
     assert_refused("StoreError", path, str(path), f"number {N_VARS - 1}", f"0 to {N_VARS - 2}")
@@ -202,7 +204,7 @@ def test_tables_of_genes_that_do_not_fit(tmp_path: Path, write: Callable[..., Pa
     assert_refused("CorruptDataError", path, str(table))
 
 
-def test_gene_numbers_below_zero(write: Callable[..., Path]) -> None:
+def test_negative_gene_numbers_are_refused(write: Callable[..., Path]) -> None:
     genes = [[0, 2], [-1, 3]]
     assert_refused(
         "CorruptDataError", write(genes=genes, expressions=genes), "chunk 0 of genes", "column number outside"
@@ -211,23 +213,23 @@ def test_gene_numbers_below_zero(write: Callable[..., Path]) -> None:
     assert_refused("CorruptDataError", path, str(path), "'genes'", "below 0")
 
 
-def test_columns_of_obs_that_differ_between_files(tmp_path: Path) -> None:
+def test_obs_columns_that_differ_between_files_are_refused(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", counts(), {"n": list(range(131)), "plate": ["a"] * 131})
     write_parquet(tmp_path / "b.parquet", counts(), {"n": ["x"] * 131})
     assert_refused("StoreError", tmp_path, "b.parquet", "'n'", "int64", obs=["n"])
     assert_refused("StoreError", tmp_path, "b.parquet", "no column 'plate'", obs=["plate"])
 
 
-def test_a_column_of_bytes_that_are_no_text(write: Callable[..., Path]) -> None:
+def test_column_of_non_utf8_bytes_is_refused(write: Callable[..., Path]) -> None:
     path = write(genes=GENES, expressions=VALUES, image=[b"\xff\xd8"] * 131)
     assert_refused("StoreError", path, f"{path}: obs column 'image' holds bytes that are no UTF-8 text", obs=["image"])
 
 
-def test_a_pattern_that_nothing_fits(tmp_path: Path) -> None:
+def test_pattern_without_matches_is_refused(tmp_path: Path) -> None:
     assert_refused("ReadError", tmp_path / "train-*.parquet", "train-*.parquet", "pattern")
 
 
-def test_truncated(write: Callable[..., Path]) -> None:
+def test_truncated_file_is_refused(write: Callable[..., Path]) -> None:
     path = write(genes=GENES, expressions=VALUES)
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
@@ -235,7 +237,7 @@ def test_truncated(write: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(("number", "name"), [(0, "genes"), (1, "expressions")])
-def test_a_page_that_cannot_be_decoded(write: Callable[..., Path], number: int, name: str) -> None:
+def test_undecodable_page_is_named(write: Callable[..., Path], number: int, name: str) -> None:
     path = write(genes=GENES, expressions=VALUES, options={"row_group_size": 40, "use_dictionary": False})
     at = pq.read_metadata(path).row_group(2).column(number).data_page_offset
     raw = bytearray(path.read_bytes())
@@ -244,8 +246,8 @@ def test_a_page_that_cannot_be_decoded(write: Callable[..., Path], number: int, 
     assert_refused("CorruptDataError", path, f"{path}: chunk 2 of {name} at byte {at} is damaged: ", "Restore it")
 
 
-def test_lengths_that_wrap_around(write: Callable[..., Path]) -> None:
-    """A length of snappy's below zero, and two of a header whose sum is: neither is taken for one."""
+def test_lengths_that_wrap_around_are_rejected(write: Callable[..., Path]) -> None:
+    """A negative length in snappy, and two lengths in a header whose sum is negative, are both rejected."""
     from gpuload.backends.native import parquet_pages as pages
 
     path = write(genes=GENES, expressions=VALUES, options={"compression": "snappy", "use_dictionary": False})
@@ -272,7 +274,7 @@ def test_lengths_that_wrap_around(write: Callable[..., Path]) -> None:
         assert (found > 0) == is_header, found
 
 
-def test_changed_while_it_is_open(write: Callable[..., Path]) -> None:
+def test_file_changed_while_open_is_reported(write: Callable[..., Path]) -> None:
     path = write(genes=GENES, expressions=VALUES)
     with gpuload.open_loader(path, batch_size=8, fetch_factor=1) as loader:
         content = path.read_bytes()
@@ -281,7 +283,7 @@ def test_changed_while_it_is_open(write: Callable[..., Path]) -> None:
             list(loader)
 
 
-def test_removed_while_it_is_open(write: Callable[..., Path]) -> None:
+def test_file_removed_while_open_is_reported(write: Callable[..., Path]) -> None:
     path = write(genes=GENES, expressions=VALUES)
     with gpuload.open_loader(path) as loader:
         path.unlink()
@@ -337,7 +339,7 @@ def test_many_damaged_files(program: Program, name: str, tmp_path: Path) -> None
 # --- the decoder alone
 
 
-def test_any_bytes_end_in_an_error_or_in_values() -> None:
+def test_random_bytes_raise_a_decode_error() -> None:
     from gpuload.backends import codecs, parquet
     from gpuload.backends.native import parquet_pages
 

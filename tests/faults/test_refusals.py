@@ -1,4 +1,4 @@
-"""What cannot be read or planned is refused in a sentence that names the culprit and the cure."""
+"""Whatever cannot be read or planned is refused in one sentence that names the cause and the fix."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assert_says(error: BaseException, *parts: str) -> None:
 
 
 def assert_refused(kind: str, path: Any, *parts: str, **settings: Any) -> None:
-    """Open and read a file; demand an error of a kind, at opening or at the first minibatch."""
+    """Open and read a file; expect an error of a kind, on opening or at the first minibatch."""
     error_type = getattr(gpuload, kind)
     assert issubclass(error_type, BUILTIN[kind])
     assert issubclass(error_type, gpuload.GpuloadError)
@@ -82,7 +82,7 @@ def test_bad_settings_are_refused_before_a_file_is_opened(name: str, value: obje
 
 @pytest.mark.parametrize("name", ["device", "verify", "io", "output", "uneven", "dtype"])
 @pytest.mark.parametrize("value", [np.zeros(2), pd.DataFrame({"a": ["text"] * 99}), {"a": "text " * 99}], ids=type)
-def test_of_an_object_in_place_of_a_setting_the_form_is_shown(plain: Stored, name: str, value: Any) -> None:
+def test_object_as_a_setting_is_summarised_in_the_error(plain: Stored, name: str, value: Any) -> None:
     with pytest.raises(gpuload.PlanError, match=f"^{name}=.*: expected ") as caught:
         gpuload.open_loader(plain.path, **{name: value})
     assert len(str(caught.value)) < 300
@@ -103,11 +103,11 @@ def test_bad_log1p(log1p: Any) -> None:
     assert_says(caught.value, f"log1p={log1p!r}", "expected True or False")
 
 
-def test_no_cuda_backend_yet(plain: Stored) -> None:
+def test_cuda_without_a_gpu_is_refused(plain: Stored) -> None:
     assert_refused("DeviceError", plain.path, "cuda:0", "'cpu'", device="cuda:0")
 
 
-def test_a_gpu_without_cupy(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_cupy_is_refused(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     told = (
         r"^device='cuda' needs cupy-cuda13x, which is not installed; .* pip install 'gpuload\[cuda13\]', "
@@ -117,24 +117,24 @@ def test_a_gpu_without_cupy(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> N
         gpuload.open_loader(plain.path, device="cuda:0")
 
 
-def test_csr_output_is_float32(plain: Stored) -> None:
+def test_csr_output_must_be_float32(plain: Stored) -> None:
     assert_refused("PlanError", plain.path, "float16", "csr", "float32", output="csr", dtype="float16")
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "4"])
-def test_threads_are_a_whole_number(plain: Stored, value: Any) -> None:
+def test_num_threads_must_be_a_positive_integer(plain: Stored, value: Any) -> None:
     parts = (f"num_threads={value!r}: expected a whole number of at least 1", "None for one per core")
     assert_refused("PlanError", plain.path, *parts, num_threads=value)
 
 
-def test_more_values_than_a_minibatch_of_csr_can_have(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_csr_minibatch_with_too_many_values_is_refused(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuload.backends.damage.MAX_CSR", 100)
     parts = ("output='csr': a minibatch has more than 2**31 - 1 values", "use a smaller batch_size")
     assert_refused("PlanError", plain.path, *parts, output="csr", batch_size=64)
 
 
 @pytest.mark.parametrize(("name", "value"), [("device_cache", "1GiB"), ("device_memory", 1 << 30), ("io", "pinned")])
-def test_settings_of_a_gpu_without_one(plain: Stored, name: str, value: Any) -> None:
+def test_gpu_settings_without_a_gpu_are_refused(plain: Stored, name: str, value: Any) -> None:
     parts = (f"{name}={value!r}: needs a GPU", "device='cuda'")
     assert_refused("PlanError", plain.path, *parts, device="cpu", **{name: value})
 
@@ -144,7 +144,7 @@ def test_unknown_setting(plain: Stored) -> None:
         gpuload.open_loader(plain.path, batchsize=3)  # type: ignore[call-arg]
 
 
-def test_one_column_of_obs_is_named_alone(plain: Stored) -> None:
+def test_obs_may_be_a_single_name(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, obs="depth") as loader:
         assert list(next(iter(loader)).obs) == ["depth"]
 
@@ -160,7 +160,7 @@ def test_one_column_of_obs_is_named_alone(plain: Stored) -> None:
         (["depth", "depth"], "obs=['depth', 'depth']: 'depth' is given twice; pass every name once."),
     ],
 )
-def test_columns_of_obs_are_names(plain: Stored, obs: Any, told: str) -> None:
+def test_obs_must_be_column_names(plain: Stored, obs: Any, told: str) -> None:
     assert_refused("PlanError", plain.path, told, obs=obs)
 
 
@@ -192,14 +192,14 @@ BY_HAND = "labels of your own are a column of a loader opened with obs_table="
         (lambda: gpuload.pack([*range(1000)], "y"), ("paths=[0, 1, ", "the path of a file")),  # type: ignore[list-item]
     ],
 )
-def test_a_long_list_is_shown_in_part(given: Any, parts: tuple[str, ...]) -> None:
+def test_long_lists_are_shortened_in_errors(given: Any, parts: tuple[str, ...]) -> None:
     with pytest.raises(gpuload.PlanError) as caught:
         given()
     assert_says(caught.value, *parts)
     assert len(str(caught.value)) < 300
 
 
-def test_labels_of_your_own_split_the_cells_of_a_loader(plain: Stored) -> None:
+def test_split_by_labels_from_obs_table(plain: Stored) -> None:
     """As the message about a long `by` says."""
     labels = pd.DataFrame({"own": np.arange(131) % 4})
     with gpuload.open_loader(plain.path, obs_table=labels, obs=["own"]) as loader:
@@ -214,7 +214,7 @@ def test_labels_of_your_own_split_the_cells_of_a_loader(plain: Stored) -> None:
         (gpuload.Grouped(np.arange(131), 4), "Grouped(<ndarray of dtype int64 and shape (131,)>, size=4): no class"),
     ],
 )
-def test_labels_in_an_array_are_not_listed(plain: Stored, sampler: Any, told: str) -> None:
+def test_label_arrays_are_summarised_in_errors(plain: Stored, sampler: Any, told: str) -> None:
     assert_refused("PlanError", plain.path, told, sampler=sampler)
 
 
@@ -228,7 +228,7 @@ def test_missing_file(tmp_path: Path) -> None:
     assert_refused("ReadError", "~/nowhere.h5ad", "~/nowhere.h5ad: no such file. ", "os.path.expanduser(path)")
 
 
-def test_a_minibatch_is_no_dict(plain: Stored) -> None:
+def test_a_minibatch_is_not_a_dict(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, batch_size=4, device="cpu") as loader:
         batch = loader.take([0])
     with pytest.raises(gpuload.PlanError, match=r"^batch\['X'\]: .*batch\.X, .*CellDataset"):
@@ -241,7 +241,7 @@ def write_and_path(folder: Path) -> Path:
     return path
 
 
-def test_folder(tmp_path: Path) -> None:
+def test_empty_folder_is_refused(tmp_path: Path) -> None:
     assert_refused("StoreError", tmp_path, str(tmp_path), "folder", ".h5ad")
 
 
@@ -252,14 +252,14 @@ def test_file_without_permission(tmp_path: Path) -> None:
     assert_refused("ReadError", path, str(path), "permission")
 
 
-def test_something_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # addresses of sockets are short
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("cells.h5ad")
         assert_refused("ReadError", "cells.h5ad", "cells.h5ad: cannot be opened: No such device", "Check the path")
 
 
-def test_a_pipe(tmp_path: Path) -> None:
+def test_pipe_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cells.h5ad"
     os.mkfifo(path)
     assert_refused("ReadError", path, f"{path}: this is a pipe", "; write it to a file first.")
@@ -274,7 +274,7 @@ def test_not_hdf5(tmp_path: Path, content: bytes) -> None:
     assert_refused("StoreError", path, str(path), "HDF5", ".h5ad")
 
 
-def test_hdf5_that_is_no_anndata(tmp_path: Path) -> None:
+def test_hdf5_that_is_not_anndata(tmp_path: Path) -> None:
     path = tmp_path / "other.h5"
     with h5py.File(path, "w") as file:
         file["images"] = np.zeros(3)
@@ -294,7 +294,7 @@ def test_hdf5_that_is_no_anndata(tmp_path: Path) -> None:
         ([b"x.h5ad"], "paths=b'x.h5ad': a path is text; pass os.fsdecode(path)."),
     ],
 )
-def test_paths_that_are_none(paths: Any, told: str) -> None:
+def test_empty_and_bytes_paths_are_refused(paths: Any, told: str) -> None:
     assert_refused("PlanError", paths, told)
     if not isinstance(paths, dict):
         with pytest.raises(gpuload.PlanError, match="paths="):
@@ -317,7 +317,7 @@ def test_neither_a_matrix_nor_csr(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layer", ["X", "counts", "raw.X"])
-def test_csc_is_refused_with_the_cure(tmp_path: Path, layer: str) -> None:
+def test_csc_is_refused_with_a_fix(tmp_path: Path, layer: str) -> None:
     path = tmp_path / "columns.h5ad"
 
     def write(file: h5py.File) -> None:
@@ -351,7 +351,7 @@ def test_old_csc_is_refused_too(tmp_path: Path) -> None:
     assert_refused("StoreError", path, "CSC", "tocsr")
 
 
-def test_missing_layer_names_those_that_exist(tmp_path: Path) -> None:
+def test_missing_layer_error_lists_the_others(tmp_path: Path) -> None:
     path = tmp_path / "layers.h5ad"
 
     def write(file: h5py.File) -> None:
@@ -388,15 +388,13 @@ def test_unknown_filter_is_named_by_number_and_name(
 @pytest.mark.parametrize(
     "values", [np.zeros((3, 2), np.complex64), np.full((3, 2), "a", dtype=object), np.zeros((3, 2), np.longdouble)]
 )
-def test_dtypes_that_have_no_place_in_a_minibatch(tmp_path: Path, values: np.ndarray) -> None:
+def test_unsupported_dtypes_are_refused(tmp_path: Path, values: np.ndarray) -> None:
     path = tmp_path / "dtype.h5ad"
     write_h5ad(path, lambda f: f.create_dataset("X", data=values), 3, 2)
     assert_refused("StoreError", path, str(path), "/X", "dtype")
 
 
-def test_partial_chunks_that_may_be_unfiltered_with_an_h5py_that_cannot_tell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ambiguous_partial_chunks_need_a_newer_h5py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuload.formats.hdf5.ctypes.CDLL", lambda _: object())
     for chunk_rows, is_told in ((2, True), (3, False)):
         path = tmp_path / f"shuffled-{chunk_rows}.h5ad"
@@ -420,7 +418,7 @@ def test_virtual_and_external_storage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["X/indptr", "obs/depth", "obs/cell_line/codes", "obs/_index", "var/_index"])
-def test_a_virtual_data_set_whose_file_is_away_is_not_read_as_zeros(tmp_path: Path, name: str) -> None:
+def test_virtual_dataset_with_missing_source_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "virtual.h5ad"
     write_plain(path)
     with h5py.File(path, "r+") as file:
@@ -436,7 +434,7 @@ def test_a_virtual_data_set_whose_file_is_away_is_not_read_as_zeros(tmp_path: Pa
         read(path)
 
 
-def test_a_link_to_another_file(tmp_path: Path) -> None:
+def test_link_to_another_file_is_refused(tmp_path: Path) -> None:
     path, other = tmp_path / "small.h5ad", tmp_path / "other.h5"
     with h5py.File(other, "w") as file:
         file["X"] = np.ones((4, 3), np.float32)
@@ -476,7 +474,7 @@ def test_column_number_out_of_range(tmp_path: Path, value: int, output: str) -> 
     assert_refused("CorruptDataError", path, str(path), "/X/indices", "chunk 1", "byte", "column", output=output)
 
 
-def test_fill_value_that_is_no_column(tmp_path: Path) -> None:
+def test_fill_value_beyond_the_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "fill.h5ad"
 
     def write(file: h5py.File) -> None:
@@ -508,7 +506,7 @@ def test_indptr_must_rise_and_end_at_nnz(tmp_path: Path, change: Any, found: str
 
 
 @pytest.mark.parametrize("name", ["data", "indices", "indptr"])
-def test_arrays_of_a_matrix_that_are_none_of_one_dimension(tmp_path: Path, name: str) -> None:
+def test_matrix_arrays_must_be_one_dimensional(tmp_path: Path, name: str) -> None:
     path = tmp_path / "two.h5ad"
     write_plain(path)
     with h5py.File(path, "r+") as file:
@@ -526,7 +524,7 @@ def test_raw_without_a_matrix(tmp_path: Path) -> None:
     assert_refused("StoreError", path, f"{path}: its raw holds no matrix; choose layer='X'.", layer="raw.X")
 
 
-def test_a_matrix_that_is_missing_names_those_that_exist(tmp_path: Path) -> None:
+def test_missing_matrix_error_lists_the_others(tmp_path: Path) -> None:
     path = tmp_path / "raw.h5ad"
     writers.write_raw(path, counts())
     with h5py.File(path, "r+") as file:
@@ -555,7 +553,7 @@ def test_a_matrix_that_is_missing_names_those_that_exist(tmp_path: Path) -> None
         (lambda column: column.attrs.modify("encoding-version", "9.9.9"), "9.9.9"),
     ],
 )
-def test_a_column_of_obs_that_is_damaged_is_named(copy_of: Callable[[str], Path], change: Any, found: str) -> None:
+def test_damaged_obs_column_is_named(copy_of: Callable[[str], Path], change: Any, found: str) -> None:
     path = copy_of("damaged.h5ad")
     with h5py.File(path, "r+") as file:
         change(file["obs/cell_line"])
@@ -567,7 +565,7 @@ def test_a_column_of_obs_that_is_damaged_is_named(copy_of: Callable[[str], Path]
     assert all(part in str(caught.value) for part in told), caught.value
 
 
-def test_columns_with_text_that_is_no_utf_8_are_named(copy_of: Callable[[str], Path]) -> None:
+def test_columns_with_invalid_utf8_are_named(copy_of: Callable[[str], Path]) -> None:
     path = copy_of("damaged.h5ad")
     with h5py.File(path, "r+") as file:
         file["obs"].create_dataset("latin", data=np.full(131, b"\xe9"))
@@ -595,7 +593,7 @@ def test_genes_without_names(tmp_path: Path) -> None:
     assert_refused("StoreError", path, f"{path}: /var has no index", "anndata's write_h5ad")
 
 
-def test_a_size_beyond_all_memory(tmp_path: Path) -> None:
+def test_impossible_size_is_refused(tmp_path: Path) -> None:
     path = write_and_path(tmp_path)
     with h5py.File(path, "r+") as file:
         del file["var/_index"]
@@ -616,7 +614,7 @@ def test_more_chunks_than_64_bits_number(tmp_path: Path) -> None:
     assert_refused("CorruptDataError", path, f"{path}: /obsm/X has {1 << 64} chunks", "Restore the file", obsm=["X"])
 
 
-def test_an_unencoded_chunk_of_another_size(tmp_path: Path) -> None:
+def test_unencoded_chunk_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "chunk.h5ad"
     write_h5ad(path, lambda f: write_dense(f, "X", counts().toarray(), chunks=(16, writers.N_VARS)))
     nbytes = 16 * writers.N_VARS * 4
@@ -641,7 +639,7 @@ def test_matrix_and_frames_of_different_length(tmp_path: Path) -> None:
 # --- columns and genes
 
 
-def test_unknown_column_names_those_that_exist(plain: Stored) -> None:
+def test_unknown_column_error_lists_the_others(plain: Stored) -> None:
     assert_refused("StoreError", plain.path, str(plain.path), "'plate'", "'cell_line'", "'depth'", obs=["plate"])
 
 
@@ -661,7 +659,7 @@ def test_column_of_different_kinds_in_several_files(plain: Stored, tmp_path: Pat
     assert_refused("StoreError", [plain.path, path], str(path), str(plain.path), "'cell_line'", obs=["cell_line"])
 
 
-def test_files_with_other_genes(plain: Stored, tmp_path: Path) -> None:
+def test_files_with_different_genes_are_refused(plain: Stored, tmp_path: Path) -> None:
     path = tmp_path / "narrow.h5ad"
     write_plain(path, csr_matrix(counts()[:, :50]))
     assert_refused("StoreError", [plain.path, path], str(path), str(plain.path), "50 genes", "53")
@@ -699,11 +697,11 @@ def test_sparse_and_dense_files_together(plain: Stored, tmp_path: Path) -> None:
         (5, ("genes=5: ", "a list of gene names")),
     ],
 )
-def test_genes_that_make_no_selection(plain: Stored, genes: Any, parts: tuple[str, ...]) -> None:
+def test_invalid_gene_selections_are_refused(plain: Stored, genes: Any, parts: tuple[str, ...]) -> None:
     assert_refused("PlanError", plain.path, "genes", *parts, genes=genes)
 
 
-def test_gene_names_that_occur_twice_in_the_file(tmp_path: Path) -> None:
+def test_duplicate_gene_names_cannot_be_selected(tmp_path: Path) -> None:
     path = tmp_path / "twins.h5ad"
     with h5py.File(path, "w") as file:
         var = writers.genes_frame()

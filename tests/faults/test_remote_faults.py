@@ -1,4 +1,4 @@
-"""An object store that fails: what may pass is waited out, and what does not is said."""
+"""An object store that fails: transient faults are retried, and permanent ones are reported."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def cells(calm: Running, request: pytest.FixtureRequest, plain: Stored) -> Path:
 
 
 def give_up_after(tries: int, monkeypatch: pytest.MonkeyPatch, outage_s: float = 0.0) -> None:
-    """Make those who ask do so only a few times, in short order."""
+    """Limit requests to a few attempts in quick succession."""
     monkeypatch.setattr(remote.Patience.__init__, "__defaults__", (tries, 0.001, 0.01, 0.0))
     monkeypatch.setattr(remote_source, "OUTAGE_S", outage_s)
 
@@ -88,7 +88,7 @@ def opened(server: Running, path: Path, **options: Any) -> gpuload.Loader:
     ],
     ids=lambda knobs: " ".join(name for name in knobs if name.startswith("p_")),
 )
-def test_what_may_pass_is_waited_out(calm: Running, cells: Path, knobs: dict[str, float], no_leaks: None) -> None:
+def test_transient_faults_are_retried(calm: Running, cells: Path, knobs: dict[str, float], no_leaks: None) -> None:
     calm.set(**knobs, most_in_a_row=3, seed=3)
     faults_before = sum(n for kind, n in calm.counts().items() if kind.startswith("fault"))
     with (
@@ -101,7 +101,7 @@ def test_what_may_pass_is_waited_out(calm: Running, cells: Path, knobs: dict[str
     assert sum(n for kind, n in calm.counts().items() if kind.startswith("fault")) > faults_before
 
 
-def test_an_outage_within_an_epoch_is_waited_out_however_many_tries_it_takes(
+def test_outage_during_an_epoch_is_waited_out(
     calm: Running, cells: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
     give_up_after(2, monkeypatch, outage_s=60)
@@ -114,8 +114,8 @@ def test_an_outage_within_an_epoch_is_waited_out_however_many_tries_it_takes(
 
 
 @pytest.mark.parametrize("name", ["X", "obs", "obs/depth", "obs/_index", "var"])
-def test_a_link_to_another_file(calm: Running, name: str) -> None:
-    """HDF5 looks for what is linked in the object itself: there are others of that name, which are not the ones."""
+def test_link_to_another_file_is_refused(calm: Running, name: str) -> None:
+    """HDF5 would look for the link's target in the object itself, and find unrelated members of that name."""
     path = calm.root / "data" / "linked.h5ad"
 
     def link(file: h5py.File) -> None:
@@ -133,7 +133,7 @@ def test_a_link_to_another_file(calm: Running, name: str) -> None:
 
 
 @pytest.mark.parametrize("knobs", [{"p_503": 0.4}, {"p_reset": 0.2, "p_truncate": 0.2}], ids=["busy", "broken"])
-def test_a_folder_of_zarr_is_read_whole(calm: Running, knobs: dict[str, float]) -> None:
+def test_zarr_folder_is_read_despite_faults(calm: Running, knobs: dict[str, float]) -> None:
     pytest.importorskip("zarr", minversion="3.0")
     from tests import zarr_writers
 
@@ -152,7 +152,7 @@ def test_a_folder_of_zarr_is_read_whole(calm: Running, knobs: dict[str, float]) 
         assert far.obs.equals(near.obs)
 
 
-def test_a_listing_that_breaks_off_begins_anew(calm: Running) -> None:
+def test_interrupted_listing_is_restarted(calm: Running) -> None:
     from gpuload.formats.addresses import Address
 
     class Breaking:
@@ -175,7 +175,7 @@ def test_a_listing_that_breaks_off_begins_anew(calm: Running) -> None:
     [("p_503", "503"), ("p_429", "429"), ("p_truncate", "s3://data/cells."), ("p_reset", "s3://data/cells.")],
 )
 @pytest.mark.parametrize("when", ["opening", "reading"])
-def test_what_does_not_pass_is_an_error(
+def test_permanent_faults_raise(
     calm: Running, cells: Path, knob: str, words: str, when: str, monkeypatch: Any, no_leaks: None
 ) -> None:
     give_up_after(3, monkeypatch)
@@ -190,9 +190,7 @@ def test_what_does_not_pass_is_an_error(
             list(loader)
 
 
-def test_a_store_that_never_answers_ends_by_the_timeout(
-    calm: Running, cells: Path, monkeypatch: Any, no_leaks: None
-) -> None:
+def test_unresponsive_store_times_out(calm: Running, cells: Path, monkeypatch: Any, no_leaks: None) -> None:
     give_up_after(2, monkeypatch)
     with opened(calm, cells, timeout_s=0.3) as loader:
         calm.set(p_stall=1, stall_s=3)
@@ -202,7 +200,7 @@ def test_a_store_that_never_answers_ends_by_the_timeout(
         assert time.perf_counter() - start_s < 10
 
 
-def test_an_object_that_changes_is_an_error(calm: Running, cells: Path) -> None:
+def test_changed_object_is_an_error(calm: Running, cells: Path) -> None:
     with opened(calm, cells) as loader:
         cells.with_name("new").write_bytes(cells.read_bytes() + b"more")
         cells.with_name("new").replace(cells)
@@ -210,14 +208,14 @@ def test_an_object_that_changes_is_an_error(calm: Running, cells: Path) -> None:
             list(loader)
 
 
-def test_a_corrupted_answer_is_found_by_the_checksums(calm: Running, cells: Path) -> None:
+def test_corrupted_responses_fail_their_checksums(calm: Running, cells: Path) -> None:
     with opened(calm, cells) as loader:
         calm.set(p_corrupt=1)
         with pytest.raises(CorruptDataError, match=f"s3://data/{cells.name}"):
             list(loader)
 
 
-def test_closing_in_the_middle_leaves_nothing(calm: Running, cells: Path, no_leaks: None) -> None:
+def test_closing_early_leaves_nothing_behind(calm: Running, cells: Path, no_leaks: None) -> None:
     calm.set(latency_ms=50)
     with opened(calm, cells) as loader:
         next(iter(loader))

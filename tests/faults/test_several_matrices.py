@@ -1,4 +1,4 @@
-"""What cannot be had of several matrices, or of files that do not agree: one sentence each, and nothing stays open."""
+"""Missing matrices and files that do not agree are refused in one sentence each, and nothing stays open."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: Any) -> str:
-    """Return the sentence in which a loader is refused."""
+    """Return the message with which open_loader refuses."""
     with pytest.raises(kind) as caught:
         gpuload.open_loader(given, device="cpu", **settings)
     message = str(caught.value)
@@ -73,10 +73,10 @@ def test_settings_are_checked_before_any_file_is_opened(settings: dict[str, Any]
     assert refusal("/nowhere.h5ad", gpuload.PlanError, **settings) == sentence
 
 
-# --- matrices that are not there
+# --- missing matrices
 
 
-def test_a_layer_that_is_not_there(path: Path) -> None:
+def test_missing_layer_is_refused(path: Path) -> None:
     expected = f"{path}: there is no layer 'nope'; choose one of its layers, 'scaled', 'spliced', or layer='X'."
     assert refusal(path, layer=["X", "nope"]) == expected
 
@@ -88,7 +88,7 @@ def zarr_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_zarr(tmp_path_factory.mktemp("zarr") / "cells.zarr", part(0, genes=GENES))
 
 
-def test_an_obsm_that_is_not_there(path: Path, zarr_store: Path) -> None:
+def test_missing_obsm_is_refused(path: Path, zarr_store: Path) -> None:
     for given in (path, zarr_store, part(0, genes=GENES)):
         message = refusal(given, obsm="nope")
         assert "there is no obsm 'nope'; its obsm has " in message
@@ -104,7 +104,7 @@ def test_no_obsm_at_all(tmp_path: Path) -> None:
     assert refusal(cells, obsm="X_pca") == "<AnnData>: there is no obsm 'X_pca'; it has no obsm. Leave obsm= out."
 
 
-def test_a_data_frame(tmp_path: Path, path: Path) -> None:
+def test_data_frame_in_obsm_is_refused(tmp_path: Path, path: Path) -> None:
     cure = "adata.obsm['table'] = adata.obsm['table'].to_numpy(), or keep its columns in obs."
     assert refusal(path, obsm="table") == (
         f"{path}: /obsm/table is a data frame, not a matrix; rewrite it once with {cure}"
@@ -113,7 +113,7 @@ def test_a_data_frame(tmp_path: Path, path: Path) -> None:
     assert message == f"<AnnData>: obsm['table'] is a data frame, not a matrix; set {cure}"
 
 
-def test_an_obsm_of_one_dimension_or_of_columns(tmp_path: Path, path: Path) -> None:
+def test_one_dimensional_or_csc_obsm_is_refused(tmp_path: Path, path: Path) -> None:
     with h5py.File(path, "r+") as file:
         file["obsm/line"] = np.zeros(23)
         file.copy("obsm/marks", "obsm/csc")
@@ -126,7 +126,7 @@ def test_an_obsm_of_one_dimension_or_of_columns(tmp_path: Path, path: Path) -> N
     assert refusal(path, obsm="csc").endswith(f"Rewrite it once with {cure}")
 
 
-def test_obsm_of_other_widths(tmp_path: Path) -> None:
+def test_obsm_of_different_widths_is_refused(tmp_path: Path) -> None:
     parts = [part(seed, genes=GENES) for seed in range(2)]
     parts[1].obsm["X_pca"] = parts[1].obsm["X_pca"][:, :4]
     first, other = write(tmp_path, parts)
@@ -134,7 +134,7 @@ def test_obsm_of_other_widths(tmp_path: Path) -> None:
     assert refusal([first, other], obsm=["X_pca"], join="inner") == expected
 
 
-def test_forms_of_one_matrix(tmp_path: Path) -> None:
+def test_single_matrix_forms_have_no_obsm_or_layers(tmp_path: Path) -> None:
     np.save(tmp_path / "X.npy", np.zeros((4, 3), np.float32))
     for given, where in ((tmp_path / "X.npy", tmp_path / "X.npy"), (np.zeros((4, 3), np.float32), "<ndarray>")):
         assert refusal(given, obsm="X_pca") == f"{where}: there is no obsm 'X_pca'; it has no obsm. Leave obsm= out."
@@ -144,7 +144,7 @@ def test_forms_of_one_matrix(tmp_path: Path) -> None:
     assert "there is no layer 'spliced'; this 10x file has 'X'" in refusal(tenx, layer=["X", "spliced"])
 
 
-def test_a_layer_with_other_rows(path: Path) -> None:
+def test_layer_with_a_different_row_count_is_refused(path: Path) -> None:
     with h5py.File(path, "r+") as file:
         del file["layers/scaled"]
         writers.write_dense(file, "layers/scaled", np.zeros((20, 3)))
@@ -155,7 +155,7 @@ def test_a_layer_with_other_rows(path: Path) -> None:
     )
 
 
-def test_layers_whose_rows_make_up_for_each_other(tmp_path: Path) -> None:
+def test_row_counts_are_compared_file_by_file(tmp_path: Path) -> None:
     paths = write(tmp_path, [part(seed, genes=GENES) for seed in range(2)])
     for path, n_obs in zip(paths, (20, 26), strict=True):
         with h5py.File(path, "r+") as file:
@@ -172,7 +172,7 @@ def pair() -> dict[str, anndata.AnnData]:
     return {"rna": part(0, genes=GENES), "prot": part(0, genes=["CD4"])}
 
 
-def test_a_modality_that_is_not_there(tmp_path: Path, path: Path) -> None:
+def test_missing_modality_is_refused(tmp_path: Path, path: Path) -> None:
     assert refusal(pair(), modality=["rna", "atac"]) == (
         "paths: there is no modality 'atac'; the modalities are 'rna', 'prot'. Choose one of them."
     )
@@ -185,13 +185,13 @@ def test_a_modality_that_is_not_there(tmp_path: Path, path: Path) -> None:
     assert "its modalities are 'few', 'prot', 'rna'" in refusal(cells, modality=["rna", "nope"])
 
 
-def test_modalities_of_other_cells() -> None:
+def test_modalities_of_different_cells_are_refused() -> None:
     cells = pair()
     cells["prot"] = cells["prot"][:-1].copy()
     assert "<AnnData 'prot'>: modality 'prot' has 22 cells but 'rna' has 23; modalities that are read" in refusal(cells)
 
 
-def test_modalities_of_cells_in_another_order(tmp_path: Path) -> None:
+def test_modalities_in_a_different_order_are_refused(tmp_path: Path) -> None:
     cells = pair()
     cells["prot"] = cells["prot"][::-1].copy()
     assert refusal(cells) == (
@@ -205,7 +205,7 @@ def test_modalities_of_cells_in_another_order(tmp_path: Path) -> None:
     )
 
 
-def test_modalities_in_another_number_of_files(tmp_path: Path) -> None:
+def test_modalities_need_the_same_number_of_files(tmp_path: Path) -> None:
     cells = pair()
     paths = {"rna": write(tmp_path, [cells["rna"][:9], cells["rna"][9:]]), "prot": cells["prot"]}
     assert refusal(paths) == (
@@ -213,7 +213,7 @@ def test_modalities_in_another_number_of_files(tmp_path: Path) -> None:
     )
 
 
-def test_modalities_without_names_of_cells() -> None:
+def test_modalities_without_cell_names_are_refused() -> None:
     X = np.zeros((23, 3), np.float32)
     assert refusal({"rna": X, "prot": X.copy()}) == (
         "modality 'rna': its cells have no names, so they cannot be compared with those of the other "
@@ -221,14 +221,14 @@ def test_modalities_without_names_of_cells() -> None:
     )
 
 
-def test_an_empty_mapping() -> None:
+def test_empty_mapping_is_refused() -> None:
     assert refusal({}, gpuload.PlanError) == "paths=[]: expected at least one name."
 
 
 # --- files that do not agree
 
 
-def test_the_refusal_without_join_names_it(tmp_path: Path) -> None:
+def test_different_genes_error_suggests_join(tmp_path: Path) -> None:
     first, other, longer = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "acb", "abcd"])])
     cure = (
         "several files must have the same genes in the same order, unless join= says how to join them: join='inner' "
@@ -240,7 +240,7 @@ def test_the_refusal_without_join_names_it(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.* names are not unique:UserWarning")
 @pytest.mark.parametrize("join", ["inner", "outer", ["a"]])
-def test_a_gene_that_stands_twice(tmp_path: Path, join: Any) -> None:
+def test_duplicate_gene_cannot_be_joined(tmp_path: Path, join: Any) -> None:
     cells = part(1, genes=GENES)
     cells.var_names = pd.Index(["a", "b", "a"], dtype=object)
     first = write(tmp_path / "first", [part(0, genes=GENES)])[0]
@@ -259,7 +259,7 @@ def test_no_common_gene(tmp_path: Path) -> None:
     )
 
 
-def test_a_gene_that_no_file_has(tmp_path: Path) -> None:
+def test_gene_in_no_file_is_refused(tmp_path: Path) -> None:
     paths = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "de"])])
     assert refusal(paths, join=["e", "a", "x", "y"]) == (
         f"join: no file has the gene 'x' (2 of 4 are in none); leave it out, or check its spelling in {paths[0]}."
@@ -271,14 +271,14 @@ def test_csr_and_dense_files_are_not_joined(tmp_path: Path) -> None:
     assert "its matrix is dense but that of" in refusal(paths, join="outer")
 
 
-def test_a_column_that_is_missing_in_one_file(tmp_path: Path) -> None:
+def test_column_missing_from_one_file_is_refused(tmp_path: Path) -> None:
     parts = [part(0), part(1)]
     del parts[1].obs["donor"]
     paths = write(tmp_path, parts)
     assert refusal(paths, join="inner", obs=["donor"]) == f"{paths[1]}: obs has no column 'donor'; it has 'depth'."
 
 
-def test_a_mask_of_genes_is_over_those_that_are_joined(tmp_path: Path) -> None:
+def test_gene_mask_applies_to_the_joined_genes(tmp_path: Path) -> None:
     paths = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "bcd"])])
     assert refusal(paths, gpuload.PlanError, join="inner", genes=np.ones(3, bool)) == (
         "genes is a mask of 3 entries but the matrix has 2 genes; pass one for each."
@@ -288,7 +288,7 @@ def test_a_mask_of_genes_is_over_those_that_are_joined(tmp_path: Path) -> None:
     assert message.startswith("genes: 'a' is not in all of the 2 files (1 of 1 are not), as join='inner' demands; ")
 
 
-def test_a_column_number_beyond_a_file_s_own_genes_is_found(tmp_path: Path) -> None:
+def test_column_beyond_a_files_own_genes_is_reported(tmp_path: Path) -> None:
     paths = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abcdefgh", "abc"])])
     with h5py.File(paths[1], "r+") as file:
         file["X/indices"][3] = 5  # a gene of the first file, not of this one

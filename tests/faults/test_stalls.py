@@ -1,4 +1,4 @@
-"""An object store that stalls: who closes or interrupts does not wait for it, and nothing stays behind."""
+"""An object store that stalls: closing and interrupting do not wait for it, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 SOON_S = 5.0
 STALL_S = 30.0
-"""Far longer than anybody should wait; `stalling` ends the stalled answers, so that what stays behind can be seen."""
+"""Far longer than anything should wait; `stalling` ends the stalled answers, so that leaks can be seen."""
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +69,12 @@ def opened(server: Running, **settings: Any) -> gpuload.Loader:
 
 
 class Alarm(BaseException):
-    """What the main thread meets in the middle of its work, as it would meet Ctrl-C."""
+    """Raised in the main thread in the middle of its work, as by Ctrl-C."""
 
 
 @contextmanager
 def interrupted(after_s: float = 0.4, began: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Interrupt the block so long after it began to do something; it must end soon then."""
+    """Interrupt the block this long after its work began; it must then end soon."""
     rang_s = [0.0]
 
     def ring(*_: Any) -> None:
@@ -96,7 +96,7 @@ def interrupted(after_s: float = 0.4, began: Callable[[], bool] = lambda: True) 
 
 @contextmanager
 def soon() -> Iterator[None]:
-    """Fail where the block takes long."""
+    """Fail if the block takes long."""
     start_s = time.monotonic()
     yield
     assert time.monotonic() - start_s < SOON_S
@@ -104,7 +104,7 @@ def soon() -> Iterator[None]:
 
 @pytest.mark.parametrize("is_cached", [False, True])
 @pytest.mark.parametrize("other_is_open", [False, True])
-def test_a_loader_is_left_and_closed_at_once(
+def test_stalled_loader_is_interrupted_and_closed_at_once(
     no_leaks: None, stalling: Running, tmp_path: Path, plain: Stored, is_cached: bool, other_is_open: bool
 ) -> None:
     store = SampleStore(
@@ -133,14 +133,14 @@ def test_opening_is_interrupted_at_once(no_leaks: None, stalling: Running) -> No
 
 @pytest.mark.parametrize("n_files", [1, 3])
 @pytest.mark.parametrize("form", ["h5ad", "parquet"])
-def test_opening_is_interrupted_in_the_middle_too(
+def test_opening_is_interrupted_midway(
     no_leaks: None, stalling: Running, monkeypatch: pytest.MonkeyPatch, form: str, n_files: int
 ) -> None:
-    from gpuload import remote_source
+    from gpuload import remote_file, remote_source
 
-    monkeypatch.setattr(remote_source, "_BLOCK", 512)
-    monkeypatch.setattr(remote_source, "_BLOCKS_AHEAD", 1)
-    monkeypatch.setattr(remote_source, "_MAX_BLOCKS_AHEAD", 1)
+    monkeypatch.setattr(remote_file, "_BLOCK", 512)
+    monkeypatch.setattr(remote_file, "_BLOCKS_AHEAD", 1)
+    monkeypatch.setattr(remote_file, "_MAX_BLOCKS_AHEAD", 1)
     if form == "parquet":
         pytest.importorskip("pyarrow")
         write_parquet(stalling.root / "data" / "cells.parquet", counts(), {})
@@ -160,7 +160,7 @@ def test_opening_is_interrupted_in_the_middle_too(
         gpuload.open_loader(paths, storage_options=reached(stalling))
 
 
-def test_questions_are_interrupted_at_once(no_leaks: None, stalling: Running) -> None:
+def test_remote_requests_are_interrupted_at_once(no_leaks: None, stalling: Running) -> None:
     remote: Any = open_remote("s3://data", **reached(stalling))
     found = remote.head("cells.h5ad")
     stalling.set(p_stall=1, stall_s=STALL_S)
@@ -174,7 +174,7 @@ def test_questions_are_interrupted_at_once(no_leaks: None, stalling: Running) ->
             ask()
 
 
-def test_a_loader_of_samples_is_left_at_once(no_leaks: None, stalling: Running) -> None:
+def test_sample_loader_is_interrupted_at_once(no_leaks: None, stalling: Running) -> None:
     samples = pytest.importorskip("gpuload.samples")
     remote = open_remote("s3://data/samples", **reached(stalling))
     ids = [f"{i:04d}" for i in range(40)]
@@ -187,7 +187,7 @@ def test_a_loader_of_samples_is_left_at_once(no_leaks: None, stalling: Running) 
     assert len(list(loader)) == 10
 
 
-def test_a_store_that_downloads_is_closed_at_once(no_leaks: None, stalling: Running, tmp_path: Path) -> None:
+def test_downloading_store_closes_at_once(no_leaks: None, stalling: Running, tmp_path: Path) -> None:
     remote = open_remote("s3://data/samples", **reached(stalling))
     settings: dict[str, Any] = {"n_processes": 0, "in_flight": 4, "min_free": 0, "budget": "1MiB"}
     store = SampleStore(tmp_path / "store", remote, **settings)
@@ -206,7 +206,7 @@ def test_a_store_that_downloads_is_closed_at_once(no_leaks: None, stalling: Runn
         assert on_disk <= store.held_nbytes
 
 
-def test_a_store_of_processes_is_closed_at_once(tmp_path: Path, no_leaks: None) -> None:
+def test_store_with_processes_closes_at_once(tmp_path: Path, no_leaks: None) -> None:
     fill(tmp_path / "remote", 3)
     (tmp_path / "remote.hang").touch()
     store = SampleStore(tmp_path / "store", HangingRemote(tmp_path / "remote"), n_processes=2, min_free=0)
@@ -215,7 +215,7 @@ def test_a_store_of_processes_is_closed_at_once(tmp_path: Path, no_leaks: None) 
         store.close()
 
 
-def test_an_epoch_whose_copies_are_gone_is_left_at_once(no_leaks: None, stalling: Running, tmp_path: Path) -> None:
+def test_epoch_with_missing_copies_is_interrupted_at_once(no_leaks: None, stalling: Running, tmp_path: Path) -> None:
     remote = open_remote("s3://data/samples", **reached(stalling))
     store = SampleStore(tmp_path / "store", remote, n_processes=0, min_free=0)
     snapshot = store.snapshot(min_samples=40)
@@ -244,7 +244,7 @@ with start(Path(sys.argv[1])) as server:
 """
 
 
-def test_an_interrupted_program_ends_at_once_and_in_silence(
+def test_interrupted_program_exits_at_once_with_one_traceback(
     tmp_path: Path, plain: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPULOAD_INDEX", "off")
@@ -269,7 +269,7 @@ def test_an_interrupted_program_ends_at_once_and_in_silence(
     assert errors.rstrip().endswith("KeyboardInterrupt"), errors
 
 
-def test_threads_do_what_they_are_given(no_leaks: None) -> None:
+def test_threads_run_their_tasks(no_leaks: None) -> None:
     threads = DaemonThreads(3, "some")
     at_once, most, lock = [0], [0], threading.Lock()
 
@@ -295,7 +295,7 @@ def test_threads_do_what_they_are_given(no_leaks: None) -> None:
         threads.submit(work, 1)
 
 
-def test_threads_that_are_left_end_by_themselves(no_leaks: None) -> None:
+def test_abandoned_threads_end_by_themselves(no_leaks: None) -> None:
     release, seen = threading.Event(), []
 
     def hang() -> None:
@@ -318,7 +318,7 @@ def test_threads_that_are_left_end_by_themselves(no_leaks: None) -> None:
     del forgotten
 
 
-def test_nobody_tries_again_what_nobody_waits_for() -> None:
+def test_calls_that_nobody_waits_for_are_not_retried() -> None:
     n_asked, threads = [0], DaemonThreads(1, "some")
 
     def ask() -> None:
@@ -334,7 +334,7 @@ def test_nobody_tries_again_what_nobody_waits_for() -> None:
     assert n_asked[0] < 500
 
 
-def test_calls_aside() -> None:
+def test_call_aside_runs_in_another_thread() -> None:
     assert call_aside(threading.current_thread) is not threading.main_thread()
     threads = DaemonThreads(1, "some")
     assert threads.submit(call_aside, threading.current_thread).result().name == "some_0"
@@ -344,9 +344,7 @@ def test_calls_aside() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_garbage_of_h5py_does_not_stop_an_opening(
-    stalling: Running, plain: Stored, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_h5py_garbage_does_not_block_opening(stalling: Running, plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that read for h5py, which holds its lock meanwhile, must not collect objects that wait for that lock."""
     import gc
 

@@ -29,7 +29,7 @@ def write(path: Path, X: object, **more: object) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["csr", "dense", "big-endian", "npy", "memory"])
-def test_a_float64_beyond_float32_is_refused_and_is_no_damage(tmp_path: Path, kind: str) -> None:
+def test_a_float64_beyond_float32_is_refused_but_not_called_damage(tmp_path: Path, kind: str) -> None:
     values = np.array([[1.0, 0.0], [0.0, 1e39]])
     cells: object = values
     if kind == "npy":
@@ -52,7 +52,7 @@ def test_a_float64_beyond_float32_is_refused_and_is_no_damage(tmp_path: Path, ki
     assert "damaged" not in said
 
 
-def test_an_infinity_that_is_stored_is_handed_over(tmp_path: Path) -> None:
+def test_stored_infinity_is_delivered(tmp_path: Path) -> None:
     values = np.array([[1.0, 0.0], [0.0, np.inf]])
     path = write(tmp_path / "x.h5ad", csr_matrix(values))
     with gpuload.open_loader(path, shuffle=False, device="cpu") as loader:
@@ -60,7 +60,7 @@ def test_an_infinity_that_is_stored_is_handed_over(tmp_path: Path) -> None:
         np.testing.assert_array_equal(batch.X, values)
 
 
-def test_the_cure_for_a_csc_layer_works(tmp_path: Path) -> None:
+def test_suggested_fix_for_a_csc_layer_works(tmp_path: Path) -> None:
     path = write(tmp_path / "x.h5ad", csr_matrix(np.eye(3)), layers={"raw counts": csc_matrix(np.eye(3))})
     with pytest.raises(gpuload.StoreError) as refused:
         gpuload.open_loader(path, layer="raw counts", device="cpu")
@@ -80,8 +80,8 @@ def test_sizes_may_be_small_numpy_integers(tmp_path: Path) -> None:
         assert sorted(np.concatenate([b.rows for b in loader]).tolist()) == list(range(70))
 
 
-def test_shuffle_goes_by_its_own_element_size(tmp_path: Path) -> None:
-    """h5py undoes the shuffle by the element size that stands in the filter, not by that of the dtype."""
+def test_shuffle_filter_uses_its_own_element_size(tmp_path: Path) -> None:
+    """h5py undoes the shuffle with the element size given in the filter, not with that of the dtype."""
     path = write(tmp_path / "x.h5ad", csr_matrix(np.eye(8, dtype=np.float32)))
     data = np.arange(8, dtype=np.float32)
     with h5py.File(path, "a") as file:
@@ -103,7 +103,7 @@ def test_shuffle_goes_by_its_own_element_size(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.concatenate([b.X for b in loader]).diagonal(), expected)
 
 
-def test_a_break_while_the_last_takes_drain_cancels_the_fetch_waited_for(store: Store) -> None:
+def test_break_while_draining_cancels_the_pending_fetch(store: Store) -> None:
     backend = FakeBackend(delay_s=lambda k: 0.5 if k else 0.0, takes_ahead=2)
     with loader_over(store, backend, prefetch=2) as loader:
         batches = iter(loader)
@@ -112,8 +112,8 @@ def test_a_break_while_the_last_takes_drain_cancels_the_fetch_waited_for(store: 
         assert "load 1" in backend.cancelled
 
 
-def test_large_minibatches_are_not_piled_up(store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is made ahead is bounded in bytes; two are under way in any case."""
+def test_memory_of_minibatches_ahead_is_bounded(store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minibatches made ahead are bounded in bytes; at least two are always under way."""
     path = store_variant("csr-gzip4").path
     held = {}
     for bound in (1, 1 << 30):
@@ -127,8 +127,8 @@ def test_large_minibatches_are_not_piled_up(store_variant: StoreVariant, monkeyp
 
 
 @pytest.mark.parametrize("kind", ["24 bits", "bfloat16", "another exponent"])
-def test_numbers_that_numpy_has_no_type_for(tmp_path: Path, kind: str) -> None:
-    """h5py converts them when it reads; their bytes are not those of the type that it says."""
+def test_number_types_unknown_to_numpy_are_refused(tmp_path: Path, kind: str) -> None:
+    """h5py converts them on reading; their bytes are not those of the dtype that it reports."""
     path = tmp_path / "odd.h5ad"
     anndata.AnnData(np.zeros((4, 3), np.float32)).write_h5ad(path)
     if kind == "24 bits":

@@ -1,4 +1,4 @@
-"""Row filters that mean nothing are refused in a sentence, the words before any file is opened."""
+"""Invalid row filters are refused in one sentence; those that cannot be parsed, before any file is opened."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
         ("a == '\0'", ("cannot be read",)),
     ],
 )
-def test_words_that_mean_nothing(text: Any, parts: tuple[str, ...]) -> None:
+def test_invalid_expressions_are_refused(text: Any, parts: tuple[str, ...]) -> None:
     with pytest.raises(gpuload.PlanError) as caught:
         gpuload.open_loader("/no/such/file.h5ad", where=text)
     assert_says(caught.value, "where", *parts)
@@ -135,11 +135,13 @@ def test_words_that_mean_nothing(text: Any, parts: tuple[str, ...]) -> None:
         ("PlanError", "cell_line in []", ("none of the 131 cells",)),
     ],
 )
-def test_words_that_do_not_fit_the_cells(plain: Stored, kind: str, text: str, parts: tuple[str, ...]) -> None:
+def test_expressions_that_do_not_fit_the_data_are_refused(
+    plain: Stored, kind: str, text: str, parts: tuple[str, ...]
+) -> None:
     assert_refused(kind, plain.path, *parts, where=text)
 
 
-def test_unquoted_text_beside_a_table_of_obs(plain: Stored) -> None:
+def test_unquoted_text_with_an_obs_table_is_refused(plain: Stored) -> None:
     table = pd.DataFrame({"own": np.arange(131)})
     said = "obs_table has 'own'; in where=, text goes in quotes: own == 'K562'."
     assert_refused("StoreError", plain.path, said, where="own == K562", obs_table=table)

@@ -1,4 +1,4 @@
-"""Stores of zarr that are damaged, cut off, changed while open, or of a kind that cannot be read."""
+"""Zarr stores that are damaged, truncated, changed while open, or of an unsupported kind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("zarr_is_awake", "no_leaks")
 
 @pytest.fixture(scope="module")
 def zarr_is_awake(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Write and read a store once, for zarr starts a thread and keeps three descriptors."""
+    """Write and read a store once, because zarr starts a thread and keeps three descriptors."""
     path = tmp_path_factory.mktemp("awake") / "store.zarr"
     writers.csr(path)
     by_zarr(path)
@@ -118,7 +118,7 @@ def test_flipped_bytes_give_an_error_or_what_zarr_reads(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_each_file_cut_off_is_an_error(tmp_path: Path, name: str) -> None:
+def test_every_truncated_file_is_an_error(tmp_path: Path, name: str) -> None:
     path = tmp_path / "store.zarr"
     BASES[name](path)
     for file in files(path):
@@ -150,7 +150,7 @@ def test_each_flipped_byte_under_a_checksum_is_found(tmp_path: Path, name: str, 
     stop = len(whole) - (84 if options else 0)  # the index has a test of its own
     for at in range(0, stop, 23):
         if name == "v3-csr-gzip" and at in range(3, 10):
-            continue  # flags, time, system: of no account
+            continue  # flags, time and system do not matter
         damaged = bytearray(whole)
         damaged[at] ^= 0x10
         file.write_bytes(damaged)
@@ -160,7 +160,7 @@ def test_each_flipped_byte_under_a_checksum_is_found(tmp_path: Path, name: str, 
 
 
 @pytest.mark.parametrize("is_zip", [False, True])
-def test_each_flipped_byte_of_a_shards_index_is_found(tmp_path: Path, is_zip: bool) -> None:
+def test_each_flipped_byte_of_a_shard_index_is_found(tmp_path: Path, is_zip: bool) -> None:
     path = tmp_path / "store.zarr"
     writers.csr(path, shards=True, compressors=LZ4_SHUFFLED)
     file = path / "X/indices/c/1"
@@ -178,7 +178,7 @@ def test_each_flipped_byte_of_a_shards_index_is_found(tmp_path: Path, is_zip: bo
         assert_says(caught.value, str(target if is_zip else file), "/X/indices", "index", "crc32c")
 
 
-def test_a_shard_whose_index_leads_beyond_its_end(tmp_path: Path) -> None:
+def test_shard_index_beyond_the_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"
     writers.by_serializer(path, zc.ZstdCodec(), "end", has_crc=False)
     file = path / "X/data/c/0"
@@ -202,14 +202,14 @@ def test_truncated_zip(tmp_path: Path) -> None:
         assert_says(caught.value, str(path))
 
 
-def test_a_zip_that_is_compressed_by_zip_is_refused(tmp_path: Path) -> None:
+def test_zip_with_compressed_members_is_refused(tmp_path: Path) -> None:
     folder, path = tmp_path / "store.zarr", tmp_path / "store.zip"
     writers.csr(folder)
     writers.pack(folder, path, zipfile.ZIP_DEFLATED)
     assert_refused("StoreError", path, str(path), "compressed by zip", "zip -0")
 
 
-def test_a_zip_with_the_store_in_a_folder_of_it(tmp_path: Path) -> None:
+def test_zip_with_the_store_in_a_subfolder_is_refused(tmp_path: Path) -> None:
     writers.csr(tmp_path / "store.zarr")
     path = shutil.make_archive(str(tmp_path / "store"), "zip", tmp_path, "store.zarr")
     assert_refused("StoreError", path, path, "'store.zarr/", "or a zarr store at the top level of the zip.")
@@ -222,14 +222,14 @@ def packed(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_member_of_a_zip_that_is_damaged(packed: Path) -> None:
+def test_damaged_zip_member_is_reported(packed: Path) -> None:
     raw = packed.read_bytes()
     assert raw.count(b'"csr_matrix"') == 1
     packed.write_bytes(raw.replace(b'"csr_matrix"', b'"csr_matrex"'))
     assert_refused("CorruptDataError", packed, f"{packed}: X/zarr.json is damaged: its zip checksum", "Restore")
 
 
-def test_a_member_of_a_zip_that_is_elsewhere(packed: Path) -> None:
+def test_misplaced_zip_member_is_reported(packed: Path) -> None:
     raw = bytearray(packed.read_bytes())
     with zipfile.ZipFile(packed) as archive:
         at = archive.getinfo("X/data/c/3").header_offset
@@ -239,14 +239,14 @@ def test_a_member_of_a_zip_that_is_elsewhere(packed: Path) -> None:
     assert_refused("CorruptDataError", packed, words, "Restore")
 
 
-def test_a_member_of_a_zip_that_has_two_names(packed: Path) -> None:
+def test_zip_member_with_two_names_is_reported(packed: Path) -> None:
     raw = bytearray(packed.read_bytes())
     raw[raw.rindex(b"X/data/c/3") + 7] ^= 1  # b in the zip directory: it would read as a chunk never written
     packed.write_bytes(raw)
     assert_refused("CorruptDataError", packed, f"{packed}: X/data/b/3 does not begin where the zip directory says")
 
 
-def test_a_member_of_a_zip_beyond_its_end(packed: Path) -> None:
+def test_zip_member_beyond_the_end_is_reported(packed: Path) -> None:
     raw = bytearray(packed.read_bytes())
     at = raw.rindex(b"X/data/c/3") - 46  # its entry in the zip directory, where both sizes are at byte 20
     with zipfile.ZipFile(packed) as archive:
@@ -259,7 +259,7 @@ def test_a_member_of_a_zip_beyond_its_end(packed: Path) -> None:
     assert_refused("ReadError", packed, words, "truncated")
 
 
-def test_a_disk_that_fails(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_error_is_reported(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -267,7 +267,7 @@ def test_a_disk_that_fails(packed: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_refused("ReadError", packed, f"{packed}: reading ", "at byte ", "failed: Input/output error", "the disk")
 
 
-def test_metadata_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_metadata_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"
     writers.csr(path)
     file = path / "X/data/zarr.json"
@@ -277,8 +277,8 @@ def test_metadata_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("member", ["obs", "obs/depth", "obs/zarr.json"])
-def test_a_member_that_is_a_link_to_nothing_is_not_one_that_is_not_there(tmp_path: Path, member: str) -> None:
-    """Else row numbers would be the names of its cells, and its columns missing values in one of several stores."""
+def test_broken_link_is_not_taken_for_a_missing_member(tmp_path: Path, member: str) -> None:
+    """Otherwise row numbers would stand in for its cell names, and missing values for its columns."""
     paths = [tmp_path / f"{number}.zarr" for number in range(2)]
     for path in paths:
         writers.csr(path)
@@ -292,7 +292,7 @@ def test_a_member_that_is_a_link_to_nothing_is_not_one_that_is_not_there(tmp_pat
 
 
 @pytest.mark.parametrize(("version", "chunk"), [(2, "X/data/3"), (3, "X/data/c/3")])
-def test_chunks_that_cannot_be_listed(tmp_path: Path, version: int, chunk: str) -> None:
+def test_unlistable_chunks_are_reported(tmp_path: Path, version: int, chunk: str) -> None:
     path = tmp_path / "store.zarr"
     writers.csr(path, version)
     (path / chunk).unlink()
@@ -300,7 +300,7 @@ def test_chunks_that_cannot_be_listed(tmp_path: Path, version: int, chunk: str) 
     assert_refused("ReadError", path, f"{path}/{chunk}: cannot be listed: No such file or directory", "links")
 
 
-def test_members_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlistable_members_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "collection.zarr"
     writers.collection(path, 2)
     listed = os.scandir
@@ -355,7 +355,7 @@ def test_a_file_changed_while_the_store_is_open(tmp_path: Path, when: str, is_re
     assert_says(caught.value, str(path / "X/data/c"), "changed")
 
 
-def test_a_closed_loader_says_so(tmp_path: Path) -> None:
+def test_iterating_a_closed_loader_raises(tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"
     writers.csr(path, compressors=LZ4_SHUFFLED)
     loader = gpuload.open_loader(path)
@@ -364,7 +364,7 @@ def test_a_closed_loader_says_so(tmp_path: Path) -> None:
         list(loader)
 
 
-def test_bytes_that_vanish_during_a_read_are_a_short_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncation_during_a_read_raises_a_short_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuload.folder_source import FolderSource
 
     path = tmp_path / "store.zarr"
@@ -378,7 +378,7 @@ def test_bytes_that_vanish_during_a_read_are_a_short_read(tmp_path: Path, monkey
     assert_says(caught.value, str(path / "X/data/c"), "short read", "/X/data", "at byte 0", "got 3", "truncated")
 
 
-def test_a_shards_index_that_vanishes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_index_truncated_during_a_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuload.folder_source import FolderSource
 
     path = tmp_path / "store.zarr"
@@ -404,7 +404,7 @@ def test_a_shards_index_that_vanishes_while_it_is_read(tmp_path: Path, monkeypat
     ],
     ids=["number", "length", "end", "string", "nothing"],
 )
-def test_strings_that_are_not_what_they_say(tmp_path: Path, at: int, value: int | None, words: str) -> None:
+def test_malformed_string_chunks_are_reported(tmp_path: Path, at: int, value: int | None, words: str) -> None:
     """Chunks of 50 strings of one letter; a byte is changed, or they end before it."""
     path = tmp_path / "strings.zarr"
     writers.csr(path)
@@ -443,7 +443,7 @@ def test_transposed_and_big_endian_are_refused(tmp_path: Path) -> None:
         assert_refused("StoreError", path, str(path), "/X", *words)
 
 
-def test_a_transpose_that_changes_nothing_is_read(tmp_path: Path) -> None:
+def test_identity_transpose_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "same.zarr"
     writers.dense(path, chunks=(10, 20), filters=[zc.TransposeCodec(order=(0, 1))])
     np.testing.assert_array_equal(read(path), counts().toarray())
@@ -504,7 +504,7 @@ REFUSALS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str, tuple[str, 
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_be_read_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+def test_unsupported_metadata_is_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
     key, change, kind, words = REFUSALS[name]
     path = tmp_path / "store.zarr"
     writers.csr(path, compressors=CODECS_V3["zstd"])
@@ -512,7 +512,7 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(tmp_path: Path, name: str)
     assert_refused(kind, path, str(path), *words, obs=["depth"])
 
 
-def test_shards_that_are_encoded_as_a_whole_or_nested_are_refused(tmp_path: Path) -> None:
+def test_compressed_or_nested_shards_are_refused(tmp_path: Path) -> None:
     inner = zc.ShardingCodec(chunk_shape=(10, N_VARS))
     nested = zc.ShardingCodec(chunk_shape=(20, N_VARS), codecs=[inner])
     for name, options, words in (
@@ -528,7 +528,7 @@ def test_shards_that_are_encoded_as_a_whole_or_nested_are_refused(tmp_path: Path
         assert_refused("StoreError", path, str(path), "/X", *words)
 
 
-def test_shards_that_are_not_made_of_whole_chunks_make_no_sense(tmp_path: Path) -> None:
+def test_shards_must_consist_of_whole_chunks(tmp_path: Path) -> None:
     path = tmp_path / "odd.zarr"
     writers.dense(path, chunks=(10, 53), shards=(40, 53))
     edit(path, "X/zarr.json", set_at("codecs", 0, "configuration", "chunk_shape", value=[7, 53]))
@@ -536,7 +536,7 @@ def test_shards_that_are_not_made_of_whole_chunks_make_no_sense(tmp_path: Path) 
         gpuload.open_loader(path)
 
 
-def test_members_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_members_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"
     writers.by_anndata(path, 3, is_csr=True)
     assert_refused("StoreError", path, str(path), "'unspliced'", "'spliced'", layer="unspliced")
@@ -557,7 +557,7 @@ def test_an_array_has_no_modalities(tmp_path: Path) -> None:
     assert_refused("StoreError", path / "rna", str(path), "rna")
 
 
-def test_collections_that_are_not_whole(tmp_path: Path) -> None:
+def test_incomplete_collections_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "collection.zarr"
     writers.collection(path, 3)
     (path / "dataset_2" / "zarr.json").write_bytes(b"")  # the last one: none after it shows that it is there
@@ -569,7 +569,7 @@ def test_collections_that_are_not_whole(tmp_path: Path) -> None:
     assert_refused("StoreError", path, str(path), "no data sets")
 
 
-def test_metadata_that_is_no_json(tmp_path: Path) -> None:
+def test_metadata_that_is_not_json_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"
     writers.csr(path)
     for content in ("{", "[1]", "", "\xff"):
@@ -583,7 +583,7 @@ def replace_array(path: Path, key: str, values: Any) -> None:
     root.create_array(key, data=np.asarray(values))
 
 
-def test_arrays_of_other_dimensions(tmp_path: Path) -> None:
+def test_arrays_of_wrong_dimensions_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"
     writers.csr(path)
     replace_array(path, "obs/depth", np.float32(1))
@@ -592,7 +592,7 @@ def test_arrays_of_other_dimensions(tmp_path: Path) -> None:
     assert_refused("StoreError", path, f"{path}: /X/data has 2 dimensions; expected one")
 
 
-def test_columns_that_are_no_columns(tmp_path: Path) -> None:
+def test_invalid_columns_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"
     writers.csr(path)
     column = zarr.open_group(str(path), mode="r+")["obs/cell_line"]
@@ -605,7 +605,7 @@ def test_columns_that_are_no_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 8], ids=["offset", "nbytes"])
-def test_a_chunk_whose_entry_is_half_absent_is_no_empty_chunk(tmp_path: Path, place: int) -> None:
+def test_half_absent_shard_entry_is_not_an_empty_chunk(tmp_path: Path, place: int) -> None:
     path = tmp_path / "store.zarr"
     writers.by_serializer(path, zc.ZstdCodec(), "end", has_crc=False)
     file = path / "X/data/c/0"
@@ -617,7 +617,7 @@ def test_a_chunk_whose_entry_is_half_absent_is_no_empty_chunk(tmp_path: Path, pl
     assert_says(caught.value, str(file), "/X/data", "truncated")
 
 
-def test_a_transpose_by_the_word_of_early_stores(tmp_path: Path) -> None:
+def test_transpose_order_given_as_a_letter(tmp_path: Path) -> None:
     path = tmp_path / "word.zarr"
     writers.dense(path, chunks=(10, 20))
     for order, is_read in (("C", True), ("F", False)):
@@ -629,8 +629,8 @@ def test_a_transpose_by_the_word_of_early_stores(tmp_path: Path) -> None:
             assert_refused("StoreError", path, "/X", "transposed")
 
 
-def test_the_chunk_of_a_wrong_size_is_named(tmp_path: Path) -> None:
-    """Of a shard of four chunks without an encoding, the third is said to be shorter than it can be."""
+def test_chunk_of_the_wrong_size_is_named(tmp_path: Path) -> None:
+    """In a shard of four unencoded chunks, the index gives the third an impossibly small size."""
     path = tmp_path / "store.zarr"
     writers.by_serializer(path, None, "end", has_crc=False)
     file = path / "X/data/c/0"
@@ -642,7 +642,7 @@ def test_the_chunk_of_a_wrong_size_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Writing zarr v2")
-def test_a_damaged_column_of_a_zip_is_found_by_the_checksum_of_zip(tmp_path: Path) -> None:
+def test_damaged_column_fails_the_zip_checksum(tmp_path: Path) -> None:
     anndata.AnnData(np.eye(4, dtype=np.float32), {"depth": [1, 2, 3, 4]}).write_zarr(tmp_path / "cells.zarr")
     shutil.make_archive(str(tmp_path / "plain"), "zip", tmp_path / "cells.zarr")
     path = tmp_path / "cells.zip"
@@ -660,7 +660,7 @@ def test_a_damaged_column_of_a_zip_is_found_by_the_checksum_of_zip(tmp_path: Pat
         gpuload.open_loader(path, obs=["depth"])
 
 
-def test_a_member_of_a_zip_may_have_no_name(tmp_path: Path) -> None:
+def test_zip_member_may_have_an_empty_name(tmp_path: Path) -> None:
     path = tmp_path / "cells.npz"
     scipy.sparse.save_npz(path, scipy.sparse.eye(4, format="csr", dtype=np.float32), compressed=False)
     with zipfile.ZipFile(path, "a") as archive:

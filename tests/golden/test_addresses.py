@@ -1,4 +1,4 @@
-"""Files at addresses: what is handed over is what the same file on disk gives, and few requests bring it."""
+"""Files at addresses: batches equal those of the same file on disk, and take few requests."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ def assert_same(far: list[Any], near: list[Any]) -> None:
 
 @pytest.mark.parametrize("scheme", ["s3", "http"])
 @pytest.mark.parametrize("name", HDF5)
-def test_an_hdf5_file(server: Running, store_variant: Callable[[str], Stored], name: str, scheme: str) -> None:
+def test_hdf5_file_reads_the_same_as_on_disk(
+    server: Running, store_variant: Callable[[str], Stored], name: str, scheme: str
+) -> None:
     stored = store_variant(name)
     key = put(server, stored.path)
     columns = ["cell_line"]
@@ -129,7 +131,9 @@ def zarrs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("scheme", ["s3", "http"])
-def test_a_zarr_array_of_images(server: Running, tmp_path: Path, scheme: str, zarr_format: int) -> None:
+def test_zarr_image_array_reads_the_same_as_on_disk(
+    server: Running, tmp_path: Path, scheme: str, zarr_format: int
+) -> None:
     import zarr
 
     images = np.random.default_rng(0).integers(0, 200, (23, 3, 5, 4)).astype(np.uint8)
@@ -146,7 +150,9 @@ def test_a_zarr_array_of_images(server: Running, tmp_path: Path, scheme: str, za
 
 @pytest.mark.parametrize("scheme", ["s3", "http"])
 @pytest.mark.parametrize("name", [form.name for form in zarr_writers.forms() if "zip" not in form.name][::9])
-def test_a_folder_of_zarr(server: Running, zarrs: Callable[[str], Path], name: str, scheme: str) -> None:
+def test_zarr_folder_reads_the_same_as_on_disk(
+    server: Running, zarrs: Callable[[str], Path], name: str, scheme: str
+) -> None:
     layer = next(form.layer for form in zarr_writers.forms() if form.name == name)
     path = zarrs(name)
     key = put(server, path)
@@ -155,7 +161,7 @@ def test_a_folder_of_zarr(server: Running, zarrs: Callable[[str], Path], name: s
     assert_same(batches(address, layer=layer, **reached), batches(path, layer=layer))
 
 
-def test_what_a_web_server_cannot_list(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_on_a_web_server_is_refused(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "collection.zarr"
     zarr_writers.collection(path, 2)
     address = f"{server.url}/data/{put(server, path)}"
@@ -179,8 +185,10 @@ def test_what_a_web_server_cannot_list(server: Running, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
-def test_the_clients_of_other_clouds(server: Running, plain: Stored, zarrs: Callable[[str], Path], scheme: str) -> None:
-    """Google's interface is S3's as far as this goes, and Azure's is as long as nothing is listed."""
+def test_google_and_azure_addresses_read_the_same_as_on_disk(
+    server: Running, plain: Stored, zarrs: Callable[[str], Path], scheme: str
+) -> None:
+    """Google's interface equals S3's for these requests; so does Azure's, as long as nothing is listed."""
     reached: dict[str, Any] = {"anonymous": True}
     reached |= {"base_url": server.url} if scheme == "gs" else {"endpoint": server.url, "account_name": "any"}
     address = f"{scheme}://data/{put(server, plain.path)}"
@@ -194,7 +202,7 @@ def test_the_clients_of_other_clouds(server: Running, plain: Stored, zarrs: Call
 
 
 @pytest.mark.parametrize("suffix", ["rna", "mod/prot"])
-def test_a_modality(server: Running, tmp_path: Path, suffix: str) -> None:
+def test_modality_reads_the_same_as_on_disk(server: Running, tmp_path: Path, suffix: str) -> None:
     from tests.other_forms import mudata
 
     path = str(mudata(tmp_path, suffix.rpartition("/")[2]).path)
@@ -218,7 +226,7 @@ PARQUET = (
 
 @pytest.fixture
 def parquet(server: Running, tmp_path: Path) -> Callable[[str], tuple[Form, Path]]:
-    """Return a function that puts Parquet of a form into the bucket, and gives the form and its path there."""
+    """Return a function that writes a Parquet form into the bucket and returns the form and its path there."""
     pytest.importorskip("pyarrow")
 
     def write(name: str) -> tuple[Form, Path]:
@@ -244,7 +252,7 @@ def test_parquet(server: Running, parquet: Parquet, name: str, scheme: str) -> N
 
 
 class Redirecting(BaseHTTPRequestHandler):
-    """Sends those who have the token to another server, each time with another signature, as Hugging Face does."""
+    """Redirects requests with the token to another server, with a new signature each time, as Hugging Face does."""
 
     protocol_version = "HTTP/1.1"
     to = ""
@@ -266,7 +274,7 @@ class Redirecting(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def test_a_server_that_redirects(
+def test_redirects_are_followed(
     server: Running, parquet: Parquet, plain: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Redirecting, "to", server.url)
@@ -294,7 +302,7 @@ def test_a_server_that_redirects(
 
 
 class Careless(BaseHTTPRequestHandler):
-    """A web server of one file, which sends only the validators that it is told to."""
+    """A web server of one file that sends only the validators it is configured with."""
 
     content = b""
     validators: ClassVar[dict[str, str]] = {}
@@ -325,10 +333,10 @@ class Careless(BaseHTTPRequestHandler):
     [{}, {"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}, {"ETag": 'W/"1"'}],
     ids=["no", "date", "weak"],
 )
-def test_a_file_that_changed_where_the_server_does_not_say(
+def test_nothing_is_kept_of_a_file_without_a_strong_etag(
     validators: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of the old file is kept: its row offsets would make other cells of the new one's bytes."""
+    """Nothing of the old file is kept: its row offsets would cut wrong cells from the new file's bytes."""
     monkeypatch.setenv("GPULOAD_INDEX", str(tmp_path / "index"))
     monkeypatch.setattr(Careless, "validators", validators)
     rng, contents = np.random.default_rng(0), []
@@ -362,7 +370,7 @@ def test_a_file_that_changed_where_the_server_does_not_say(
 
 
 class Bucket(BaseHTTPRequestHandler):
-    """Files as object stores show them on the web, to those whose query is the signature of a GET."""
+    """Files as object stores serve them over HTTP, to requests whose query is the signature for a GET."""
 
     protocol_version = "HTTP/1.1"
     root = Path()
@@ -409,8 +417,10 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     front.server_close()
 
 
-def test_a_signed_address(bucket: str, plain: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is sent as it is, and nowhere shown; with another signature it is still the same file."""
+def test_signed_url_is_sent_unchanged_and_never_shown(
+    bucket: str, plain: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The query is sent unchanged and never shown; with another signature it is still the same file."""
     monkeypatch.setenv("GPULOAD_INDEX", str(tmp_path / "index"))
     shutil.copy(plain.path, tmp_path / "cells.h5ad")
     near = batches(plain.path, obs=["cell_line"])
@@ -435,7 +445,7 @@ def test_a_signed_address(bucket: str, plain: Stored, tmp_path: Path, monkeypatc
         gpuload.open_loader(address, cache=store)
 
 
-def test_a_query_that_says_which_file(bucket: str, plain: Stored, tmp_path: Path) -> None:
+def test_query_string_distinguishes_files(bucket: str, plain: Stored, tmp_path: Path) -> None:
     shutil.copy(plain.path, tmp_path / "download")
     addresses = [f"{bucket}/download?id={number}&token={'secret' * 9}" for number in range(2)]
     with gpuload.open_loader(addresses, obs="source_file", shuffle=False) as loader:
@@ -453,7 +463,7 @@ def test_a_query_that_says_which_file(bucket: str, plain: Stored, tmp_path: Path
     ids=["denied", "page", "denied-too"],
 )
 @pytest.mark.parametrize("name", ["v2-csr-lz4", "v3-csr-lz4"])
-def test_what_a_web_server_says_of_the_folder_itself(
+def test_zarr_opens_whatever_the_server_answers_for_folders(
     bucket: str,
     zarrs: Callable[[str], Path],
     tmp_path: Path,
@@ -473,7 +483,7 @@ def test_what_a_web_server_says_of_the_folder_itself(
             gpuload.open_loader(f"{bucket}/{missing}")
 
 
-def test_a_chunk_that_may_be_denied_or_not_there(
+def test_denied_chunk_is_not_taken_for_a_missing_one(
     bucket: str, zarrs: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Bucket, "of_nothing", (403, b""))
@@ -492,7 +502,7 @@ def test_parquet_by_folder_pattern_and_name(server: Running, parquet: Parquet) -
     assert_same(batches(f"s3://{there.parents[1]}/*/train-0000?-*.parquet", **reached), near)
     first, second = (server.root / there.parent / f"train-0000{k}-of-00002.parquet" for k in range(2))
     assert_same(batches([first, f"s3://{second.relative_to(server.root)}"], **reached), near)  # one table of cells
-    first.rename(first.with_name("cells"))  # told by its contents
+    first.rename(first.with_name("cells"))  # recognised by its contents
     one = batches(f"s3://{there.parent}/cells", **reached)
     assert_same(one, batches(first.with_name("cells")))
     with pytest.raises(ReadError, match=r"/\*\.parquet: no file matches this pattern"):
@@ -520,7 +530,7 @@ def test_conditions_and_joins(
         assert_same(batches([far, other], storage_options=options(server), **same), batches([near, other], **same))
 
 
-def test_what_was_kept_of_parquet_is_of_one_state_of_it(server: Running, parquet: Parquet) -> None:
+def test_parquet_index_is_not_reused_after_a_change(server: Running, parquet: Parquet) -> None:
     form, there = parquet("parquet-tahoe")
 
     def n_requests_to_open() -> int:
@@ -537,7 +547,7 @@ def test_what_was_kept_of_parquet_is_of_one_state_of_it(server: Running, parquet
     assert_same(batches(f"s3://{there}", storage_options=options(server)), batches(form.path))
 
 
-def test_a_table_of_genes_that_must_not_be_asked_for_is_none(
+def test_inaccessible_gene_table_is_treated_as_missing(
     server: Running, parquet: Parquet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from gpuload.formats.addresses import Address
@@ -546,7 +556,7 @@ def test_a_table_of_genes_that_must_not_be_asked_for_is_none(
     real = Address.head
 
     def head(self: Address, key: str) -> Any:
-        if "gene_metadata" in key:  # as S3 answers who may not list
+        if "gene_metadata" in key:  # as S3 answers clients that may not list
             raise ReadError(f"{key}: access was denied")
         return real(self, key)
 
@@ -555,7 +565,7 @@ def test_a_table_of_genes_that_must_not_be_asked_for_is_none(
     assert "gene_metadata.parquet: treated as missing" in caplog.text
 
 
-def test_a_folder_is_reached_by_one_client_and_asked_once(
+def test_folder_needs_one_client_and_one_listing(
     server: Running, parquet: Parquet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gpuload.formats import addresses
@@ -569,7 +579,7 @@ def test_a_folder_is_reached_by_one_client_and_asked_once(
     assert server.counts().get("HEAD 200", 0) - heads <= 1, "a question for each file"
 
 
-def test_several_files_and_a_folder_of_them(server: Running, store_variant: Callable[[str], Stored]) -> None:
+def test_folder_and_list_of_files_read_the_same(server: Running, store_variant: Callable[[str], Stored]) -> None:
     stored = [store_variant("anndata-csr-gzip"), store_variant("csr-zstd-shuffle")]
     folder = server.root / "data" / "plates"
     folder.mkdir(exist_ok=True)
@@ -583,7 +593,9 @@ def test_several_files_and_a_folder_of_them(server: Running, store_variant: Call
 
 
 @pytest.mark.parametrize("form", ["h5ad", "zarr"])
-def test_a_pattern(server: Running, plain: Stored, zarrs: Callable[[str], Path], tmp_path: Path, form: str) -> None:
+def test_pattern_selects_matching_files(
+    server: Running, plain: Stored, zarrs: Callable[[str], Path], tmp_path: Path, form: str
+) -> None:
     folder = server.root / "data" / tmp_path.name
     for name in (f"plate1.{form}", f"plate2.{form}", f"deeper/plate3.{form}", f"other.{form}"):
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
@@ -626,7 +638,7 @@ def test_a_large_chunk_tree_is_read_a_level_at_a_time(server: Running, tmp_path:
     assert n_requests_to_open() < n_first, "the index of the first opening was not used"
 
 
-def test_what_was_kept_of_shards_is_of_one_state_of_them(server: Running, tmp_path: Path) -> None:
+def test_shard_index_is_not_reused_after_a_change(server: Running, tmp_path: Path) -> None:
     path = tmp_path / "kept.zarr"
     zarr_writers.csr(path, shards=True)
     place = server.root / "data" / put(server, path)
@@ -660,7 +672,7 @@ def block_store(tmp_path: Path, server: Running, budget: int = 1 << 30, **settin
 
 
 @pytest.mark.parametrize("form", ["h5ad", "zarr", "parquet"])
-def test_with_a_cache_the_second_epoch_asks_for_nothing(
+def test_second_epoch_with_a_cache_makes_no_requests(
     server: Running, plain: Stored, zarrs: Callable[[str], Path], parquet: Parquet, tmp_path: Path, form: str
 ) -> None:
     if form == "parquet":
@@ -687,14 +699,14 @@ def zarr_names(word: str) -> list[str]:
     return [form.name for form in zarr_writers.forms() if word in form.name and form.layer == "X"]
 
 
-def test_a_cache_that_is_full_is_read_around(server: Running, plain: Stored, tmp_path: Path) -> None:
+def test_full_cache_is_bypassed(server: Running, plain: Stored, tmp_path: Path) -> None:
     address = f"s3://data/{put(server, plain.path)}"
     with block_store(tmp_path, server, budget=4096) as store:
         assert_same(batches(address, cache=store), batches(plain.path))
         assert store.held_nbytes == 4096
 
 
-def test_a_cache_finds_encoded_names(bucket: str, plain: Stored, tmp_path: Path) -> None:
+def test_cache_finds_percent_encoded_names(bucket: str, plain: Stored, tmp_path: Path) -> None:
     (tmp_path / "a b").mkdir()
     shutil.copy(plain.path, tmp_path / "a b" / "my cells%20.h5ad")
     for base in (bucket, f"{bucket}/a%20b"):
@@ -704,8 +716,8 @@ def test_a_cache_finds_encoded_names(bucket: str, plain: Stored, tmp_path: Path)
             assert store.held_nbytes
 
 
-def test_a_cache_is_of_one_query(bucket: str, tmp_path: Path) -> None:
-    """An ETag says nothing of what is at another address, and a query is a part of that; what signs it is not."""
+def test_cache_is_bound_to_one_query_string(bucket: str, tmp_path: Path) -> None:
+    """An ETag holds for one address only; the query is part of the address, but its signature is not."""
     for query, is_other in (("?v=1&sig=a", False), ("?v=1&sig=b", False), ("?v=2", True), ("", True)):
         with pytest.raises(StoreError, match=r"it holds samples of .*\?v=1 in ") if is_other else nullcontext():
             SampleStore(tmp_path / "store", BlockRemote(open_remote(bucket + query)), fetch=False).close()
@@ -720,7 +732,7 @@ def test_a_changed_object_gets_new_blocks(server: Running, tmp_path: Path, store
             assert_same(batches("s3://data/changing.h5ad", cache=store), batches(store_variant(name).path))
 
 
-def test_refusals(server: Running, plain: Stored, tmp_path: Path) -> None:
+def test_bad_addresses_and_options_are_refused(server: Running, plain: Stored, tmp_path: Path) -> None:
     put(server, plain.path)
     reached = options(server)
     with pytest.raises(PlanError, match=r"storage_options: it is for addresses such as 's3://bucket/atlas\.h5ad'"):
@@ -752,7 +764,7 @@ def test_refusals(server: Running, plain: Stored, tmp_path: Path) -> None:
         gpuload.open_loader("s3://data/x.h5ad", cache=store)
 
 
-def test_the_command_line_takes_addresses(
+def test_inspect_accepts_addresses(
     server: Running,
     zarrs: Callable[[str], Path],
     plain: Stored,

@@ -1,4 +1,4 @@
-"""Arrays of several dimensions per cell, such as images, in every form that has them: against the array written."""
+"""Arrays of several dimensions per cell, such as images, in every form: equal to the array that was written."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def h5ad(folder: Path, images: np.ndarray) -> Any:
 
 
 def h5ad_chunked(folder: Path, images: np.ndarray, chunks: tuple[int, ...] = (6, 2, 5, 4)) -> Any:
-    """Of the second axis, whose length is 3, each row of chunks has 2 and then, padded, 1."""
+    """The second axis, of length 3, is split into a chunk of 2 and a padded chunk of 1."""
     path = folder / "cells.h5ad"
     with h5py.File(path, "w") as file:
         write_elem(file, "/", cells_of(images))
@@ -126,7 +126,7 @@ def assert_images(loader: gpuload.Loader, images: np.ndarray, *, n_epochs: int =
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("form", FORMS)
-def test_images(form: Any, dtype: Any, tmp_path: Path) -> None:
+def test_images_are_read_as_written(form: Any, dtype: Any, tmp_path: Path) -> None:
     images = images_of(dtype)
     source, settings = form(tmp_path, images)
     with gpuload.open_loader(source, **settings, **SMALL) as loader:
@@ -151,7 +151,7 @@ def test_images(form: Any, dtype: Any, tmp_path: Path) -> None:
         ((53, 2, 3, 4, 5), (8, 2, 2, 3, 5)),
     ],
 )
-def test_chunks_that_cut_all_axes(
+def test_chunks_may_split_every_axis(
     shape: tuple[int, ...], chunks: tuple[int, ...], compression: str | None, tmp_path: Path
 ) -> None:
     images = images_of(shape=shape)
@@ -177,7 +177,7 @@ def test_each_chunk_is_decoded_once(tmp_path: Path) -> None:
     assert (read.piece_width * read.piece_rows).sum() == 18 * 3 * 5 * 4
 
 
-def test_as_anndata_writes_them_with_gzip(tmp_path: Path) -> None:
+def test_images_written_by_anndata_with_gzip(tmp_path: Path) -> None:
     images = images_of(shape=(600, 3, 32, 32))
     cells_of(images).write_h5ad(tmp_path / "cells.h5ad", compression="gzip")
     with h5py.File(tmp_path / "cells.h5ad") as file:
@@ -214,7 +214,7 @@ def test_other_shapes(shape: tuple[int, ...]) -> None:
         assert_images(loader, images)
 
 
-def test_beside_other_matrices(tmp_path: Path) -> None:
+def test_images_in_obsm_are_read_beside_X(tmp_path: Path) -> None:
     images = images_of()
     path, _ = h5ad_chunked(tmp_path, images)
     with gpuload.open_loader(path, obsm=["image"], **SMALL) as loader:
@@ -223,7 +223,7 @@ def test_beside_other_matrices(tmp_path: Path) -> None:
             np.testing.assert_array_equal(batch.obsm["image"], images[batch.rows])
 
 
-def test_several_files(tmp_path: Path) -> None:
+def test_files_must_have_the_same_array_shape(tmp_path: Path) -> None:
     images = images_of()
     np.save(tmp_path / "0.npy", images[:20])
     np.save(tmp_path / "1.npy", images[20:])
@@ -247,7 +247,7 @@ def test_half_precision(dtype: str) -> None:
             np.testing.assert_array_equal(X, images[batch.rows])  # integers below 256 are exact
 
 
-def test_as_tensors(tmp_path: Path) -> None:
+def test_images_become_torch_tensors(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from gpuload.torch import CellDataset
 
@@ -257,11 +257,11 @@ def test_as_tensors(tmp_path: Path) -> None:
         for batch in CellDataset(loader):
             assert isinstance(batch["obsm/image"], torch.Tensor)
             kept.append((batch["rows"], batch["obsm/image"]))
-    for rows, X in kept:  # memory that is still held is not used again
+    for rows, X in kept:  # memory that is still referenced is not reused
         np.testing.assert_array_equal(X.numpy(), images[rows.numpy()])
 
 
-def test_by_dali(tmp_path: Path) -> None:
+def test_dali_delivers_images(tmp_path: Path) -> None:
     pytest.importorskip("nvidia.dali")
     pytest.importorskip("torch")
     from gpuload.dali import CellIterator, cell_pipeline
@@ -273,7 +273,7 @@ def test_by_dali(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(batch["X"].numpy(), images[batch["rows"].numpy().reshape(-1)])
 
 
-def test_what_inspect_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_the_array_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, _ = npy(tmp_path, images_of())
     assert main(["inspect", str(path)]) == 0
     out = capsys.readouterr().out
@@ -284,18 +284,18 @@ def test_what_inspect_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 # --- refusals
 
 
-def test_settings_that_arrays_do_not_have() -> None:
+def test_genes_and_csr_are_refused_for_arrays() -> None:
     for settings, name in (({"genes": ["0"]}, "genes"), ({"output": "csr"}, "output='csr'")):
         with pytest.raises(PlanError, match=rf"{name}: cells of <ndarray> have arrays of shape \(3, 5, 4\); leave it"):
             gpuload.open_loader(images_of(), **settings, **SMALL)
 
 
-def test_names_select_no_values_of_arrays() -> None:
+def test_join_by_names_is_refused_for_arrays() -> None:
     with pytest.raises(PlanError, match=r"join: cells of <ndarray> have arrays of shape \(3, 5, 4\); leave it out"):
         gpuload.open_loader(images_of(), join=["0", "1"], **SMALL)
 
 
-def test_as_a_layer_with_genes() -> None:
+def test_genes_are_refused_for_an_array_layer() -> None:
     with pytest.raises(PlanError, match=r"genes: .* of shape \(3, 5, 4\) in obsm/image, which obsm= returns without"):
         gpuload.open_loader(cells_of(images_of()), layer=["X", "obsm/image"], genes=["1"], **SMALL)
 
@@ -306,7 +306,7 @@ def test_tune_refuses_csr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "output='csr': cells of" in capsys.readouterr().err
 
 
-def test_a_zarr_array_has_no_members(tmp_path: Path) -> None:
+def test_zarr_array_has_no_obs_layers_or_obsm(tmp_path: Path) -> None:
     path, _ = zarr_array(tmp_path, images_of())
     with pytest.raises(StoreError, match=r"this format has no obs, so obs=\['a'\]"):
         gpuload.open_loader(path, obs=["a"], **SMALL)
@@ -316,13 +316,13 @@ def test_a_zarr_array_has_no_members(tmp_path: Path) -> None:
         gpuload.open_loader(path, obsm=["a"], **SMALL)
 
 
-def test_a_zarr_array_of_one_dimension(tmp_path: Path) -> None:
+def test_one_dimensional_zarr_array_is_refused(tmp_path: Path) -> None:
     path, _ = zarr_array(tmp_path, np.arange(4), chunks=(2,))
     with pytest.raises(StoreError, match="it has 1 dimensions; expected a matrix of cells x columns"):
         gpuload.open_loader(path, **SMALL)
 
 
-def test_a_damaged_chunk(tmp_path: Path) -> None:
+def test_damaged_chunk_is_reported(tmp_path: Path) -> None:
     path, _ = zarr_array_2(tmp_path, images_of())
     chunk = next(file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith("."))
     chunk.write_bytes(chunk.read_bytes()[:-3])
@@ -330,14 +330,14 @@ def test_a_damaged_chunk(tmp_path: Path) -> None:
         list(loader)
 
 
-def test_they_are_not_packed(tmp_path: Path) -> None:
+def test_packing_arrays_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("zarr", minversion="3.0")
     path, _ = h5ad(tmp_path, images_of())
     with pytest.raises(StoreError, match=r"in obsm/image, cells have arrays of shape \(3, 5, 4\); only matrices can"):
         gpuload.pack(path, tmp_path / "packed.zarr", obsm=["image"])
 
 
-def test_estimators_take_rows_only() -> None:
+def test_estimators_refuse_arrays() -> None:
     from gpuload.estimators import TruncatedSVD
 
     with gpuload.open_loader(images_of(), **SMALL) as loader, pytest.raises(PlanError, match=r"shape \(3, 5, 4\)"):

@@ -96,8 +96,8 @@ def test_categories_of_anndata_0_6(tmp_path: Path, categories: Any, codes: Any, 
     assert_columns(path, ["line"], obs)
 
 
-def test_attributes_of_fixed_length(tmp_path: Path) -> None:
-    """HDF5.jl of Julia writes them so."""
+def test_fixed_length_string_attributes_are_read(tmp_path: Path) -> None:
+    """Julia's HDF5.jl writes them this way."""
     path = tmp_path / "fixed.h5ad"
     X = writers.write_plain(path)
 
@@ -118,7 +118,7 @@ def test_attributes_of_fixed_length(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Writing zarr v2")
 @pytest.mark.parametrize("form", ["h5ad", "zarr"])
-def test_a_column_that_is_the_index_too(tmp_path: Path, form: str) -> None:
+def test_column_that_is_also_the_index(tmp_path: Path, form: str) -> None:
     names = [f"cell_{i}" for i in range(6)]
     obs = pd.DataFrame({"barcode": names, "n": range(6)}, index=pd.Index(names, name="barcode"))
     cells = anndata.AnnData(np.zeros((6, 3), np.float32), obs=obs)
@@ -129,7 +129,7 @@ def test_a_column_that_is_the_index_too(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["float16", "int8", "uint64", ">i4", "bytes", "Int8", "string", "boolean", "old"])
-def test_columns_of_further_types(tmp_path: Path, name: str) -> None:
+def test_less_common_column_types(tmp_path: Path, name: str) -> None:
     values: dict[str, Any] = {
         "float16": np.arange(6, dtype=np.float16),
         "int8": np.arange(-3, 3, dtype=np.int8),
@@ -154,7 +154,7 @@ def test_columns_of_further_types(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["complex128", "float128", "datetime64[ns]", "timedelta64[ns]"])
-def test_columns_that_have_no_place_in_a_minibatch(kind: str) -> None:
+def test_unsupported_column_types_are_refused(kind: str) -> None:
     obs = pd.DataFrame({"c": np.arange(6).astype(kind)}, index=list("abcdef"))
     cells = anndata.AnnData(np.zeros((6, 3), np.float32), obs=obs)
     with pytest.raises(gpuload.StoreError) as caught:
@@ -173,7 +173,7 @@ def test_columns_that_have_no_place_in_a_minibatch(kind: str) -> None:
         ("_index", "/obs/_index has 2 dimensions; expected one."),
     ],
 )
-def test_columns_of_two_dimensions(tmp_path: Path, name: str, said: str) -> None:
+def test_two_dimensional_columns_are_refused(tmp_path: Path, name: str, said: str) -> None:
     path = tmp_path / "cells.h5ad"
     obs = pd.DataFrame({"c": range(3), "d": pd.Categorical(list("abc"))}, index=list("xyz"))
     anndata.AnnData(np.zeros((3, 2), np.float32), obs=obs).write_h5ad(path)
@@ -187,7 +187,7 @@ def test_columns_of_two_dimensions(tmp_path: Path, name: str, said: str) -> None
         gpuload.obs_names(path) if name == "_index" else gpuload.open_loader(path, obs=name[0])
 
 
-def test_categories_keep_their_order_and_unused_ones(plain: Stored) -> None:
+def test_categories_keep_their_order_and_unused_values(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, obs=["cell_line", "stage", "year", "depth"]) as loader:
         assert list(loader.categories["cell_line"]) == ["K562", "unused", "A549", "HeLa"]
         assert list(loader.categories["stage"]) == ["late", "early", "mid"]
@@ -204,13 +204,13 @@ def test_missing_values(plain: Stored) -> None:
     assert batch.obs["flag"].max() == 1
 
 
-def test_no_column_wanted(plain: Stored) -> None:
+def test_obs_is_empty_by_default(plain: Stored) -> None:
     with gpuload.open_loader(plain.path) as loader:
         assert next(iter(loader)).obs == {}
         assert loader.categories == {}
 
 
-def test_categories_over_files_are_the_union_in_order_of_first_appearance(tmp_path: Path) -> None:
+def test_categories_of_files_are_joined_in_order_of_appearance(tmp_path: Path) -> None:
     lines = [["b", "a"], ["c", "b"], ["a", "d"]]
     paths, values = [], []
     for i, categories in enumerate(lines):
@@ -230,8 +230,8 @@ def test_categories_over_files_are_the_union_in_order_of_first_appearance(tmp_pa
 
 
 @pytest.mark.parametrize("form", ["h5ad", "zarr"])
-def test_categories_of_float32_are_those_of_float64(tmp_path: Path, form: str) -> None:
-    """A class is one class, although 0.1 is another number in 4 bytes than in 8."""
+def test_float32_and_float64_categories_are_merged(tmp_path: Path, form: str) -> None:
+    """Equal labels are one class, although 0.1 differs between float32 and float64."""
     paths = []
     for dtype in (np.float32, np.float64):
         doses = pd.Categorical.from_codes([2, 0, -1, 1], np.array([0.1, 1e-9, np.inf], dtype))
@@ -246,14 +246,14 @@ def test_categories_of_float32_are_those_of_float64(tmp_path: Path, form: str) -
         assert next(iter(loader)).obs["dose"].tolist() == [-1, 1, -1, 0]
 
 
-def test_string_columns_over_files_share_their_categories(store_variant: StoreVariant) -> None:
+def test_string_columns_across_files_share_categories(store_variant: StoreVariant) -> None:
     parts = [store_variant(name) for name in ("csr-gzip4", "csr-lzf")]
     assert_columns([p.path for p in parts], COLUMNS, pd.concat([p.obs for p in parts]))
 
 
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("name", ["csr-gzip4", "csr-unsorted", "csr-repeated", "dense-gzip4", "csr-131x1"])
-def test_genes(store_variant: StoreVariant, name: str, output: str) -> None:
+def test_genes_are_selected_by_name_or_mask(store_variant: StoreVariant, name: str, output: str) -> None:
     stored = store_variant(name)
     n_vars = stored.dense.shape[1]
     rng = np.random.default_rng(0)
@@ -306,7 +306,7 @@ def test_transform(store_variant: StoreVariant, name: str, target_sum: float | N
             np.testing.assert_allclose(X, expected[batch.rows], rtol=3e-7, atol=0)
 
 
-def test_transform_counts_all_genes_before_some_are_selected(store_variant: StoreVariant) -> None:
+def test_transform_totals_include_unselected_genes(store_variant: StoreVariant) -> None:
     stored = store_variant("csr-gzip4")
     expected = transformed(stored, 1e4, True).toarray()[:, [5, 2, 30]]
     genes = ["gene_005", "gene_002", "gene_030"]
@@ -355,7 +355,7 @@ def test_float16_rounds_as_numpy_and_keeps_infinities(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_csr", [True, False])
-def test_a_value_that_float16_cannot_hold_is_an_error(tmp_path: Path, is_csr: bool) -> None:
+def test_value_too_large_for_float16_raises(tmp_path: Path, is_csr: bool) -> None:
     X = np.zeros((4, 3), np.float32)
     X[2, 1] = 65520  # the smallest that rounds to infinity
     path = tmp_path / "high.h5ad"
@@ -389,13 +389,13 @@ def test_bfloat16(store_variant: StoreVariant, name: str, transform: gpuload.Tra
 
 @pytest.mark.parametrize("is_csr", [True, False])
 def test_bfloat16_rounds_as_torch_does(tmp_path: Path, is_csr: bool) -> None:
-    """All halves of float32: ties, infinities, the largest (which become infinite), numbers that are none."""
+    """All upper halves of float32: ties, infinities, the largest values (which become infinite), NaN."""
     torch = pytest.importorskip("torch")
     upper = np.arange(1 << 16, dtype=np.uint32)
     lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     X = (upper[:, None] << 16 | lower).view(np.float32).reshape(-1, 64)
     if is_csr:
-        X[np.isin(X.view(np.uint32), (0x80000000,))] = 0  # what is not stored is +0, and a sum with it too
+        X[np.isin(X.view(np.uint32), (0x80000000,))] = 0  # values not stored read as +0, and so does -0 added to it
     path = tmp_path / "brain.h5ad"
     write_h5ad(path, lambda f: write_csr(f, "X", csr_matrix(X)) if is_csr else write_dense(f, "X", X), *X.shape)
     with gpuload.open_loader(path, dtype="bfloat16", shuffle=False, batch_size=len(X)) as loader:
@@ -407,7 +407,7 @@ def test_bfloat16_rounds_as_torch_does(tmp_path: Path, is_csr: bool) -> None:
 
 
 @pytest.mark.parametrize("form", ["csr", "dense"])
-def test_integers_beyond_float32_are_rounded_and_said_so_once(
+def test_integers_rounded_to_float32_are_reported_once(
     tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     X = np.zeros((40, 3), np.int32)
@@ -426,7 +426,7 @@ def test_integers_beyond_float32_are_rounded_and_said_so_once(
     assert str(path) in said[0]
 
 
-def test_integers_up_to_two_to_the_24_are_not_complained_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_integers_exact_in_float32_give_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "exact.h5ad"
     write_h5ad(path, lambda f: write_dense(f, "X", np.full((4, 3), 1 << 24, np.int64)), 4, 3)
     with caplog.at_level(logging.WARNING, logger="gpuload"), gpuload.open_loader(path) as loader:
@@ -434,8 +434,8 @@ def test_integers_up_to_two_to_the_24_are_not_complained_of(tmp_path: Path, capl
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_numbers_beyond_the_categories_of_another_table_stay_numbers(tmp_path: Path) -> None:
-    """In files of old, obs and var shared uns/batch_categories; 2 is no code of two categories."""
+def test_codes_beyond_the_shared_categories_stay_numbers(tmp_path: Path) -> None:
+    """In old files, obs and var share uns/batch_categories; 2 is not a code of two categories."""
     obs = np.array([(b"c0", 0), (b"c1", 1), (b"c2", 2)], dtype=[("index", "S2"), ("batch", "i8")])
     with h5py.File(tmp_path / "old.h5ad", "w") as file:
         file["obs"] = obs

@@ -1,4 +1,4 @@
-"""Every on-disk form, row by row: what is handed over is what h5py and anndata read in memory."""
+"""Every on-disk form, row by row: delivered values equal what h5py and anndata read into memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_same_csr(found: csr_matrix, expected: csr_matrix) -> None:
     np.testing.assert_array_equal(found.data, expected.data)
 
 
-def test_what_is_expected_is_what_anndata_reads(stored: Stored) -> None:
+def test_expected_values_match_anndata(stored: Stored) -> None:
     if any(part in stored.name for part in BIG_ENDIAN_OR_HALF) and stored.is_csr:
         with h5py.File(stored.path) as file:  # SciPy has no sparse matrices of this dtype
             data, indices, indptr = (file["X"][name][()] for name in ("data", "indices", "indptr"))
@@ -48,7 +48,7 @@ def test_what_is_expected_is_what_anndata_reads(stored: Stored) -> None:
     np.testing.assert_array_equal((X.toarray() if hasattr(X, "toarray") else X).astype(np.float32), stored.dense)
 
 
-def test_in_file_order_dense(stored: Stored) -> None:
+def test_dense_output_in_file_order(stored: Stored) -> None:
     values, rows = dense_rows(stored, shuffle=False, batch_size=16, fetch_factor=3)
     np.testing.assert_array_equal(rows, np.arange(len(stored.dense)))
     assert values.dtype == np.float32
@@ -56,7 +56,7 @@ def test_in_file_order_dense(stored: Stored) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 5, "chunk", "3 chunks"])
-def test_shuffled_dense(stored: Stored, block_size: int | str) -> None:
+def test_dense_output_shuffled(stored: Stored, block_size: int | str) -> None:
     values, rows = dense_rows(stored, seed=3, batch_size=7, fetch_factor=4, block_size=block_size)
     np.testing.assert_array_equal(np.sort(rows), np.arange(len(stored.dense)))
     np.testing.assert_array_equal(values, stored.dense[rows])
@@ -116,7 +116,7 @@ def test_several_files(store_variant: StoreVariant, kinds: tuple[str, ...], bloc
 
 @pytest.mark.parametrize("kind", ["csr", "dense"])
 @pytest.mark.parametrize("block_size", [5, "chunk"])
-def test_files_without_cells_among_others(store_variant: StoreVariant, kind: str, block_size: int | str) -> None:
+def test_empty_files_among_others(store_variant: StoreVariant, kind: str, block_size: int | str) -> None:
     empty, full = store_variant(f"{kind}-0x53"), store_variant(f"{kind}-gzip4")
     paths = [empty.path, full.path, empty.path, empty.path, full.path]
     expected = np.concatenate([full.dense, full.dense])
@@ -136,7 +136,7 @@ def test_the_same_file_twice(store_variant: StoreVariant) -> None:
 
 @pytest.mark.parametrize("dtype", ["i4", "u4", "i8", "u8", "f8"])
 @pytest.mark.parametrize("compression", [None, "gzip", "lzf"])
-def test_values_are_rounded_to_float32_as_numpy_rounds(tmp_path: Any, dtype: str, compression: str | None) -> None:
+def test_values_are_rounded_to_float32_like_numpy(tmp_path: Any, dtype: str, compression: str | None) -> None:
     rng = np.random.default_rng(0)
     info = np.iinfo(dtype) if dtype[0] in "iu" else None
     X = rng.integers(info.min, info.max, (40, 9), dtype=dtype) if info else rng.normal(size=(40, 9)) * 1e30
@@ -150,7 +150,7 @@ def test_values_are_rounded_to_float32_as_numpy_rounds(tmp_path: Any, dtype: str
     np.testing.assert_array_equal(batch.X, X.astype(np.float32))
 
 
-def test_special_values_pass(tmp_path: Any) -> None:
+def test_special_values_are_preserved(tmp_path: Any) -> None:
     from tests.writers import write_dense, write_h5ad
 
     X = np.array([[np.nan, np.inf, -np.inf, -0.0, 1e-45]], dtype=np.float32)
@@ -161,22 +161,20 @@ def test_special_values_pass(tmp_path: Any) -> None:
     np.testing.assert_array_equal(batch.X, X)
 
 
-def test_a_file_opened_by_a_relative_path_and_as_text(
-    store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_path_may_be_a_relative_string(store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = store_variant("csr-gzip4")
     monkeypatch.chdir(stored.path.parent)
     with gpuload.open_loader(stored.path.name, shuffle=False, batch_size=1000) as loader:
         np.testing.assert_array_equal(next(iter(loader)).X, stored.dense)
 
 
-def test_a_file_that_someone_else_holds_open_for_reading(store_variant: StoreVariant) -> None:
+def test_file_held_open_elsewhere_can_be_read(store_variant: StoreVariant) -> None:
     stored = store_variant("csr-gzip4")
     with h5py.File(stored.path), gpuload.open_loader(stored.path, shuffle=False, batch_size=1000) as loader:
         np.testing.assert_array_equal(next(iter(loader)).X, stored.dense)
 
 
-def test_blocks_of_several_chunks_are_chunk_blocks_joined(store_variant: StoreVariant) -> None:
+def test_blocks_of_several_chunks_merge_single_chunk_blocks(store_variant: StoreVariant) -> None:
     from gpuload.formats import open_store
 
     paths = [store_variant(kind).path for kind in ("csr-gzip4", "csr-userblock-512")]

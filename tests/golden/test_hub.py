@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face Hub: asked through its own client, over a server that answers as the Hub does."""
+"""Hugging Face Hub repositories, read through the Hub's own client from a server that imitates the Hub."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import gpuload
 from benchmarks.s3server import start
 from gpuload import hub
 from gpuload.cache import BlockRemote, SampleStore
+from gpuload.cli import main
 from gpuload.errors import BusyError, PlanError, ReadError
 from gpuload.remote import open_remote
 from tests.golden.test_addresses import assert_same, batches
@@ -36,13 +37,13 @@ if TYPE_CHECKING:
 
 COMMITS = {"main": "1" * 40, "v2": "2" * 40, "refs/convert/parquet": "3" * 40}
 PAGE = 2
-"""Entries of a folder in one answer."""
+"""Folder entries per answer."""
 
 
 class Hub(BaseHTTPRequestHandler):
     """One repository, ``some/cells``, a folder for each commit; another server has the bytes.
 
-    Those without the token, and those who ask for another repository, are told the same, as the Hub does.
+    Requests without the token and requests for another repository get the same answer, as from the Hub.
     """
 
     protocol_version = "HTTP/1.1"
@@ -50,7 +51,7 @@ class Hub(BaseHTTPRequestHandler):
     bytes_at: str
     asked: list[str]
     busy = 0
-    """Answers to come that are 503."""
+    """How many of the next answers are 503."""
     signatures = count()
 
     def do_GET(self) -> None:
@@ -141,7 +142,9 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
 
 @pytest.mark.parametrize("revision", ["main", "v2", "refs/convert/parquet"])
-def test_a_file_of_a_revision(repository: Callable[[str], Path], store_variant: StoreVariant, revision: str) -> None:
+def test_file_is_read_from_a_revision(
+    repository: Callable[[str], Path], store_variant: StoreVariant, revision: str
+) -> None:
     stored = store_variant("csr-gzip4")
     shutil.copy(stored.path, repository(revision) / "cells.h5ad")
     address = "hf://datasets/some/cells" + ("" if revision == "main" else f"@{revision}")
@@ -169,7 +172,7 @@ def test_files_by_folder_and_pattern(repository: Callable[[str], Path], tmp_path
         batches("hf://datasets/some/cells/data/*.h5ad")
 
 
-def test_a_zarr_store_and_a_cache_of_blocks(
+def test_zarr_store_and_block_cache(
     repository: Callable[[str], Path], store_variant: StoreVariant, tmp_path: Path
 ) -> None:
     pytest.importorskip("zarr")
@@ -192,7 +195,23 @@ def test_a_zarr_store_and_a_cache_of_blocks(
         assert ratio == 1.0
 
 
-def test_what_is_read_is_of_the_commit_that_was_first(
+def test_gpuload_bench_has_a_cache_of_a_repository(
+    repository: Callable[[str], Path],
+    store_variant: StoreVariant,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("torch")
+    shutil.copy(store_variant("csr-gzip4").path, repository("main") / "cells.h5ad")
+    quick = ("--batch-size", "7", "--fetch-factor", "2", "--seconds", "0.5", "--repeats", "1", "--device", "cpu")
+    cached = ("--cache", str(tmp_path / "blocks"), "--json", "--quiet")
+    assert main(["bench", "hf://datasets/some/cells@main/cells.h5ad", *quick, *cached]) == 0
+    first, *later = json.loads(capsys.readouterr().out)["cache"]["epochs"]
+    assert first["hit_ratio"] < 1
+    assert {epoch["hit_ratio"] for epoch in later} == {1}
+
+
+def test_reads_stay_on_the_first_resolved_commit(
     repository: Callable[[str], Path], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = store_variant("csr-gzip4"), store_variant("csr-zstd")
@@ -212,7 +231,7 @@ def test_what_is_read_is_of_the_commit_that_was_first(
         assert each.reach("cells.h5ad") is None
 
 
-def test_a_folder_as_a_remote(repository: Callable[[str], Path]) -> None:
+def test_folder_serves_as_a_remote(repository: Callable[[str], Path]) -> None:
     folder = repository("main") / "images of cells" / "a"
     folder.mkdir(parents=True)
     (folder / "1 +.npy").write_bytes(bytes(range(200)))
@@ -226,7 +245,7 @@ def test_a_folder_as_a_remote(repository: Callable[[str], Path]) -> None:
     assert remote.head("other.npy") is None
 
 
-def test_samples_and_a_store_of_them(repository: Callable[[str], Path], tmp_path: Path) -> None:
+def test_samples_and_sample_store(repository: Callable[[str], Path], tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from gpuload.samples import SampleLoader, SampleSet
 
@@ -246,7 +265,9 @@ def test_samples_and_a_store_of_them(repository: Callable[[str], Path], tmp_path
         assert store.stats()["n_quarantined"] == 0
 
 
-def test_who_may_read(repository: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, plain: Any) -> None:
+def test_access_requires_a_valid_token(
+    repository: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, plain: Any
+) -> None:
     shutil.copy(plain.path, repository("main") / "cells.h5ad")
     address = "hf://datasets/some/cells/cells.h5ad"
     closed = r"^hf://datasets/some/cells: there is no such repository, or it is not open to you; check its name, accept"
@@ -286,7 +307,7 @@ def test_who_may_read(repository: Callable[[str], Path], monkeypatch: pytest.Mon
         ),
     ],
 )
-def test_addresses_that_lead_nowhere(
+def test_invalid_addresses_are_refused(
     repository: Callable[[str], Path], address: str, options: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -294,7 +315,9 @@ def test_addresses_that_lead_nowhere(
     assert str(caught.value).startswith(message)
 
 
-def test_a_hub_that_is_busy(repository: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, plain: Any) -> None:
+def test_busy_hub_is_retried_then_reported(
+    repository: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, plain: Any
+) -> None:
     shutil.copy(plain.path, repository("main") / "cells.h5ad")
     monkeypatch.setattr(Hub, "busy", 1)
     assert_same(batches("hf://datasets/some/cells/cells.h5ad"), batches(plain.path))
@@ -306,7 +329,7 @@ def test_a_hub_that_is_busy(repository: Callable[[str], Path], monkeypatch: pyte
         hub.Repository("hf://datasets/some/cells").file("cells.h5ad")
 
 
-def test_addresses_of_all_kinds() -> None:
+def test_addresses_are_split_into_repository_and_path() -> None:
     split = hub.split_address
     assert split("hf://datasets/some/cells") == ("hf://datasets/some/cells", "")
     assert split("hf://datasets/some/cells/a/b.h5ad") == ("hf://datasets/some/cells", "a/b.h5ad")

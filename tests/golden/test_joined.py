@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {"batch_size": 9, "fetch_factor": 3, "block_size": 4, "d
 
 
 def joined(parts: list[anndata.AnnData], join: Any) -> anndata.AnnData:
-    """Return what anndata makes of parts; a list of genes is of those of the outer join."""
+    """Return what anndata makes of parts; a list of genes selects from the outer join."""
     whole = anndata.concat(parts, join="outer" if isinstance(join, list) else join, fill_value=0)
     return whole[:, join] if isinstance(join, list) else whole
 
@@ -86,7 +86,7 @@ def files_of_other_widths(folder: Path, **options: Any) -> tuple[list[Path], lis
 
 
 @pytest.mark.parametrize("compression", ["gzip", "lzf", None])
-def test_files_of_other_widths_are_one_plan(
+def test_files_of_different_widths_share_one_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
 ) -> None:
     monkeypatch.setattr("gpuload.backends.cpu.TASK_NBYTES", 100)
@@ -99,7 +99,7 @@ def test_files_of_other_widths_are_one_plan(
 
 @pytest.mark.parametrize("is_tiled", [False, True])
 @pytest.mark.parametrize("output", ["dense", "csr"])
-def test_dense_files_of_two_widths_by_turns(tmp_path: Path, output: str, is_tiled: bool) -> None:
+def test_dense_files_of_alternating_widths(tmp_path: Path, output: str, is_tiled: bool) -> None:
     names = [[f"gene_{i}" for i in range(15)], [f"gene_{i}" for i in range(20, 5, -1)], ["gene_7", "gene_12"]]
     parts = [part(k, genes=names[k % 3], n_obs=4 + k, is_dense=True) for k in range(8)]
     paths = write(tmp_path, parts)
@@ -115,7 +115,7 @@ def test_dense_files_of_two_widths_by_turns(tmp_path: Path, output: str, is_tile
 
 @pytest.mark.parametrize("compression", ["gzip", None])
 @pytest.mark.parametrize("column", [12, 25, -1])
-def test_a_column_is_no_gene_of_its_own_file(tmp_path: Path, column: int, compression: str | None) -> None:
+def test_column_beyond_its_own_files_genes_is_reported(tmp_path: Path, column: int, compression: str | None) -> None:
     paths, _ = files_of_other_widths(tmp_path, compression=compression)
     with h5py.File(paths[4], "r+") as file:
         file["X/indices"][3] = column
@@ -126,7 +126,7 @@ def test_a_column_is_no_gene_of_its_own_file(tmp_path: Path, column: int, compre
 
 
 @pytest.mark.parametrize("where", ["h5ad", "memory"])
-def test_columns_that_only_some_files_have(tmp_path: Path, where: str) -> None:
+def test_obs_columns_missing_from_some_files(tmp_path: Path, where: str) -> None:
     parts = [part(seed, n_obs=6) for seed in range(4)]
     parts[1].obs["clone"] = ["a", "b", "a", "c", "b", "a"]
     parts[1].obs["n_umi"] = np.arange(6)
@@ -156,7 +156,7 @@ def test_columns_that_only_some_files_have(tmp_path: Path, where: str) -> None:
 
 @pytest.mark.parametrize("other", ["no column", "only missing values"])
 def test_float32_stays_float32_beside_missing_values(other: str) -> None:
-    """As in anndata's; as float64 it is no longer equal to what is written."""
+    """As in anndata; as float64 the value would no longer equal the literal in the condition."""
     parts = [part(seed, n_obs=3) for seed in range(2)]
     parts[1].obs["dose"] = np.array([0.1, np.nan, 0.5], dtype=np.float32)
     if other != "no column":
@@ -168,7 +168,7 @@ def test_float32_stays_float32_beside_missing_values(other: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:zarr v3 autosharding")
 @pytest.mark.parametrize("form", ["collection", "parquet"])
-def test_columns_that_only_a_later_part_of_one_store_has(tmp_path: Path, form: str) -> None:
+def test_obs_columns_missing_from_the_first_part_of_a_store(tmp_path: Path, form: str) -> None:
     X, other = csr_matrix(np.eye(2, 3, dtype=np.float32)), tmp_path / "other.h5ad"
     late = {"dose": [5.0, 6.0], "depth": [7, 8], "clone": ["x", "y"], "is_doublet": [False, True]}
     obs = [pd.DataFrame({"n": [i, i], **(late if i else {})}, index=[f"{i}a", f"{i}b"]) for i in range(2)]
@@ -207,7 +207,7 @@ def test_columns_that_only_a_later_part_of_one_store_has(tmp_path: Path, form: s
 
 
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
-def test_names_of_the_whole(tmp_path: Path, is_dense: bool) -> None:
+def test_gene_names_after_joining(tmp_path: Path, is_dense: bool) -> None:
     genes = [["b", "a", "c", "x"], ["c", "d", "b"], ["d", "c", "b", "e"]]
     parts = [part(seed, is_dense=is_dense, genes=names) for seed, names in enumerate(genes)]
     paths = write(tmp_path, parts)
@@ -221,7 +221,7 @@ def test_names_of_the_whole(tmp_path: Path, is_dense: bool) -> None:
 
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
-def test_totals_are_over_all_genes_that_a_file_stores(tmp_path: Path, is_dense: bool, output: str) -> None:
+def test_totals_include_genes_dropped_by_the_join(tmp_path: Path, is_dense: bool, output: str) -> None:
     parts = [part(seed, is_dense=is_dense) for seed in range(4)]
     whole = joined(parts, "inner")
     settings = {"join": "inner", "transform": gpuload.Transform(target_sum=100.0), "output": output}
@@ -237,7 +237,7 @@ def test_totals_are_over_all_genes_that_a_file_stores(tmp_path: Path, is_dense: 
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("join", ["inner", "outer", ["gene_3", "gene_50", "gene_0", "gene_12"]])
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
-def test_genes_are_chosen_among_the_joined(tmp_path: Path, is_dense: bool, join: Any, output: str) -> None:
+def test_genes_select_from_the_joined_genes(tmp_path: Path, is_dense: bool, join: Any, output: str) -> None:
     parts = [part(seed, is_dense=is_dense) for seed in range(5)]
     whole = joined(parts, join)
     for genes in (["gene_3", "gene_0"], np.arange(whole.n_vars) % 3 == 0):
@@ -250,7 +250,7 @@ def test_genes_are_chosen_among_the_joined(tmp_path: Path, is_dense: bool, join:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
-def test_halves(tmp_path: Path, is_dense: bool, dtype: str) -> None:
+def test_half_precision_output(tmp_path: Path, is_dense: bool, dtype: str) -> None:
     parts = [part(seed, is_dense=is_dense) for seed in range(3)]
     whole = joined(parts, "outer")
     with gpuload.open_loader(write(tmp_path, parts), join="outer", dtype=dtype, **SMALL) as loader:
@@ -261,7 +261,7 @@ def test_halves(tmp_path: Path, is_dense: bool, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
-def test_wide_minibatches_which_are_written_past_the_caches(tmp_path: Path, is_dense: bool) -> None:
+def test_minibatches_too_wide_for_the_cpu_caches(tmp_path: Path, is_dense: bool) -> None:
     rng = np.random.default_rng(0)
     names = np.array([f"g{i}" for i in range(9_000)])
     parts = [part(seed, is_dense=is_dense, n_obs=80, genes=rng.permutation(names)[: 5_000 + seed]) for seed in range(2)]
@@ -292,7 +292,7 @@ def test_a_folder_of_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
-def test_cells_in_memory_and_zarr_and_files_together(tmp_path: Path, is_dense: bool) -> None:
+def test_memory_zarr_and_files_join_together(tmp_path: Path, is_dense: bool) -> None:
     pytest.importorskip("zarr")
     parts = [part(seed, is_dense=is_dense) for seed in range(4)]
     write_zarr(tmp_path / "two.zarr", parts[2])
@@ -303,7 +303,7 @@ def test_cells_in_memory_and_zarr_and_files_together(tmp_path: Path, is_dense: b
 
 
 @pytest.mark.parametrize("join", ["inner", "outer"])
-def test_files_that_agree_are_read_as_without_join(tmp_path: Path, join: str) -> None:
+def test_join_has_no_effect_when_genes_agree(tmp_path: Path, join: str) -> None:
     parts = [part(seed, genes=["c", "a", "b"]) for seed in range(3)]
     paths = write(tmp_path, parts)
     with gpuload.open_loader(paths, join=join, **SMALL) as loader, gpuload.open_loader(paths, **SMALL) as plain:
@@ -328,7 +328,7 @@ def test_files_that_agree_are_read_as_without_join(tmp_path: Path, join: str) ->
         (None, "gene 0 is 'b' but in "),
     ],
 )
-def test_genes_that_the_joined_lack(tmp_path: Path, join: Any, told: str) -> None:
+def test_genes_missing_after_the_join_are_refused(tmp_path: Path, join: Any, told: str) -> None:
     paths = write(tmp_path, [part(0, genes=["a", "b", "c"]), part(1, genes=["b", "c", "d"])])
     with pytest.raises(ValueError, match=re.escape(told)):
         gpuload.open_loader(paths, join=join, genes=["x" if join == "outer" else "a", "b"], **SMALL)
@@ -336,7 +336,7 @@ def test_genes_that_the_joined_lack(tmp_path: Path, join: Any, told: str) -> Non
 
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
-def test_one_file_and_a_list_of_genes(tmp_path: Path, is_dense: bool, output: str) -> None:
+def test_one_file_joined_by_a_list_of_genes(tmp_path: Path, is_dense: bool, output: str) -> None:
     cells = part(0, is_dense=is_dense)
     chosen = [str(name) for name in cells.var_names[[4, 1, 7]]]
     with gpuload.open_loader(write(tmp_path, [cells]), join=chosen, output=output, **SMALL) as loader:
@@ -344,7 +344,7 @@ def test_one_file_and_a_list_of_genes(tmp_path: Path, is_dense: bool, output: st
         assert_joined(loader, cells)
 
 
-def test_what_is_handed_over_does_not_change_the_order_and_a_state_goes_on(tmp_path: Path) -> None:
+def test_state_saved_with_one_join_resumes_with_another(tmp_path: Path) -> None:
     parts = [part(seed) for seed in range(3)]
     paths = write(tmp_path, parts)
     with (
@@ -361,7 +361,7 @@ def test_what_is_handed_over_does_not_change_the_order_and_a_state_goes_on(tmp_p
 @pytest.mark.parametrize(
     ("is_dense", "n_genes", "value_nbytes"), [(True, 40, 4), (False, 40, 6), (False, (1 << 16) + 1, 8)]
 )
-def test_fetches_take_all_genes_that_a_file_stores(
+def test_fetch_memory_counts_all_stored_genes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dense: bool, n_genes: int, value_nbytes: int
 ) -> None:
     genes = [[f"gene_{n_genes * k + i if i > 3 else i}" for i in range(n_genes)] for k in range(2)]
@@ -402,7 +402,7 @@ def test_files_of_more_than_2_gb_side_by_side() -> None:
     assert (number.tolist(), at.tolist(), nbytes.tolist()) == ([0, 1], [size - 1, 5], [size, size])
 
 
-def test_a_column_without_any_value_in_some_parquet_files(tmp_path: Path) -> None:
+def test_parquet_column_empty_in_some_files(tmp_path: Path) -> None:
     """Pandas writes it with Arrow's type null, not that of the other files."""
     pytest.importorskip("pyarrow")
     nothing, text, number = [None, None], ["x", None], [3, 4]
@@ -414,7 +414,7 @@ def test_a_column_without_any_value_in_some_parquet_files(tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_columns_of_obs_in_memory_that_are_named_by_numbers() -> None:
+def test_obs_columns_named_by_integers() -> None:
     parts = [part(seed, n_obs=2) for seed in range(2)]
     parts[1].obs[1] = [5, 6]
     with gpuload.open_loader(parts, obs="1", join="outer", shuffle=False, device="cpu") as loader:

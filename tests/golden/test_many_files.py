@@ -1,4 +1,4 @@
-"""Many files whose matrices are alike: planned, read and decoded as one, and told apart where something is wrong."""
+"""Many files with similar matrices: planned, read and decoded as one, but named one by one in errors."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ CONTIGUOUS: dict[str, Any] = {"compression": None, "chunks": None, "maxshape": N
 
 
 def write(folder: Path, n_files: int, *, first: int = 0, **options: Any) -> tuple[list[Path], csr_matrix]:
-    """Write cells as gzip files, each in chunks of another length, one without cells and one of empty cells among them.
+    """Write cells as gzip files, each with another chunk length; one has no cells, and one has only empty cells.
 
-    As h5py does, which chooses chunks by the length of an array.
+    This is what h5py does, as it derives the chunk length from the length of an array.
     """
     paths, parts = [folder / f"{first + k:03d}.h5ad" for k in range(n_files)], []
     for k, path in enumerate(paths):
@@ -93,7 +93,9 @@ def alike(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("block_size", [1, 3, "chunk", "2 chunks", 1000])
-def test_as_if_they_were_one(alike: tuple[list[Path], csr_matrix], block_size: int | str, output: str) -> None:
+def test_similar_files_are_read_as_one(
+    alike: tuple[list[Path], csr_matrix], block_size: int | str, output: str
+) -> None:
     paths, X = alike
     with closing(open_store([str(path) for path in paths], layer="X", obs=())) as store:
         assert len(store.joined.groups) == 1
@@ -102,7 +104,7 @@ def test_as_if_they_were_one(alike: tuple[list[Path], csr_matrix], block_size: i
 
 
 @pytest.mark.parametrize("block_size", [3, "chunk", "2 chunks"])
-def test_contiguous_beside_chunks_that_are_not_compressed(tmp_path: Path, block_size: int | str) -> None:
+def test_contiguous_and_uncompressed_chunks_are_read_as_one(tmp_path: Path, block_size: int | str) -> None:
     paths, X = write(tmp_path, 4, **CONTIGUOUS)
     others, Y = write(tmp_path, 4, first=4, compression=None)
     for given, cells in (([*paths, *others], [X, Y]), ([*others, *paths], [Y, X])):
@@ -154,7 +156,7 @@ def dense_files(
 
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("block_size", [1, 3, "chunk"])
-def test_dense_files_as_if_they_were_one(
+def test_similar_dense_files_are_read_as_one(
     dense_files: tuple[list[Path], np.ndarray, bool], block_size: int | str, output: str
 ) -> None:
     paths, X, is_one = dense_files
@@ -170,7 +172,7 @@ def test_dense_files_as_if_they_were_one(
             np.testing.assert_array_equal(batch.obsm["X_pca"], X[batch.rows, :5])
 
 
-def test_files_that_differ_in_what_was_never_written(tmp_path: Path) -> None:
+def test_files_with_different_fill_values(tmp_path: Path) -> None:
     paths, _ = write_dense(tmp_path)
     expected = []
     for value, path in enumerate(paths):
@@ -193,7 +195,7 @@ def test_matrices_without_columns(tmp_path: Path) -> None:
         assert {batch.obsm["X_pca"].shape for batch in loader} == {(11, 0), (4, 0)}
 
 
-def test_a_damaged_tile_is_named_by_its_own_file(tmp_path: Path) -> None:
+def test_damaged_tile_error_names_its_file(tmp_path: Path) -> None:
     paths, _ = write_dense(tmp_path, chunks=(4, 25), compression="gzip", fletcher32=True)
     with h5py.File(paths[5]) as file:
         found = file["X"].id.get_chunk_info(4)
@@ -205,7 +207,7 @@ def test_a_damaged_tile_is_named_by_its_own_file(tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"{paths[5]}: chunk 4 of /X at byte {found.byte_offset} is damaged: ")
 
 
-def test_a_contiguous_file_cut_short_is_named(tmp_path: Path) -> None:
+def test_truncated_contiguous_file_is_named(tmp_path: Path) -> None:
     paths, _ = write_dense(tmp_path)
     with gpuload.open_loader(paths, **SMALL) as loader:
         os.truncate(paths[5], 3000)
@@ -235,7 +237,7 @@ def test_a_fetch_of_all_files_is_two_reads(tmp_path: Path, options: dict[str, An
     [{"compression": "lzf"}, {"shuffle": True}, {"dtype": "int64"}, {"compression": None}],
     ids=["codec", "filters", "dtype", "no codec"],
 )
-def test_files_that_are_not_alike(tmp_path: Path, unlike: dict[str, Any]) -> None:
+def test_dissimilar_files_are_read_in_groups(tmp_path: Path, unlike: dict[str, Any]) -> None:
     paths, X = write(tmp_path, 4)
     others, Y = write(tmp_path, 3, first=4, **unlike)
     given = [paths[0], others[0], *paths[1:], *others[1:]]
@@ -257,7 +259,7 @@ def spoil(path: Path, name: str, chunk: int) -> int:
 
 
 @pytest.mark.parametrize(("file", "name", "chunk"), [(4, "data", 0), (7, "indices", 1), (8, "data", 0)])
-def test_a_damaged_chunk_is_named_by_its_own_file(tmp_path: Path, file: int, name: str, chunk: int) -> None:
+def test_damaged_chunk_error_names_its_file(tmp_path: Path, file: int, name: str, chunk: int) -> None:
     paths, _ = write(tmp_path, 9)
     offset = spoil(paths[file], name, chunk)
     expected = f"{paths[file]}: chunk {chunk} of /X/{name} at byte {offset} is damaged: "
@@ -274,7 +276,7 @@ def touch(path: Path) -> None:
     os.utime(path, ns=(1, 1))
 
 
-def test_a_column_that_is_no_gene_is_named_by_its_own_file(tmp_path: Path) -> None:
+def test_out_of_range_column_error_names_its_file(tmp_path: Path) -> None:
     paths, _ = write(tmp_path, 9)
     with h5py.File(paths[4], "r+") as file:
         file["X/indices"][-1] = N_VARS
@@ -286,7 +288,7 @@ def test_a_column_that_is_no_gene_is_named_by_its_own_file(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("change", [cut, touch])
-def test_a_file_that_changes_is_named(tmp_path: Path, change: Callable[[Path], None]) -> None:
+def test_changed_file_is_named(tmp_path: Path, change: Callable[[Path], None]) -> None:
     paths, _ = write(tmp_path, 9)
     with gpuload.open_loader(paths, **SMALL) as loader:
         change(paths[5])
@@ -295,7 +297,7 @@ def test_a_file_that_changes_is_named(tmp_path: Path, change: Callable[[Path], N
     assert str(caught.value).startswith(f"{paths[5]}: ")
 
 
-def test_a_number_that_float32_rounds_is_told_of_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rounding_warning_names_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths, _ = write(tmp_path, 4, dtype="int64")
     with h5py.File(paths[1], "r+") as file:
         file["X/data"][0] = (1 << 24) + 1
@@ -327,7 +329,7 @@ def torch_loader_of(path: Path) -> Any:
     ],
 )
 @pytest.mark.parametrize("opened", [gpuload.open_loader, gpuload.obs_names])
-def test_what_is_no_list_of_files(
+def test_invalid_paths_are_refused(
     tmp_path: Path, given: Callable[[Path], Any], words: str, opened: Callable[[Any], Any]
 ) -> None:
     with pytest.raises(gpuload.PlanError, match=words):
@@ -343,7 +345,7 @@ def test_inspect_names_each_file(tmp_path: Path) -> None:
     assert [array["file"] for array in arrays] == [str(path) for path in paths for _ in range(2)]
 
 
-def test_names_of_genes_are_held_once(tmp_path: Path) -> None:
+def test_gene_names_are_held_once(tmp_path: Path) -> None:
     genes = [[f"gene{i}" for i in range(4)], [f"gene{i}" for i in range(1, 5)]]
     for k in range(6):
         var = pd.DataFrame(index=genes[k % 2])
@@ -358,7 +360,7 @@ def test_names_of_genes_are_held_once(tmp_path: Path) -> None:
             store.close()
 
 
-def test_columns_of_files_are_let_go_once_joined() -> None:
+def test_obs_columns_of_files_are_released_once_joined() -> None:
     source = BufferSource("memory", np.zeros(40, dtype=np.uint8))
     layout = plain_layout(source, "X", (10, 1), np.dtype(np.float32), 0, 0.0)
     labels = [["a", "b"], ["a", "b"], ["b", "c"], ["c"]]
@@ -413,7 +415,7 @@ TRUTHS = pd.array([True, None], dtype="boolean")
         (([3.5], [7]), "float64", [3.5, 7]),
     ],
 )
-def test_columns_of_types_that_go_together(columns: Any, dtype: str, expected: list[Any]) -> None:
+def test_compatible_column_types_are_joined(columns: Any, dtype: str, expected: list[Any]) -> None:
     cells = [of(column, number) for number, column in enumerate(columns)]
     with gpuload.open_loader(cells, obs="x", batch_size=99, shuffle=False, device="cpu") as loader:
         (batch,) = loader
@@ -440,7 +442,7 @@ def test_columns_of_types_that_go_together(columns: Any, dtype: str, expected: l
         ((["a"], [True]), 1, "booleans", 0),
     ],
 )
-def test_columns_of_types_that_do_not_go_together(columns: Any, odd: int, kind: str, first: int) -> None:
+def test_incompatible_column_types_are_refused(columns: Any, odd: int, kind: str, first: int) -> None:
     cells = [of(column, number) for number, column in enumerate(columns)]
     with pytest.raises(gpuload.StoreError) as caught:
         gpuload.open_loader(cells, obs="x", device="cpu")
@@ -453,7 +455,7 @@ def of(column: Any, number: int) -> anndata.AnnData:
     return anndata.AnnData(np.ones((len(column), 2), np.float32), pd.DataFrame({"x": column}, index=index))
 
 
-def test_files_that_were_opened_are_closed_where_a_later_one_is_no_such_file(tmp_path: Path) -> None:
+def test_opened_files_are_closed_when_a_later_one_fails(tmp_path: Path) -> None:
     paths, _ = write(tmp_path, 9)
     paths[7].write_bytes(b"no file of cells")
     before = len(os.listdir("/proc/self/fd"))

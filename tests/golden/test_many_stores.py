@@ -1,4 +1,4 @@
-"""Many zarr stores whose matrices are alike, and collections of them: planned, read and decoded as one."""
+"""Many zarr stores with similar matrices, and collections of them: planned, read and decoded as one."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def alike(
 
 
 @pytest.mark.parametrize(("block_size", "output"), [(3, "dense"), ("chunk", "csr")])
-def test_as_if_they_were_one(alike: tuple[list[Path], csr_matrix, bool], block_size: int | str, output: str) -> None:
+def test_similar_stores_are_read_as_one(
+    alike: tuple[list[Path], csr_matrix, bool], block_size: int | str, output: str
+) -> None:
     paths, X, is_one = alike
     assert is_joined(paths) == is_one
     assert_same(paths, X, block_size=block_size, output=output)
@@ -129,7 +131,7 @@ def test_collections(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("store", "name", "chunk"), [(4, "data", 0), (7, "indices", 1), (8, "data", 0)])
-def test_a_damaged_chunk_is_named_by_its_own_file(tmp_path: Path, store: int, name: str, chunk: int) -> None:
+def test_damaged_chunk_error_names_its_file(tmp_path: Path, store: int, name: str, chunk: int) -> None:
     paths, _ = write(tmp_path, 9, lengthen=7)
     file = paths[store] / "X" / name / "c" / str(chunk)
     file.write_bytes(file.read_bytes()[:-2] + b"\x5a\xa5")  # of the checksum
@@ -139,7 +141,7 @@ def test_a_damaged_chunk_is_named_by_its_own_file(tmp_path: Path, store: int, na
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_a_file_that_changes_is_named(tmp_path: Path, is_open: bool) -> None:
+def test_changed_file_is_named(tmp_path: Path, is_open: bool) -> None:
     paths, _ = write(tmp_path, 9)
     file = paths[5] / "X" / "data" / "c" / "0"
     with gpuload.open_loader(paths, **SMALL) as loader:

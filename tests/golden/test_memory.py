@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {"batch_size": 7, "fetch_factor": 4, "device": "cpu"}
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Let anndata warn of what it deprecates in itself."""
+    """Ignore anndata's warnings about its own deprecations."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -76,7 +76,7 @@ def in_memory(path: Path) -> anndata.AnnData:
 
 
 @pytest.mark.parametrize("settings", [{"shuffle": False}, {"seed": 3, "block_size": 5}, {"output": "csr"}], ids=str)
-def test_every_form_that_anndata_reads(stored: Stored, settings: dict[str, Any]) -> None:
+def test_anndata_in_memory_matches_its_file(stored: Stored, settings: dict[str, Any]) -> None:
     if any(part in stored.name for part in BIG_ENDIAN_OR_HALF) and stored.is_csr:
         pytest.skip("SciPy has no sparse matrices of this dtype")
     settings = settings | {"layer": stored.layer}
@@ -85,7 +85,7 @@ def test_every_form_that_anndata_reads(stored: Stored, settings: dict[str, Any])
 
 @pytest.mark.parametrize("block_size", ["chunk", "2 chunks"])
 @pytest.mark.parametrize("is_csr", [True, False])
-def test_blocks_of_chunks_are_those_of_an_uncompressed_file(tmp_path: Path, block_size: str, is_csr: bool) -> None:
+def test_chunk_blocks_match_an_uncompressed_file(tmp_path: Path, block_size: str, is_csr: bool) -> None:
     X = counts(4000, 120, seed=1)
     adata = as_anndata(X if is_csr else X.toarray())
     write = partial(write_csr, key="X", X=X) if is_csr else partial(write_dense, key="X", X=X.toarray())
@@ -106,7 +106,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("is_csr", [True, False])
-def test_settings(tmp_path: Path, settings: dict[str, Any], is_csr: bool) -> None:
+def test_settings_have_the_same_effect_as_on_a_file(tmp_path: Path, settings: dict[str, Any], is_csr: bool) -> None:
     adata = as_anndata(counts() if is_csr else counts().toarray())
     adata.write_h5ad(tmp_path / "a.h5ad")
     assert_same(batches(adata, **settings), batches(tmp_path / "a.h5ad", **settings))
@@ -135,7 +135,7 @@ def test_every_kind_of_column(tmp_path: Path, written: str) -> None:
         assert {k: list(v) for k, v in categories.items()} == {k: list(v) for k, v in loader.categories.items()}
 
 
-def test_pandas_columns_that_no_file_holds() -> None:
+def test_pandas_only_column_types() -> None:
     adata = as_anndata()
     adata.obs["text"] = pd.array(["a", None, "b"] * N_OBS, dtype="string")[:N_OBS]
     adata.obs["sparse"] = pd.arrays.SparseArray(np.arange(N_OBS) % 3)
@@ -168,7 +168,7 @@ def dense() -> np.ndarray:
 
 
 def with_room() -> sparse.csr_matrix:
-    """Return a matrix with more values than it has use for, as SciPy leaves behind."""
+    """Return a matrix whose arrays are longer than its nnz, as SciPy may leave them."""
     X = counts().copy()
     X.data, X.indices = np.append(X.data, [99, 99]), np.append(X.indices, [1 << 30, -5]).astype(np.int32)
     return X
@@ -226,7 +226,7 @@ def test_small_shapes(shape: tuple[int, int], is_csr: bool) -> None:
         np.testing.assert_array_equal(np.concatenate([np.empty((0, shape[1])), *(b.X for b in loader)]), X)
 
 
-def test_rows_longer_than_what_is_read_at_once() -> None:
+def test_rows_longer_than_one_read() -> None:
     X = np.arange(3 * 400_000, dtype=np.float32).reshape(3, -1)
     for cells in (X, sparse.csr_matrix(X)):
         (batch,) = batches(cells)
@@ -259,9 +259,7 @@ def test_views(is_csr: bool) -> None:
 
 @pytest.mark.parametrize("mode", ["r", "r+"])
 @pytest.mark.parametrize("is_csr", [True, False])
-def test_a_backed_anndata_is_read_from_its_file_with_the_names_and_columns_in_memory(
-    tmp_path: Path, mode: str, is_csr: bool
-) -> None:
+def test_backed_anndata_uses_file_values_and_in_memory_names(tmp_path: Path, mode: str, is_csr: bool) -> None:
     adata = as_anndata(counts() if is_csr else dense())
     adata.layers["more"] = counts(seed=4)
     adata.raw = as_anndata(counts(n_vars=70, seed=3))
@@ -285,7 +283,7 @@ def test_a_backed_anndata_is_read_from_its_file_with_the_names_and_columns_in_me
     np.testing.assert_array_equal(batch.X, dense())
 
 
-def test_what_was_just_written_into_a_backed_anndata_is_read(tmp_path: Path) -> None:
+def test_recent_writes_to_a_backed_anndata_are_seen(tmp_path: Path) -> None:
     X = np.ones((2000, 50), np.float32)
     anndata.AnnData(X).write_h5ad(tmp_path / "a.h5ad", compression="gzip")
     backed = anndata.read_h5ad(tmp_path / "a.h5ad", backed="r+")
@@ -317,7 +315,7 @@ def test_the_same_object_twice_and_a_list_of_one() -> None:
     assert_same(batches([X]), batches(X))
 
 
-def test_an_array_of_paths_is_a_list_of_paths(plain: Stored) -> None:
+def test_arrays_of_paths_are_accepted(plain: Stored) -> None:
     for paths in (np.array([str(plain.path)]), pd.Series([plain.path]), iter([plain.path])):
         assert_same(batches(paths), batches(plain.path))
 
@@ -326,7 +324,7 @@ def test_an_array_of_paths_is_a_list_of_paths(plain: Stored) -> None:
 
 
 @pytest.mark.parametrize("kind", ["csr_matrix", "csr_array", "read-only", "int64 indices", "ndarray", "float64"])
-def test_the_bulk_is_not_copied(kind: str) -> None:
+def test_large_arrays_are_not_copied(kind: str) -> None:
     X = MATRICES[kind]()
     with closing(open_store(X, layer="X", obs=())) as store:
         arrays = [X.data, X.indices] if sparse.issparse(X) else [X]
@@ -336,7 +334,7 @@ def test_the_bulk_is_not_copied(kind: str) -> None:
 
 
 @pytest.mark.parametrize("is_csr", [True, False])
-def test_the_cpu_backend_decodes_from_where_the_values_lie(monkeypatch: pytest.MonkeyPatch, is_csr: bool) -> None:
+def test_cpu_backend_decodes_values_in_place(monkeypatch: pytest.MonkeyPatch, is_csr: bool) -> None:
     def refuse(self: object, buffer: object, offset: int) -> int:
         raise AssertionError("the bytes were copied first")
 
@@ -346,7 +344,7 @@ def test_the_cpu_backend_decodes_from_where_the_values_lie(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["csr_matrix", "ndarray", "read-only"])
-def test_the_arrays_live_as_long_as_the_loader_is_open(kind: str) -> None:
+def test_arrays_stay_alive_while_the_loader_is_open(kind: str) -> None:
     X = MATRICES[kind]()
     array = X.data if sparse.issparse(X) else X
     while array.base is not None:
@@ -367,7 +365,7 @@ def test_the_arrays_live_as_long_as_the_loader_is_open(kind: str) -> None:
         iter(loader)
 
 
-def test_indptr_cannot_be_changed_later() -> None:
+def test_later_changes_to_indptr_have_no_effect() -> None:
     X = of_index_dtype("i8")
     with gpuload.open_loader(X, **SMALL) as loader:
         X.indptr[:] = 1 << 40
@@ -375,7 +373,7 @@ def test_indptr_cannot_be_changed_later() -> None:
             np.testing.assert_array_equal(batch.X, dense()[batch.rows])
 
 
-def test_a_closed_source_says_so() -> None:
+def test_reading_a_closed_source_raises() -> None:
     source = BufferSource("bytes", np.arange(10, dtype=np.uint8))
     buffer = np.zeros(4, np.uint8)
     assert source.read_into(buffer, 8) == 2
@@ -386,7 +384,7 @@ def test_a_closed_source_says_so() -> None:
 
 
 @pytest.mark.parametrize("is_csr", [True, False])
-def test_bytes_that_are_missing_are_a_short_read(is_csr: bool) -> None:
+def test_missing_bytes_raise_a_short_read(is_csr: bool) -> None:
     with gpuload.open_loader(counts() if is_csr else dense(), **SMALL) as loader:
         for source in loader._store.sources:
             source.memory = source.memory[: source.nbytes // 2]
@@ -394,7 +392,7 @@ def test_bytes_that_are_missing_are_a_short_read(is_csr: bool) -> None:
             list(loader)
 
 
-def test_the_torch_front() -> None:
+def test_torch_front_delivers_the_same_rows() -> None:
     pytest.importorskip("torch")
     from gpuload.torch import CellDataset
 
@@ -425,7 +423,7 @@ def no_matrix() -> anndata.AnnData:
     return anndata.AnnData(obs=cells_frame(), var=genes_frame())
 
 
-def two_of_a_name() -> anndata.AnnData:
+def with_duplicate_column() -> anndata.AnnData:
     adata = as_anndata()
     adata.obs.columns = ["depth", "depth", *map(str, range(adata.obs.shape[1] - 2))]
     return adata
@@ -517,7 +515,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         "StoreError",
         "<AnnData>: obs has no column 'a'; it has 'cell_line', 'st",
     ),
-    "two columns": (two_of_a_name, {"obs": ["depth"]}, "StoreError", "obs has 2 columns 'depth'; rename all but one"),
+    "two columns": (
+        with_duplicate_column,
+        {"obs": ["depth"]},
+        "StoreError",
+        "obs has 2 columns 'depth'; rename all but one",
+    ),
     "dates": (
         as_anndata,
         {"obs": ["when"]},
@@ -560,7 +563,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refusals(what: str) -> None:
+def test_unsupported_cells_are_refused(what: str) -> None:
     make, settings, kind, says = REFUSED[what]
     cells = make()
     if what == "dates":
@@ -573,7 +576,7 @@ def test_refusals(what: str) -> None:
 
 
 @pytest.mark.parametrize("column", [-1, N_VARS, 1 << 30])
-def test_a_column_number_out_of_range_is_found_when_it_is_read(column: int) -> None:
+def test_out_of_range_column_is_reported_on_reading(column: int) -> None:
     X = counts().copy()
     with gpuload.open_loader(X, **SMALL) as loader:
         list(loader)
@@ -582,7 +585,7 @@ def test_a_column_number_out_of_range_is_found_when_it_is_read(column: int) -> N
             list(loader)
 
 
-def test_a_view_of_a_backed_anndata_is_refused_with_the_cure(tmp_path: Path) -> None:
+def test_view_of_a_backed_anndata_is_refused_with_a_fix(tmp_path: Path) -> None:
     as_anndata().write_h5ad(tmp_path / "a.h5ad")
     backed = anndata.read_h5ad(tmp_path / "a.h5ad", backed="r")
     with pytest.raises(gpuload.StoreError, match=r"view of an AnnData backed by .*a\.h5ad; .*Subset.*to_memory"):
@@ -592,7 +595,7 @@ def test_a_view_of_a_backed_anndata_is_refused_with_the_cure(tmp_path: Path) -> 
     backed.file.close()
 
 
-def test_a_backed_anndata_of_another_length_is_refused(tmp_path: Path) -> None:
+def test_backed_anndata_of_different_length_is_refused(tmp_path: Path) -> None:
     as_anndata().write_h5ad(tmp_path / "a.h5ad")
     backed = anndata.read_h5ad(tmp_path / "a.h5ad", backed="r")
     backed.file.close()
@@ -601,7 +604,7 @@ def test_a_backed_anndata_of_another_length_is_refused(tmp_path: Path) -> None:
         gpuload.open_loader(backed)
 
 
-def test_rounding_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_rounding_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="gpuload"):
         (batch,) = batches(np.full((4, 3), (1 << 24) + 1, np.int64))
     assert batch.X[0, 0] == 1 << 24

@@ -1,4 +1,4 @@
-"""MuData in zarr: a modality is what anndata, and mudata where it is installed, read of it."""
+"""MuData in zarr: a modality equals what anndata reads of it, and mudata where it is installed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FEW = N_OBS - 20
 
 
 def parts() -> dict[str, anndata.AnnData]:
-    """Return modalities: all cells, all cells the other way round, and some of them; the last by layers only."""
+    """Return modalities with all cells, all cells reversed, and some cells; the last has layers but no X."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         obs = cells_frame()[["cell_line", "depth"]]
@@ -88,7 +88,7 @@ def rows(path: Any, **settings: Any) -> tuple[gpuload.Loader, gpuload.Batch]:
 
 
 @pytest.mark.parametrize("suffix", ["rna", "mod/rna", "mod/rna/"])
-def test_a_modality_by_its_path(path: Path, suffix: str) -> None:
+def test_modality_is_chosen_by_path(path: Path, suffix: str) -> None:
     adata = expected(folder_of(path), "rna")
     loader, batch = rows(f"{path}/{suffix}", obs=["depth", "donor"], layer=["X", "spliced"], obsm="X_pca")
     np.testing.assert_array_equal(batch.X, adata.X.toarray())
@@ -101,7 +101,7 @@ def test_a_modality_by_its_path(path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["prot", "few"])
-def test_columns_of_all_cells_come_in_the_order_of_the_modality(path: Path, name: str) -> None:
+def test_shared_columns_follow_the_order_of_the_modality(path: Path, name: str) -> None:
     adata = expected(folder_of(path), name)
     _, batch = rows(path, modality=name, obs=["n_counts", "depth"], layer="raw" if name == "few" else "X")
     X = adata.layers["raw"].toarray() if name == "few" else adata.X
@@ -112,7 +112,7 @@ def test_columns_of_all_cells_come_in_the_order_of_the_modality(path: Path, name
 
 
 @pytest.mark.parametrize("scheme", ["s3", "http"])
-def test_a_modality_at_an_address(scheme: str, tmp_path: Path) -> None:
+def test_modality_at_an_address_reads_the_same_as_on_disk(scheme: str, tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     from benchmarks.s3server import start
 
@@ -145,7 +145,7 @@ def test_modalities_together_need_the_same_cells(path: Path, tmp_path: Path) -> 
     np.testing.assert_array_equal(batch.modalities["other"], batch.X[:, :9])
 
 
-def test_the_modality_must_be_said_and_be_there(path: Path) -> None:
+def test_modality_must_be_named_and_exist(path: Path) -> None:
     have = r"its modalities are .*'rna'.*Choose one by the path, for example '.*cells\.zarr(\.zip)?/"
     with pytest.raises(gpuload.StoreError, match="it holds several modalities; " + have):
         gpuload.open_loader(path, device="cpu")
@@ -167,7 +167,7 @@ def test_an_anndata_holds_no_modalities(tmp_path: Path) -> None:
         gpuload.open_loader(tmp_path / "plain.zarr", modality="rna", device="cpu")
 
 
-def test_a_map_that_is_missing_or_wrong(tmp_path: Path) -> None:
+def test_missing_or_wrong_obsmap_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "cells.zarr", 3)
     root = zarr.open_group(str(path), mode="r+", use_consolidated=False)
     root["obsmap/rna"][5] = 0
@@ -180,7 +180,7 @@ def test_a_map_that_is_missing_or_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
-def test_as_mudata_writes_and_reads_it(zarr_format: int, tmp_path: Path) -> None:
+def test_modalities_match_mudata(zarr_format: int, tmp_path: Path) -> None:
     mudata = library("mudata")
     path = tmp_path / "cells.zarr"
     with warnings.catch_warnings():
@@ -201,7 +201,7 @@ def test_as_mudata_writes_and_reads_it(zarr_format: int, tmp_path: Path) -> None
         assert list(loader.var_names) == list(part.var_names)
 
 
-def test_the_commands_take_a_modality(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_a_modality(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", f"{path}/prot", "--json", "--quiet", "--label", "donor", "--batch-size", "8"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["n_obs"], found["n_vars"]) == (N_OBS, 9)

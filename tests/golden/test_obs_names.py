@@ -25,7 +25,7 @@ def names(n: int, seed: int = 0) -> list[str]:
     return part(seed, n_obs=n).obs_names.tolist()
 
 
-def test_rows_of_minibatches_lead_to_the_names_of_their_cells(tmp_path: Path) -> None:
+def test_batch_rows_index_obs_names(tmp_path: Path) -> None:
     parts = [part(seed, n_obs=11 + seed, genes=["a", "b"]) for seed in range(3)]
     paths = write(tmp_path, parts)
     wanted = np.concatenate([cells.obs_names for cells in parts])
@@ -49,7 +49,7 @@ def test_zarr_and_cells_in_memory_in_one_list(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tenx-3", "tenx-2"])
-def test_barcodes_of_10x(name: str, tmp_path: Path) -> None:
+def test_10x_barcodes_match_scanpy(name: str, tmp_path: Path) -> None:
     scanpy = pytest.importorskip("scanpy")
     form = FORMS[name](tmp_path)
     with warnings.catch_warnings():
@@ -59,7 +59,7 @@ def test_barcodes_of_10x(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["npy-f4", "npz-stored", "scdl", "parquet"])
-def test_formats_without_names_have_row_numbers(name: str, tmp_path: Path) -> None:
+def test_formats_without_names_use_row_numbers(name: str, tmp_path: Path) -> None:
     if name in ("scdl", "parquet"):
         pytest.importorskip("pyarrow")
     form = FORMS[name](tmp_path)
@@ -70,7 +70,7 @@ def test_formats_without_names_have_row_numbers(name: str, tmp_path: Path) -> No
     assert gpuload.obs_names(paths * 2).tolist() == [str(row) for row in range(2 * n)]
 
 
-def test_one_of_several_modalities(tmp_path: Path) -> None:
+def test_names_of_one_modality(tmp_path: Path) -> None:
     mudata = pytest.importorskip("mudata")
     rna, prot = part(0, n_obs=6), part(0, n_obs=6)[::-1].copy()
     with warnings.catch_warnings():
@@ -89,7 +89,7 @@ def test_one_of_several_modalities(tmp_path: Path) -> None:
         gpuload.obs_names(path, modality=3)  # type: ignore[arg-type]
 
 
-def test_a_file_far_away(tmp_path: Path) -> None:
+def test_names_of_a_file_at_an_address(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write(tmp_path / "data", [part(3, n_obs=5)])
     with start(tmp_path) as server:
@@ -97,7 +97,7 @@ def test_a_file_far_away(tmp_path: Path) -> None:
         assert gpuload.obs_names("s3://data/part00.h5ad", storage_options=options).tolist() == names(5, 3)
 
 
-def test_a_file_without_obs_is_read_and_packed_under_row_numbers(tmp_path: Path) -> None:
+def test_file_without_obs_uses_row_numbers_as_names(tmp_path: Path) -> None:
     (path,) = write(tmp_path, [part(0, n_obs=9)])
     with h5py.File(path, "r+") as file:
         del file["obs"]
@@ -109,7 +109,7 @@ def test_a_file_without_obs_is_read_and_packed_under_row_numbers(tmp_path: Path)
     assert packed.obs_names.tolist() == packed.obs["source_row"].astype(str).tolist()
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_missing_files_and_bad_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(gpuload.ReadError, match="no such file"):
         gpuload.obs_names(tmp_path / "missing.h5ad")
     with pytest.raises(gpuload.StoreError, match=r"paths=\[\]"):
@@ -136,7 +136,7 @@ def test_a_part_of_a_file_that_has_none(tmp_path: Path) -> None:
         gpuload.obs_names(f"{path}/rna")
 
 
-def test_names_that_do_not_fit_the_cells_are_refused(tmp_path: Path) -> None:
+def test_wrong_number_of_names_is_refused(tmp_path: Path) -> None:
     paths = write(tmp_path, [part(seed, n_obs=5) for seed in range(2)])
     with h5py.File(paths[0], "r+") as file:
         obs = file["obs"]
@@ -153,8 +153,8 @@ def test_names_that_do_not_fit_the_cells_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("link", [h5py.SoftLink("/none"), h5py.ExternalLink("none.h5", "/obs")])
-def test_a_link_that_leads_nowhere_is_no_lack_of_names(link: Any, tmp_path: Path) -> None:
-    """Nor are its columns missing in one of several files."""
+def test_broken_link_is_not_taken_for_missing_obs(link: Any, tmp_path: Path) -> None:
+    """Nor are its columns taken for missing in one of several files."""
     paths = write(tmp_path, [part(seed, n_obs=5) for seed in range(2)])
     with h5py.File(paths[1], "r+") as file:
         del file["obs"]

@@ -1,4 +1,4 @@
-"""Columns from a table of the user's: matched by name or row number, and used like those of the files."""
+"""Columns from a user's table: matched by name or row number, and used like those of the files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def same(found: pd.Series, expected: Any) -> bool:
 
 @pytest.mark.parametrize("by", ["name", "row"])
 @pytest.mark.parametrize("is_shuffled", [False, True])
-def test_each_cell_has_its_own_row(files: list[Path], table: pd.DataFrame, by: str, is_shuffled: bool) -> None:
+def test_table_rows_are_matched_to_cells(files: list[Path], table: pd.DataFrame, by: str, is_shuffled: bool) -> None:
     given = table if by == "name" else table.reset_index(drop=True)
     if is_shuffled:
         given = given.sample(frac=1, random_state=3)
@@ -76,7 +76,7 @@ def test_each_cell_has_its_own_row(files: list[Path], table: pd.DataFrame, by: s
 
 
 @pytest.mark.parametrize("by", ["name", "row"])
-def test_cells_that_the_table_lacks(files: list[Path], table: pd.DataFrame, by: str) -> None:
+def test_cells_absent_from_the_table_get_missing_values(files: list[Path], table: pd.DataFrame, by: str) -> None:
     given = table if by == "name" else table.reset_index(drop=True)
     kept = np.random.default_rng(1).random(sum(N)) < 0.6
     given = given[kept].sample(frac=1, random_state=2)
@@ -88,7 +88,7 @@ def test_cells_that_the_table_lacks(files: list[Path], table: pd.DataFrame, by: 
     assert found["score"].dtype.kind == "f"
 
 
-def test_conditions_samplers_and_splits(files: list[Path], table: pd.DataFrame) -> None:
+def test_table_columns_work_in_conditions_samplers_and_splits(files: list[Path], table: pd.DataFrame) -> None:
     found = loaded(files, table, obs=["state"], where="is_good and plate == 'p1'")
     plate = np.array(["p1", "p2"] * (sum(N) // 2))
     np.testing.assert_array_equal(found.index, ROWS[table["is_good"].to_numpy() & (plate == "p1")])
@@ -99,7 +99,7 @@ def test_conditions_samplers_and_splits(files: list[Path], table: pd.DataFrame) 
     np.testing.assert_array_equal(split["test"], ROWS[table["name"].to_numpy() == "y"])
 
 
-def test_obs_of_all_cells_has_them(files: list[Path], table: pd.DataFrame) -> None:
+def test_loader_obs_includes_table_columns(files: list[Path], table: pd.DataFrame) -> None:
     given = table.sample(frac=1, random_state=1)
     with gpuload.open_loader(files, obs_table=given, obs=["state", "plate", "count"], device="cpu") as loader:
         obs = loader.obs
@@ -108,7 +108,7 @@ def test_obs_of_all_cells_has_them(files: list[Path], table: pd.DataFrame) -> No
     assert list(obs["plate"][:2]) == ["p1", "p2"]
 
 
-def test_a_column_of_both_is_of_the_table(files: list[Path], table: pd.DataFrame) -> None:
+def test_table_column_overrides_the_files(files: list[Path], table: pd.DataFrame) -> None:
     given = pd.DataFrame({"plate": np.arange(sum(N))}, index=table.index)
     assert loaded(files, given)["plate"].tolist() == ROWS.tolist()
 
@@ -121,7 +121,7 @@ def test_categories_are_recoded(files: list[Path], table: pd.DataFrame) -> None:
     np.testing.assert_array_equal(codes, table["state"].map({"NK": 0, "T": 1, "B": -1}).to_numpy(int))
 
 
-def test_an_anndata_in_memory_and_a_modality(files: list[Path], table: pd.DataFrame) -> None:
+def test_table_works_with_memory_and_modalities(files: list[Path], table: pd.DataFrame) -> None:
     adata = anndata.read_h5ad(files[0])
     found = loaded(adata, table.sample(frac=1, random_state=0), obs=["state"])
     assert same(found["state"], table["state"].to_numpy()[: N[0]])
@@ -142,7 +142,7 @@ def test_an_anndata_in_memory_and_a_modality(files: list[Path], table: pd.DataFr
         (pd.array([1, None] * 100, dtype="Int8"), [1, None] * 100, "float64"),
     ],
 )
-def test_other_types_of_pandas(
+def test_other_pandas_dtypes(
     files: list[Path], table: pd.DataFrame, values: Any, expected: Any, dtype: str, is_whole: bool
 ) -> None:
     given = pd.DataFrame({"own": values}, index=table.index)
@@ -152,7 +152,7 @@ def test_other_types_of_pandas(
 
 
 @pytest.mark.parametrize("where", ["table", "memory"])
-def test_types_of_arrow(files: list[Path], table: pd.DataFrame, where: str) -> None:
+def test_arrow_dtypes(files: list[Path], table: pd.DataFrame, where: str) -> None:
     arrow = pytest.importorskip("pyarrow")
     given = pd.DataFrame(
         {
@@ -198,7 +198,7 @@ def test_types_of_arrow(files: list[Path], table: pd.DataFrame, where: str) -> N
         (lambda t: pd.concat([t, t[["state"]]], axis=1), "obs_table: it has 2 columns 'state'; rename all but one."),
     ],
 )
-def test_what_does_not_fit_is_refused(files: list[Path], table: pd.DataFrame, change: Any, message: str) -> None:
+def test_invalid_tables_are_refused(files: list[Path], table: pd.DataFrame, change: Any, message: str) -> None:
     with pytest.raises(gpuload.PlanError) as caught:
         gpuload.open_loader(files, obs_table=change(table), obs=["state"], device="cpu")
     assert str(caught.value).startswith(message)
@@ -210,8 +210,8 @@ def numbered_file(path: Path, names: list[str]) -> Path:
     return path
 
 
-def test_row_numbers_that_are_names_of_other_cells(tmp_path: Path) -> None:
-    """As in a table from a CSV file, in which the names of cells that were chosen from more have become numbers."""
+def test_ambiguous_integer_index_is_refused(tmp_path: Path) -> None:
+    """As in a table read from CSV, where the names of a subset of cells have become numbers."""
     path = numbered_file(tmp_path / "some.h5ad", ["4", "2", "9", "1"])
     table = pd.DataFrame({"x": [10, 20, 30]}, index=[1, 2, 3])
     with pytest.raises(gpuload.PlanError) as caught:
@@ -228,12 +228,12 @@ def test_row_numbers_that_are_names_of_other_cells(tmp_path: Path) -> None:
     assert same(loaded(same_names, table, obs=["x"])["x"], [None, 10, 20, 30])
 
 
-def test_names_that_do_not_tell_cells_apart(files: list[Path], table: pd.DataFrame) -> None:
+def test_duplicate_cell_names_are_refused(files: list[Path], table: pd.DataFrame) -> None:
     with pytest.raises(gpuload.PlanError, match=r"obs_table: 2 cells have the name 'cell-0-.*'; index it by row num"):
         gpuload.open_loader([files[0], files[0]], obs_table=table, obs=["state"], device="cpu")
 
 
-def test_columns_of_the_table_are_named_where_there_is_none(files: list[Path], table: pd.DataFrame) -> None:
+def test_missing_column_error_lists_the_tables_columns(files: list[Path], table: pd.DataFrame) -> None:
     table = table[["state", "name"]]
     with pytest.raises(gpuload.StoreError) as caught:
         gpuload.open_loader(files, obs_table=table, obs=["stat"], device="cpu")

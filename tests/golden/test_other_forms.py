@@ -1,4 +1,4 @@
-"""Every form besides .h5ad, by one contract: what is handed over is what was written, row by row."""
+"""Every form besides .h5ad, held to one contract: rows are delivered as they were written."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_columns_are_listed(form: Form) -> None:
         assert set(form.obs) <= set(obs_columns(str(path)))
 
 
-def test_cells_by_a_condition(form: Form) -> None:
+def test_condition_selects_cells(form: Form) -> None:
     for name, values in form.obs.items():
         known = sorted(value for value in values if value is not None and value == value)  # no NaN
         chosen = known[len(known) // 2]
@@ -110,7 +110,7 @@ def test_cells_by_a_condition(form: Form) -> None:
 
 
 @pytest.mark.parametrize("output", ["dense", "csr"])
-def test_joined_with_a_file_of_other_genes(form: Form, tmp_path: Path, output: str) -> None:
+def test_joined_with_a_file_of_different_genes(form: Form, tmp_path: Path, output: str) -> None:
     own = form.var_names
     if not own:
         pytest.skip("there are no genes to join")
@@ -136,7 +136,7 @@ def test_joined_with_a_file_of_other_genes(form: Form, tmp_path: Path, output: s
 
 
 def test_as_two_modalities(form: Form) -> None:
-    """Cells that have names can stand beside each other; where a form keeps none, that is said."""
+    """Forms with cell names can be modalities of each other; forms without are refused, and the error says why."""
     if form.layer != "X":
         pytest.skip("another modality has no such layer")
     paths = {"rna": form.path, "other": form.path}
@@ -150,7 +150,7 @@ def test_as_two_modalities(form: Form) -> None:
             np.testing.assert_array_equal(batch.modalities["other"], batch.X)
 
 
-def test_genes_of_10x_by_name_and_id(written: Any, tmp_path: Path) -> None:
+def test_10x_genes_are_selected_by_name_or_id(written: Any, tmp_path: Path) -> None:
     form = written("tenx-3")
     ids = ["ENSG00000000007", "ENSG00000000002", "TP26"]  # the last gene alone has no namesake
     with gpuload.open_loader(form.path, genes=ids, shuffle=False, batch_size=1000) as loader:
@@ -176,7 +176,7 @@ def test_forms_may_be_mixed(written: Any) -> None:
             np.testing.assert_array_equal(batch.X, expected[batch.rows])
 
 
-def test_a_form_is_told_by_its_contents(written: Any, tmp_path: Path) -> None:
+def test_form_is_recognised_by_its_contents(written: Any, tmp_path: Path) -> None:
     for name in ("tenx-3", "npy-f4", "npz-stored", "mudata-alone"):
         path = tmp_path / "cells.h5ad"
         path.write_bytes(Path(written(name).path).read_bytes())
@@ -184,7 +184,7 @@ def test_a_form_is_told_by_its_contents(written: Any, tmp_path: Path) -> None:
             np.testing.assert_array_equal(next(iter(loader)).X, written(name).dense)
 
 
-def test_stored_members_are_read_in_place_and_deflated_ones_from_memory(written: Any) -> None:
+def test_npz_members_are_read_in_place_unless_deflated(written: Any) -> None:
     from gpuload.formats import open_store
 
     for name, is_in_memory in (("npz-stored", False), ("npz-deflated", True)):

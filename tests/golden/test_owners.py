@@ -1,4 +1,4 @@
-"""Forms read as the libraries that own them read them, and files that those libraries wrote."""
+"""Forms are read as by the libraries that own them, and so are files that those libraries wrote."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def everything(path: Any, **settings: Any) -> tuple[Any, np.ndarray, dict[str, A
 
 
 @pytest.mark.parametrize("name", ["tenx-3", "tenx-3-contiguous", "tenx-2", "tenx-2-genomes"])
-def test_10x_as_scanpy_reads_it(name: str, tmp_path: Path) -> None:
+def test_10x_matches_scanpy(name: str, tmp_path: Path) -> None:
     scanpy = library("scanpy")
     form = FORMS[name](tmp_path)
     with warnings.catch_warnings():
@@ -56,7 +56,7 @@ def test_10x_as_scanpy_reads_it(name: str, tmp_path: Path) -> None:
         assert list(loader._store.var_ids) == list(adata.var["gene_ids"])
 
 
-def test_mudata_as_mudata_reads_and_writes_it(tmp_path: Path) -> None:
+def test_h5mu_matches_mudata(tmp_path: Path) -> None:
     mudata, anndata = library("mudata"), library("anndata")
     obs, path = writers.cells_frame(), tmp_path / "cells.h5mu"
     with warnings.catch_warnings():
@@ -85,7 +85,7 @@ def test_mudata_as_mudata_reads_and_writes_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rna", "prot"])
-def test_a_modality_of_a_mudata_that_is_backed_by_its_file(tmp_path: Path, name: str) -> None:
+def test_modality_of_a_backed_mudata(tmp_path: Path, name: str) -> None:
     mudata, anndata = library("mudata"), library("anndata")
     path, X = tmp_path / "cells.h5mu", {"rna": counts(20), "prot": counts(20, 9, seed=1).toarray()}
     with warnings.catch_warnings():
@@ -158,7 +158,7 @@ def assert_read(folder: Path, *parts: Any, obs: tuple[str, ...] = ("cell_line", 
 @pytest.mark.parametrize(
     "dtype", [None, "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"], ids=str
 )
-def test_scdl_as_bionemo_writes_and_reads_it(dtype: str | None, settings: dict[str, int], tmp_path: Path) -> None:
+def test_scdl_matches_bionemo(dtype: str | None, settings: dict[str, int], tmp_path: Path) -> None:
     scdl = library(SCDL)
     for k in range(2):
         scdl_of(tmp_path / f"{k}", counts(seed=k), data_dtype=dtype, **settings)
@@ -210,7 +210,7 @@ def test_scdl_collection(settings: dict[str, Any], tmp_path: Path) -> None:
     assert_read(tmp_path / "flat", *parts)
 
 
-def test_scdl_whose_types_grow(tmp_path: Path) -> None:
+def test_scdl_joined_with_wider_dtypes(tmp_path: Path) -> None:
     first, second = counts(16), counts(seed=1)
     made = scdl_of(tmp_path / "a", first, data_dtype="float16")
     other = scdl_of(tmp_path / "b", second, data_dtype="float32")
@@ -220,13 +220,13 @@ def test_scdl_whose_types_grow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float64"])
-def test_scdl_of_another_type(dtype: str, tmp_path: Path) -> None:
+def test_scdl_cast_to_another_dtype(dtype: str, tmp_path: Path) -> None:
     scdl_of(tmp_path / "a", counts()).cast_data_to_dtype(dtype)
     assert_read(tmp_path / "a", counts())
 
 
-def test_scdl_whose_header_is_outdated_is_refused(tmp_path: Path) -> None:
-    """SCDL 0.1.3 writes the header of a folder that it opened again as it was, and cannot read that itself."""
+def test_scdl_with_outdated_header_is_refused(tmp_path: Path) -> None:
+    """SCDL 0.1.3 rewrites the header of a reopened folder unchanged, and then cannot read it itself."""
     scdl = library(SCDL)
     scdl_of(tmp_path / "a", counts(16))
     scdl_of(tmp_path / "b", counts(seed=1))
@@ -240,13 +240,13 @@ def test_scdl_whose_header_is_outdated_is_refused(tmp_path: Path) -> None:
         gpuload.open_loader(tmp_path / "b")
 
 
-def test_scdl_of_names_only(tmp_path: Path) -> None:
+def test_scdl_with_names_only(tmp_path: Path) -> None:
     obs, var = writers.cells_frame()[[]], writers.genes_frame()
     scdl_of(tmp_path / "a", counts(), obs=obs, var=var)
     assert assert_read(tmp_path / "a", counts(), obs=("obs_feature_id",)) == list(var.index)
 
 
-def test_scdl_whose_obs_differ(tmp_path: Path) -> None:
+def test_scdl_with_differing_obs_columns(tmp_path: Path) -> None:
     obs = writers.cells_frame()[["cell_line", "n_counts"]]
     made = [scdl_of(tmp_path / f"{k}", counts(seed=k), obs=obs.assign(**{f"only_{k}": 1.5})) for k in range(2)]
     made[0].concat(made[1])
@@ -256,7 +256,7 @@ def test_scdl_whose_obs_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1.0], ids=["missing", "different"])
-def test_scdl_whose_tables_are_of_the_same_genes(value: float, tmp_path: Path) -> None:
+def test_scdl_tables_of_the_same_genes_are_merged(value: float, tmp_path: Path) -> None:
     made = [scdl_of(tmp_path / f"{k}", counts(seed=k), var=named_genes().assign(mean=value * k)) for k in range(3)]
     made[0].concat(made[1:])
     assert len(list((tmp_path / "0" / "var_features").glob("*.parquet"))) == 3
@@ -286,7 +286,7 @@ def test_ragged_scdl_is_refused(columns: dict[str, Any], tmp_path: Path) -> None
         gpuload.open_loader(tmp_path / "0")
 
 
-def test_scdl_of_different_numbers_of_genes_is_refused(tmp_path: Path) -> None:
+def test_scdl_with_differing_gene_counts_is_refused(tmp_path: Path) -> None:
     made = [scdl_of(tmp_path / f"{k}", counts(n_vars=20 + k)) for k in range(2)]
     made[0].concat(made[1])
     with pytest.raises(gpuload.StoreError, match="2 sets of genes"):
@@ -326,7 +326,7 @@ def soma_cells(seed: int = 0) -> Any:
 @pytest.mark.parametrize(
     "create", [{}, CENSUS, {"dims": {"soma_dim_1": {"tile": 53}}}], ids=["default", "census", "wide"]
 )
-def test_soma_as_tiledbsoma_writes_and_reads_it(tmp_path: Path, create: dict[str, Any]) -> None:
+def test_soma_matches_tiledbsoma(tmp_path: Path, create: dict[str, Any]) -> None:
     io, soma = library("tiledbsoma.io"), library("tiledbsoma")
     adata, path = soma_cells(), str(tmp_path / "cells")
     settings = {} if not create else {"platform_config": {"tiledb": {"create": create}}}
@@ -353,7 +353,7 @@ def test_soma_as_tiledbsoma_writes_and_reads_it(tmp_path: Path, create: dict[str
     np.testing.assert_array_equal(everything(path, layer="raw.X")[1], adata.raw.X.toarray())
 
 
-def test_soma_that_grew(tmp_path: Path) -> None:
+def test_soma_with_appended_cells_and_columns(tmp_path: Path) -> None:
     """Cells appended, and columns of obs changed and added, as tiledbsoma documents it."""
     io, soma = library("tiledbsoma.io"), library("tiledbsoma")
     path, parts = str(tmp_path / "cells"), []

@@ -71,7 +71,7 @@ def random_rows(seed: int, n_rows: int, n_vars: int, most: int, share_empty: flo
         [None, ("PLAIN", "BYTE_STREAM_SPLIT"), ("BYTE_STREAM_SPLIT", "PLAIN"), ("DELTA_BINARY_PACKED", "PLAIN")]
     ),
 )
-def test_as_written(
+def test_random_files_are_read_as_written(
     tmp_path_factory: pytest.TempPathFactory,
     seed: int,
     n_rows: int,
@@ -109,7 +109,7 @@ def test_as_written(
 
 
 def assert_windows_find_the_same_rows(path: Path, window: int) -> None:
-    """Compare what is found in parts of a column chunk, as they are read from afar, with what is found in a file."""
+    """Compare row starts found in windows of a column chunk, as read remotely, with those found in a file."""
     with closing(FileSource(path)) as source:
         table, raw = Table(source), np.fromfile(path, dtype=np.uint8)
         for column in map(table.list_column, ("genes", "expressions")):
@@ -138,12 +138,12 @@ INTEGERS = st.one_of(
     st.builds(lambda n, step: [k * step for k in range(n)], st.integers(1, 700), st.integers(-9, 2**50)),
     st.builds(lambda n, bits: [(k * k) % (1 << bits) for k in range(n)], st.integers(1, 700), st.integers(1, 62)),
 )
-"""Runs of any width, of which none is wanted where the differences are one."""
+"""Runs of any bit width; no bits are needed where all differences are equal."""
 
 
 @settings(max_examples=80, deadline=None)
 @given(values=INTEGERS, dtype=st.sampled_from(["int32", "int64"]), version=st.sampled_from(["1.0", "2.0"]))
-def test_integers_as_differences(
+def test_delta_encoded_integers_are_decoded(
     tmp_path_factory: pytest.TempPathFactory, values: list[int], dtype: str, version: str
 ) -> None:
     path = tmp_path_factory.mktemp("differences") / "cells.parquet"
@@ -161,7 +161,7 @@ def test_integers_as_differences(
 
 @pytest.mark.parametrize("nullable", ["neither", "list", "value", "both"])
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
-def test_columns_that_may_be_missing_or_not(nullable: str, version: str, tmp_path: Path) -> None:
+def test_nullable_and_required_columns(nullable: str, version: str, tmp_path: Path) -> None:
     value_nullable, list_nullable = nullable in ("value", "both"), nullable in ("list", "both")
     X, fields, arrays = counts(), [], []
     for name, rows, kind in zip(
@@ -176,7 +176,7 @@ def test_columns_that_may_be_missing_or_not(nullable: str, version: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["large_list", "fixed_size_list"])
-def test_other_lists(kind: str, tmp_path: Path) -> None:
+def test_other_list_types(kind: str, tmp_path: Path) -> None:
     numbers, values = np.arange(12).reshape(4, 3) % 5, np.arange(1, 13, dtype=np.float32).reshape(4, 3)
     make = pa.large_list if kind == "large_list" else lambda type_: pa.list_(type_, 3)
     columns = {
@@ -189,30 +189,30 @@ def test_other_lists(kind: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(tmp_path / "a.parquet"), expected)
 
 
-def test_a_row_longer_than_pages(tmp_path: Path) -> None:
+def test_row_longer_than_a_page(tmp_path: Path) -> None:
     X = csr_matrix(np.arange(1, 9_001, dtype=np.float32).reshape(3, 3_000))
     write_parquet(tmp_path / "a.parquet", X, {}, first=3, leader=-2.0, data_page_size=512, write_batch_size=64)
     np.testing.assert_array_equal(read(tmp_path / "a.parquet")[:, 3:], X.toarray())
 
 
-def test_leaders_alone(tmp_path: Path) -> None:
+def test_rows_with_only_a_leader(tmp_path: Path) -> None:
     X = csr_matrix((5, 4), dtype=np.float32)
     write_parquet(tmp_path / "a.parquet", X, {}, first=3, leader=-2.0)
     np.testing.assert_array_equal(read(tmp_path / "a.parquet"), np.zeros((5, 2)))
 
 
-def test_leaders_of_values_below_zero(tmp_path: Path) -> None:
+def test_leaders_before_negative_values(tmp_path: Path) -> None:
     X = csr_matrix(np.array([[0, -1.5, 2], [0, 3, -4], [-5, -2, 1]], dtype=np.float32))
     write_parquet(tmp_path / "a.parquet", X, {}, first=3, leader=-2.0)
     np.testing.assert_array_equal(read(tmp_path / "a.parquet")[:, 3:], X.toarray())
     np.testing.assert_array_equal(read(tmp_path / "a.parquet")[:, :3], np.zeros((3, 3)))
 
 
-def test_values_below_zero_are_no_leaders(tmp_path: Path) -> None:
+def test_negative_values_are_not_leaders(tmp_path: Path) -> None:
     X = csr_matrix(np.array([[0, -1, 2], [0, -3, 4], [5, -2, 0], [0, -2, 1]], dtype=np.float32))
     write_parquet(tmp_path / "a.parquet", X, {})
     np.testing.assert_array_equal(read(tmp_path / "a.parquet"), X.toarray())
-    write_parquet(tmp_path / "b.parquet", X[[0, 1, 3]], {})  # all begin with gene 1 below 0, but not with one value
+    write_parquet(tmp_path / "b.parquet", X[[0, 1, 3]], {})  # all begin with a negative value, but not the same one
     np.testing.assert_array_equal(read(tmp_path / "b.parquet"), X[[0, 1, 3]].toarray())
     write_parquet(tmp_path / "c.parquet", csr_matrix(np.array([[0, 2, 1], [0, 2, 3]], dtype=np.float32)), {})
     np.testing.assert_array_equal(read(tmp_path / "c.parquet"), [[0, 2, 1], [0, 2, 3]])
@@ -230,13 +230,13 @@ def test_values_below_zero_are_no_leaders(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(tmp_path / "g.parquet"), many)
 
 
-def test_leaders_of_single_rows(tmp_path: Path) -> None:
+def test_leaders_in_row_groups_of_one_row(tmp_path: Path) -> None:
     for X in (np.ones((1, 4), np.float32), np.tile(np.float32([0, 2, 0, 4]), (30, 1))):
         write_parquet(tmp_path / "a.parquet", csr_matrix(X), {}, first=3, leader=-2.0, row_group_size=1)
         np.testing.assert_array_equal(read(tmp_path / "a.parquet")[:, 3:], X)
 
 
-def test_files_without_cells_and_groups_without_values(tmp_path: Path) -> None:
+def test_empty_files_and_empty_row_groups(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", counts()[:0], {})
     assert read(tmp_path / "a.parquet").shape == (0, 0)
     X = vstack(
@@ -248,7 +248,7 @@ def test_files_without_cells_and_groups_without_values(tmp_path: Path) -> None:
         assert sorted(np.concatenate([batch.rows for batch in loader])) == list(range(X.shape[0]))
 
 
-def test_genes_are_as_many_as_the_greatest_number_of_all_files_says(tmp_path: Path) -> None:
+def test_n_vars_follows_the_highest_gene_number(tmp_path: Path) -> None:
     for name, n_vars in (("a", 5), ("b", 9), ("c", 2)):
         write_parquet(tmp_path / f"{name}.parquet", csr_matrix(np.ones((3, n_vars), np.float32)), {})
     with gpuload.open_loader(tmp_path) as loader:
@@ -258,7 +258,7 @@ def test_genes_are_as_many_as_the_greatest_number_of_all_files_says(tmp_path: Pa
 
 
 @pytest.mark.parametrize("statistics", [True, False])
-def test_the_greatest_number_is_found_without_statistics(statistics: bool, tmp_path: Path) -> None:
+def test_highest_gene_number_needs_no_statistics(statistics: bool, tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", counts(), {}, write_statistics=statistics)
     np.testing.assert_array_equal(read(tmp_path / "a.parquet"), counts().toarray())
     write_parquet(tmp_path / "b.parquet", counts(), {}, first=3, leader=-2.0, write_statistics=statistics)
@@ -268,7 +268,7 @@ def test_the_greatest_number_is_found_without_statistics(statistics: bool, tmp_p
 @pytest.mark.parametrize(
     "place", ["gene_metadata.parquet", "../gene_metadata.parquet", "metadata/gene_metadata.parquet"]
 )
-def test_genes_by_name_and_by_id(place: str, tmp_path: Path) -> None:
+def test_genes_are_selected_by_name_or_id(place: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write_parquet(tmp_path / "data/a.parquet", counts(), {}, first=7)
     table = (tmp_path / "data" / place).resolve()
@@ -285,7 +285,7 @@ def test_gene_numbers_may_begin_far_above_zero(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(tmp_path / "a.parquet"), counts().toarray())
 
 
-def test_genes_that_have_no_name_are_called_by_their_id_or_number(tmp_path: Path) -> None:
+def test_unnamed_genes_use_their_id_or_number(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", counts(), {})
     table = {"token_id": [0, 2, N_VARS - 1], "gene_symbol": ["TP53", None, ""], "ensembl_id": ["E1", "E2", None]}
     pq.write_table(pa.table(table), tmp_path / "gene_metadata.parquet")
@@ -294,7 +294,7 @@ def test_genes_that_have_no_name_are_called_by_their_id_or_number(tmp_path: Path
         assert loader.var_names[-1] == str(N_VARS - 1)
 
 
-def test_another_column_of_values(tmp_path: Path) -> None:
+def test_layer_is_another_column_of_values(tmp_path: Path) -> None:
     numbers, values = lists_of(counts(), 0, None)
     columns = {"indices": numbers, "data": values, "spliced": [2 * v for v in values], "n": list(range(N_OBS))}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
@@ -306,12 +306,12 @@ def test_another_column_of_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", parquet_file.COLUMNS)
-def test_names_of_columns(names: tuple[str, str], tmp_path: Path) -> None:
+def test_alternative_column_names(names: tuple[str, str], tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", counts(), {}, names=names)
     np.testing.assert_array_equal(read(tmp_path / "a.parquet"), counts().toarray())
 
 
-def test_names_with_dots(tmp_path: Path) -> None:
+def test_column_names_with_dots(tmp_path: Path) -> None:
     X, path = counts(), tmp_path / "cells.parquet"
     genes, values = lists_of(X, 0, None)
     columns = {
@@ -338,7 +338,7 @@ def test_names_with_dots(tmp_path: Path) -> None:
             assert list(found) == columns[name]
 
 
-def test_columns_of_obs(tmp_path: Path) -> None:
+def test_obs_columns(tmp_path: Path) -> None:
     texts = [None if i % 7 == 0 else f"drug {i % 5}" for i in range(N_OBS)]
     columns = {
         "text": texts,
@@ -373,7 +373,7 @@ def test_blocks_are_row_groups(tmp_path: Path) -> None:
         assert not lengths[edge:wanted].any()
 
 
-def test_every_row_group_is_read_once_for_a_fetch(tmp_path: Path) -> None:
+def test_fetch_reads_each_row_group_once(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", counts(), {})
     store = open_store(tmp_path / "a.parquet", layer="X", obs=())
     store.close()
@@ -384,14 +384,14 @@ def test_every_row_group_is_read_once_for_a_fetch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["parquet-tahoe", "parquet-checksums"])
-def test_without_the_library_of_snappy(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_without_the_snappy_library(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codecs, "snappy_address", lambda: 0)
     monkeypatch.setattr(backend, "_work", backend._Work())
     form = FORMS[name](tmp_path)
     np.testing.assert_array_equal(read(form.path), form.dense)
 
 
-def test_many_files_are_not_all_open(tmp_path: Path) -> None:
+def test_many_files_are_not_all_kept_open(tmp_path: Path) -> None:
     X = counts()[60:63]
     write_parquet(tmp_path / "000.parquet", X, {})
     content = (tmp_path / "000.parquet").read_bytes()
@@ -409,7 +409,7 @@ def test_many_files_are_not_all_open(tmp_path: Path) -> None:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a file of which something is kept, beside it."""
+    """Return a file with an index beside it."""
     monkeypatch.setenv("GPULOAD_INDEX", "")
     monkeypatch.setattr(parquet_file, "_MIN_ROWS", 1)
     path = FORMS["parquet-tahoe"](tmp_path).path.replace("*", "00000-of-00002")
@@ -419,7 +419,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_what_was_kept_is_not_read_again(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_is_reused(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise AssertionError("read again")
 
@@ -430,7 +430,7 @@ def test_what_was_kept_is_not_read_again(kept: Any, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("change", ["content", "damage"])
-def test_what_was_kept_of_another_state_is_not_believed(change: str, kept: Any, tmp_path: Path) -> None:
+def test_stale_or_damaged_index_is_ignored(change: str, kept: Any, tmp_path: Path) -> None:
     if change == "content":
         X = counts(seed=5)[:70]
         write_parquet(kept, X, {}, first=3, leader=-2.0)
@@ -446,7 +446,7 @@ def test_what_was_kept_of_another_state_is_not_believed(change: str, kept: Any, 
 
 
 @pytest.mark.parametrize("name", ["parquet", "parquet-tahoe"])
-def test_packed(name: str, tmp_path: Path) -> None:
+def test_parquet_can_be_packed(name: str, tmp_path: Path) -> None:
     form = FORMS[name](tmp_path)
     packed = gpuload.pack(form.path, tmp_path / "out.zarr")
     assert (packed.n_obs, packed.n_vars) == (N_OBS, N_VARS)

@@ -1,4 +1,4 @@
-"""Minibatches of every sampler, from files, against anndata: rows, X and obs; and that the rows are those asked for."""
+"""Minibatches of every sampler, from files: rows, X and obs match anndata, and the rows are those requested."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def rows_of(files: Any, sampler: Any, **settings: Any) -> np.ndarray:
     return np.concatenate([batch.rows for batch in loaded(files, sampler=sampler, **settings)])
 
 
-def test_the_samplers_that_settings_stand_for(files: Any) -> None:
+def test_settings_equal_their_samplers(files: Any) -> None:
     plain = np.concatenate([batch.rows for batch in loaded(files)])
     np.testing.assert_array_equal(rows_of(files, BlockShuffle(6), block_size=None), plain)
     np.testing.assert_array_equal(rows_of(files, BlockShuffle(6), block_size=6), plain)
@@ -103,7 +103,7 @@ def test_streaming_through_a_shuffle_buffer(files: Any) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 6, "chunk"])
-def test_classes_in_equal_shares(files: Any, block_size: Any) -> None:
+def test_classes_are_drawn_in_equal_shares(files: Any, block_size: Any) -> None:
     rows = rows_of(files, ClassBalanced("line", 3000), block_size=block_size, fetch_factor=32)
     assert rows.size == 3000
     lines = files[2]["line"].to_numpy()[rows]
@@ -112,7 +112,7 @@ def test_classes_in_equal_shares(files: Any, block_size: Any) -> None:
         assert abs(np.mean(lines == line) - 1 / 3) < 4.5 * np.sqrt(2 / 9 / 3000)
 
 
-def test_classes_of_two_columns_that_are_not_handed_over(files: Any) -> None:
+def test_classes_of_two_columns_that_are_not_delivered(files: Any) -> None:
     rows = rows_of(files, ClassBalanced(["drug", "batch"], 3600), obs=[], fetch_factor=32)
     pairs = (files[2]["drug"].astype(str) + files[2]["batch"].astype(str)).to_numpy()[rows]
     names, counts = np.unique(pairs, return_counts=True)
@@ -140,7 +140,7 @@ def test_subsets(files: Any, inner: Any, block_size: Any) -> None:
         assert np.array_equal(rows, np.sort(rows)) == (inner is not None)
 
 
-def test_a_subset_in_the_order_of_the_files(files: Any) -> None:
+def test_subset_in_file_order(files: Any) -> None:
     np.testing.assert_array_equal(rows_of(files, Subset(HALF), shuffle=False), np.flatnonzero(HALF))
 
 
@@ -153,7 +153,7 @@ def test_a_mixture_of_files(files: Any) -> None:
 
 
 @pytest.mark.parametrize(("size", "remainder"), [(16, "drop"), (8, "fill"), (4, "drop")])
-def test_sets_of_one_class(files: Any, size: int, remainder: str) -> None:
+def test_grouped_sets_have_one_class(files: Any, size: int, remainder: str) -> None:
     for batch in loaded(files, sampler=Grouped("line", size, remainder)):
         sets = batch.obs["line"].reshape(-1, size)
         assert np.all(sets == sets[:, :1])
@@ -161,7 +161,7 @@ def test_sets_of_one_class(files: Any, size: int, remainder: str) -> None:
 
 
 @pytest.mark.parametrize("output", ["dense", "csr"])
-def test_pairs(files: Any, output: str) -> None:
+def test_controls_match_their_perturbed_cells(files: Any, output: str) -> None:
     paths, X, obs = files
     drug, line, batch_of = (obs[name].to_numpy() for name in ("drug", "line", "batch"))
     sampler = PairedControl("drug", "dmso", match=("batch", "line"), fallback="batch")
@@ -188,7 +188,7 @@ def test_pairs(files: Any, output: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["alone", "subset", "where", "mapped"])
-def test_a_minibatch_says_how_many_controls_each_cell_has(files: Any, how: str) -> None:
+def test_split_pairs_reads_n_controls_from_the_minibatch(files: Any, how: str) -> None:
     drug, batch_of = (files[2][name].to_numpy() for name in ("drug", "batch"))
     sampler: Any = PairedControl("drug", "dmso", match="batch", n_controls=3)
     settings: dict[str, Any] = {"where": "batch >= 0"} if how == "where" else {}
@@ -205,7 +205,7 @@ def test_a_minibatch_says_how_many_controls_each_cell_has(files: Any, how: str) 
             gpuload.split_pairs(loader.take(np.arange(16)))
 
 
-def test_pairs_of_tensors(files: Any) -> None:
+def test_split_pairs_of_tensors(files: Any) -> None:
     torch = pytest.importorskip("torch")
     from gpuload.torch import CellDataset
 
@@ -218,7 +218,7 @@ def test_pairs_of_tensors(files: Any) -> None:
                     torch.testing.assert_close(dense, torch.from_numpy(files[1][half["rows"].numpy()]))
 
 
-def test_a_function_of_the_users(files: Any) -> None:
+def test_function_as_sampler(files: Any) -> None:
     def backwards(epoch_seed: int, rank: int, world_size: int) -> np.ndarray:
         starts = np.arange(500, -1, -100)
         return np.stack([starts, starts + 50], axis=1)
@@ -232,8 +232,8 @@ def test_a_function_of_the_users(files: Any) -> None:
 
 @pytest.mark.parametrize("is_in_rows", [False, True])
 @pytest.mark.parametrize("is_in_subset", [False, True])
-def test_minibatches_of_a_sampler_of_pytorch(files: Any, is_in_subset: bool, is_in_rows: bool) -> None:
-    """Cell by cell what the sampler draws, whatever the fetches; also over two ranks and after a resume."""
+def test_pytorch_sampler_keeps_its_order(files: Any, is_in_subset: bool, is_in_rows: bool) -> None:
+    """Cells come exactly as the sampler draws them, whatever the fetches; also on two ranks and after a resume."""
     torch = pytest.importorskip("torch")
     within = EVERY[5:400] if is_in_subset else EVERY
 
@@ -279,7 +279,7 @@ def test_minibatches_of_a_sampler_of_pytorch(files: Any, is_in_subset: bool, is_
         loader.load_state_dict(state)
 
 
-def test_rank_by_rank(files: Any) -> None:
+def test_ranks_share_the_epoch(files: Any) -> None:
     got = [rows_of(files, ClassBalanced("line", 992), rank=rank, world_size=2, uneven="drop") for rank in (0, 1)]
     assert got[0].size == got[1].size == 496
     whole = rows_of(files, ClassBalanced("line", 992))
@@ -306,7 +306,7 @@ def test_resume_in_the_middle_of_an_epoch(files: Any) -> None:
         np.testing.assert_array_equal(np.concatenate(rest), np.concatenate(whole[8:]))
 
 
-def test_neighbors_of_graphs_that_anndata_stores(files: Any, tmp_path: Path) -> None:
+def test_neighbors_from_stored_anndata_graphs(files: Any, tmp_path: Path) -> None:
     paths, X, _ = files
     graphs, with_graphs = [], []
     for number, path in enumerate(paths):

@@ -1,4 +1,4 @@
-"""Several matrices of the same cells, in every form that has them: against the AnnData that was written."""
+"""Several matrices of the same cells, in every form that supports them: equal to the AnnData that was written."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_layers_and_obsm(tmp_path: Path, form: Callable[..., Any], is_dense: boo
 
 
 @pytest.mark.parametrize("block_size", ["chunk", "3 chunks", 1])
-def test_blocks_are_those_of_the_first_matrix(tmp_path: Path, block_size: int | str) -> None:
+def test_blocks_follow_the_first_matrix(tmp_path: Path, block_size: int | str) -> None:
     cells = part(0, n_obs=300, genes=GENES)
     path = in_a_file(tmp_path, cells)
     with h5py.File(path, "r+") as file:
@@ -102,7 +102,7 @@ def test_blocks_are_those_of_the_first_matrix(tmp_path: Path, block_size: int | 
             np.testing.assert_array_equal(batch.layers["spliced"], dense(cells.layers["spliced"])[batch.rows])
 
 
-def test_which_is_first(tmp_path: Path) -> None:
+def test_first_layer_becomes_X(tmp_path: Path) -> None:
     cells = part(0, genes=GENES)
     with gpuload.open_loader(in_a_file(tmp_path, cells), layer=["spliced", "X"], **SMALL) as loader:
         assert list(loader.tables) == ["X", "layers/X"]
@@ -111,7 +111,7 @@ def test_which_is_first(tmp_path: Path) -> None:
             np.testing.assert_array_equal(batch.layers["X"], dense(cells.X)[batch.rows])
 
 
-def test_nothing_more_than_asked_for(tmp_path: Path) -> None:
+def test_only_requested_matrices_are_delivered(tmp_path: Path) -> None:
     with gpuload.open_loader(in_a_file(tmp_path, part(0)), layer=["X"], **SMALL) as loader:
         batch = next(iter(loader))
         assert (batch.layers, batch.obsm, batch.modalities) == ({}, {}, {})
@@ -120,7 +120,7 @@ def test_nothing_more_than_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("output", ["dense", "csr"])
-def test_genes_are_those_of_all_layers(tmp_path: Path, output: str) -> None:
+def test_genes_apply_to_all_layers(tmp_path: Path, output: str) -> None:
     cells = part(0, genes=GENES)
     genes = ["gene_7", "gene_2", "gene_30"]
     with gpuload.open_loader(in_a_file(tmp_path, cells), genes=genes, output=output, **EVERYTHING, **SMALL) as loader:
@@ -132,7 +132,7 @@ def subset(cells: anndata.AnnData, genes: list[str]) -> anndata.AnnData:
     return cells[:, genes].copy()
 
 
-def test_raw_has_genes_of_its_own(tmp_path: Path) -> None:
+def test_raw_has_its_own_genes(tmp_path: Path) -> None:
     cells = part(0, genes=GENES)
     whole = part(0, genes=[*GENES, "more_0", "more_1"])
     cells.raw = whole
@@ -173,7 +173,7 @@ def test_transform(tmp_path: Path, transform: Any, transformed: set[str]) -> Non
                 np.testing.assert_allclose(found, expected[batch.rows], rtol=1e-6)
 
 
-def test_dtype_is_that_of_all_but_obsm(tmp_path: Path) -> None:
+def test_dtype_applies_to_all_but_obsm(tmp_path: Path) -> None:
     cells = part(0, genes=GENES)
     with gpuload.open_loader(in_a_file(tmp_path, cells), dtype="float16", **EVERYTHING, **SMALL) as loader:
         for batch in loader:
@@ -196,7 +196,7 @@ def test_joined_files(tmp_path: Path, is_dense: bool, join: str) -> None:
         assert_everything(loader, whole[:, list(loader.var_names)].copy())
 
 
-def test_a_state_is_of_the_matrices_that_were_asked_for(tmp_path: Path) -> None:
+def test_state_is_bound_to_the_requested_matrices(tmp_path: Path) -> None:
     path = in_a_file(tmp_path, part(0))
     with gpuload.open_loader(path, layer=["X", "spliced"], **SMALL) as loader:
         batches = list(loader)
@@ -228,7 +228,7 @@ def test_memory_counts_all_matrices(tmp_path: Path) -> None:
         assert more[what] > 1.5 * one[what], what
 
 
-def test_memory_goes_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = in_a_file(tmp_path, part(0, n_obs=420, genes=GENES))
     made: list[int] = []
     allocate = buffers._allocate
@@ -241,13 +241,11 @@ def test_memory_goes_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 pass
             n_made.append(len(made))
         n_fetches = 420 // (SMALL["batch_size"] * SMALL["fetch_factor"])
-        # Of 7 arrays that each of them has. On a busy machine, more fetches are in flight in one epoch or another.
+        # Each fetch has 7 arrays. On a busy machine, some epochs have more fetches in flight.
         assert min(n_made) < 2 * n_fetches
 
 
-def test_more_cells_ahead_than_the_machine_holds_is_refused_for_all_matrices_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_limit_covers_all_matrices_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = in_a_file(tmp_path, part(0, is_dense=True, n_obs=200, genes=GENES))
     monkeypatch.setattr("gpuload.formats.arrays.memory_nbytes", lambda: 40_000)
     settings: dict[str, Any] = {"batch_size": 20, "fetch_factor": 5, "prefetch": 2}  # X alone: 100 * 3 * 4 * 31
@@ -323,12 +321,12 @@ def test_one_modality(tmp_path: Path, multiome: dict[str, anndata.AnnData]) -> N
                 np.testing.assert_array_equal(batch.X, dense(multiome["prot"].X)[batch.rows])
 
 
-def test_all_of_a_mapping(multiome: dict[str, anndata.AnnData]) -> None:
+def test_mapping_delivers_all_its_modalities(multiome: dict[str, anndata.AnnData]) -> None:
     with gpuload.open_loader(multiome, **SMALL) as loader:
         assert list(loader.tables) == ["X", "modalities/prot", "modalities/atac"]
 
 
-def test_genes_and_transform_are_of_the_first_modality(multiome: dict[str, anndata.AnnData]) -> None:
+def test_genes_and_transform_apply_to_the_first_modality(multiome: dict[str, anndata.AnnData]) -> None:
     settings: dict[str, Any] = {"modality": ["rna", "prot"], "genes": ["gene_4", "gene_1"], **SMALL}
     for transform, is_prot_transformed in ((LOG1P, False), ({"X": LOG1P, "prot": LOG1P}, True)):
         with gpuload.open_loader(multiome, transform=transform, **settings) as loader:
@@ -340,7 +338,7 @@ def test_genes_and_transform_are_of_the_first_modality(multiome: dict[str, annda
                 np.testing.assert_allclose(batch.modalities["prot"], wanted[batch.rows], rtol=1e-6)
 
 
-def test_modalities_are_joined_each_by_its_own_names(tmp_path: Path) -> None:
+def test_each_modality_is_joined_by_its_own_genes(tmp_path: Path) -> None:
     names = [[f"{name} of {k}" for name in NAMES] for k in range(3)]
     parts = {
         "rna": [modality(k, [f"gene_{i}" for i in range(k, 20 + k)], names[k]) for k in range(3)],

@@ -1,4 +1,4 @@
-"""SOMA experiments: what is handed over is what TileDB's own library was given to write, however it is stored."""
+"""SOMA experiments: delivered values equal those written with TileDB's own library, however they are stored."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.several import dense
 from tests.soma_writers import (
     ZSTD,
     add_members,
+    filters,
     write_cells,
     write_dense,
     write_experiment,
@@ -85,9 +86,15 @@ def test_filters(tmp_path: Path, own: Any, tiles: tuple[int, int]) -> None:
 
 
 def test_positive_deltas(tmp_path: Path) -> None:
-    """Only what ascends can be stored so: rows, where tiles are as wide as they."""
+    """Only ascending numbers can be stored this way: row numbers, where tiles are as wide as the rows."""
     own = (("positive-delta", {"window": 64}), "zstd")
     assert_rows(write_experiment(tmp_path / "cells", rows=own), counts())
+
+
+def test_a_filter_that_does_nothing(tmp_path: Path) -> None:
+    """A dimension that has one has not those for all dimensions, which TileDB sets to Zstandard."""
+    none = ("none",)
+    assert_rows(write_experiment(tmp_path / "cells", rows=none, columns=none, values=none), counts())
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -129,7 +136,7 @@ def test_columns_ascend_within_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_in_parts", [True, False])
-def test_rows_that_several_fragments_share(tmp_path: Path, is_in_parts: bool) -> None:
+def test_rows_spread_over_several_fragments(tmp_path: Path, is_in_parts: bool) -> None:
     """A row may be written in several turns, as long as no value is written twice."""
     X = counts()
     path = write_experiment(tmp_path / "cells", {"data": X[:0]}, obs=cells_frame(), var=genes_frame())
@@ -147,7 +154,7 @@ def test_rows_that_several_fragments_share(tmp_path: Path, is_in_parts: bool) ->
         assert assert_rows(path, X) == ["tiledb"] * 2
 
 
-def test_a_value_written_twice(tmp_path: Path) -> None:
+def test_value_written_twice_is_refused(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells", parts=(60,))
     row, column = 80, int(counts()[80].indices[0])
     folder = path / "ms" / "RNA" / "X" / "data"
@@ -158,7 +165,7 @@ def test_a_value_written_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_vacuumed", [True, False])
 @pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)])
-def test_consolidated(tmp_path: Path, tiles: Any, is_vacuumed: bool) -> None:
+def test_consolidated_arrays_are_read(tmp_path: Path, tiles: Any, is_vacuumed: bool) -> None:
     path = write_experiment(tmp_path / "cells", tiles=tiles, parts=(90, 50, 20))
     for folder in (path / "ms" / "RNA" / "X" / "data", path / "obs"):
         tiledb.consolidate(str(folder), config=tiledb.Config({"sm.consolidation.mode": "commits"}))
@@ -179,6 +186,59 @@ def test_fragments_of_a_limited_size(tmp_path: Path) -> None:
     tiledb.vacuum(folder)
     assert len(list((path / "ms" / "RNA" / "X" / "data" / "__fragments").iterdir())) > 1
     assert_rows(path, counts())
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_missing_values(tmp_path: Path, is_missing: bool) -> None:
+    """What is stored in their place means nothing."""
+    X = counts(5, 3).toarray() + 1
+    path = write_experiment(tmp_path / "cells", {"data": csr_matrix(X)})
+    folder = path / "ms" / "RNA" / "X" / "data"
+    shutil.rmtree(folder)
+    dims = [tiledb.Dim(f"soma_dim_{k}", domain=(0, n - 1), tile=n, dtype=np.int64) for k, n in enumerate(X.shape)]
+    attribute = tiledb.Attr("soma_data", dtype=np.float32, nullable=True)
+    tiledb.Array.create(str(folder), tiledb.ArraySchema(tiledb.Domain(*dims), [attribute], sparse=True))
+    values = X.ravel().astype(object)
+    values[[3, 4]] = None if is_missing else values[[3, 4]]
+    write_cells(folder, [np.repeat(np.arange(5), 3), np.tile(np.arange(3), 5)], {"soma_data": values})
+    if is_missing:
+        with pytest.raises(
+            gpuload.StoreError, match="2 of its values are missing; write the layer again with values there"
+        ):
+            gpuload.open_loader(path)
+    else:
+        assert_rows(path, X)
+
+
+@pytest.mark.parametrize("is_consolidated", [False, True])
+def test_a_matrix_that_had_another_column(tmp_path: Path, is_consolidated: bool) -> None:
+    path = write_experiment(tmp_path / "cells")
+    folder = path / "ms" / "RNA" / "X" / "data"
+    shutil.rmtree(folder)
+    write_sparse(folder, counts()[:0])
+    evolve(folder, lambda evolution: evolution.add_attribute(tiledb.Attr("other", dtype=np.float32)))
+    part = counts().tocoo()
+    for half in (part.row < 50, part.row >= 50):
+        at = [part.row[half].astype(np.int64), part.col[half].astype(np.int64)]
+        write_cells(folder, at, {"soma_data": part.data[half], "other": part.data[half] + 1})
+    evolve(folder, lambda evolution: evolution.drop_attribute("other"))
+    if is_consolidated:
+        tiledb.consolidate(str(folder))
+        assert_rows(path, counts())
+    else:
+        with pytest.raises(
+            gpuload.StoreError, match="its fragments are encoded differently; consolidate the array, or"
+        ):
+            gpuload.open_loader(path)
+
+
+def evolve(folder: Path, change: Any, when: int | None = None) -> None:
+    """Change a schema, as of a given time or of now."""
+    evolution = tiledb.ArraySchemaEvolution(tiledb.default_ctx())
+    change(evolution)
+    if when is not None:
+        evolution.timestamp(when)
+    evolution.array_evolve(str(folder))
 
 
 def test_deleted_cells_are_refused(tmp_path: Path) -> None:
@@ -216,7 +276,7 @@ def test_dense_in_tiles_wider_than_rows(tmp_path: Path, width: int) -> None:
 
 
 @pytest.mark.parametrize(("n_obs", "domain"), [(20, None), (30, (200, 6))])
-def test_dense_that_does_not_fit(tmp_path: Path, n_obs: int, domain: Any) -> None:
+def test_dense_of_the_wrong_shape_is_refused(tmp_path: Path, n_obs: int, domain: Any) -> None:
     path = write_experiment(tmp_path / "cells", {"data": counts(n_obs, 6)})
     folder = path / "ms" / "RNA" / "X" / "data"
     shutil.rmtree(folder)
@@ -228,7 +288,7 @@ def test_dense_that_does_not_fit(tmp_path: Path, n_obs: int, domain: Any) -> Non
 @pytest.mark.parametrize(
     ("dtype", "first", "words"), [("int32", 0, "int32, from 0 on"), ("int64", -5, "int64, from -5 on")]
 )
-def test_dimensions_that_soma_does_not_have(tmp_path: Path, dtype: str, first: int, words: str) -> None:
+def test_unsupported_dimensions_are_refused(tmp_path: Path, dtype: str, first: int, words: str) -> None:
     path = write_experiment(tmp_path / "cells")
     folder = path / "ms" / "RNA" / "X" / "data"
     shutil.rmtree(folder)
@@ -239,7 +299,7 @@ def test_dimensions_that_soma_does_not_have(tmp_path: Path, dtype: str, first: i
         gpuload.open_loader(path)
 
 
-def test_values_in_the_order_of_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_column_ordered_values_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each cell would need most of the matrix."""
     from gpuload.formats import soma_matrices
 
@@ -251,7 +311,9 @@ def test_values_in_the_order_of_columns(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("is_twice", [False, True])
-def test_written_twice_is_looked_for_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_twice: bool) -> None:
+def test_duplicate_values_are_searched_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_twice: bool
+) -> None:
     from gpuload.formats import soma_rows
 
     monkeypatch.setattr(soma_rows, "TOGETHER", 50)
@@ -270,18 +332,35 @@ def test_written_twice_is_looked_for_in_parts(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.filterwarnings("ignore:Setting the dtype on a NumPy array:DeprecationWarning")  # by tiledb, of NumPy 2.5
-def test_what_is_dated_later_is_not_there_yet(tmp_path: Path) -> None:
-    """As for TileDB, which opens an array as of now."""
+def test_fragments_dated_in_the_future_are_ignored(tmp_path: Path) -> None:
+    """As in TileDB, which opens an array in its present state."""
     path = write_experiment(tmp_path / "cells")
     folder = path / "ms" / "RNA" / "X" / "data"
     at = [np.array([0]), np.array([5])]
     write_cells(folder, at, {"soma_data": np.array([7], np.float32)}, 9999999999999)
+    evolve(folder, lambda evolution: evolution.add_attribute(tiledb.Attr("other", dtype=np.float32)), 9999999999999)
+    with tiledb.Group(str(path), "w", config=tiledb.Config({"sm.group.timestamp_end": 9999999999999})) as group:
+        group.remove("obs")
     with tiledb.open(str(folder)) as array:
         assert array[:]["soma_data"].size == counts().nnz
+        assert array.nattr == 1
     assert_rows(path, counts())
 
 
-def test_nothing_stored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_consolidated", [True, False])
+def test_fragments_of_before_tiledb_2_8_are_refused(tmp_path: Path, is_consolidated: bool) -> None:
+    """They are not in the folder of fragments, so they would be overlooked."""
+    path = write_experiment(tmp_path / "cells")
+    folder, name = path / "ms" / "RNA" / "X" / "data", "__1_1_9f1c2a7e5b0d4c38a6e1f2d3c4b5a697_11.ok"
+    if is_consolidated:
+        (folder / "__commits" / "__1_1_0a1b2c3d4e5f60718293a4b5c6d7e8f9_22.con").write_text(f"/{name}\n")
+    else:
+        (folder / name).touch()
+    with pytest.raises(gpuload.StoreError, match=r"X/data: parts of it were written by a TileDB before 2\.8; write it"):
+        gpuload.open_loader(path)
+
+
+def test_matrix_without_stored_values(tmp_path: Path) -> None:
     assert_rows(
         write_experiment(tmp_path / "cells", {"data": csr_matrix((N_OBS, N_VARS), dtype=np.float32)}),
         np.zeros((N_OBS, N_VARS)),
@@ -307,8 +386,8 @@ def test_every_kind_of_column(tmp_path: Path, text: Any, numbers: Any, parts: An
 
 
 @pytest.mark.parametrize("is_consolidated", [True, False])
-def test_columns_written_again(tmp_path: Path, is_consolidated: bool) -> None:
-    """The later value counts, as `tiledbsoma.io.update_obs` needs it."""
+def test_rewritten_columns_use_the_latest_values(tmp_path: Path, is_consolidated: bool) -> None:
+    """The later value wins, as `tiledbsoma.io.update_obs` requires."""
     frame = cells_frame()[["n_counts", "donor"]]
     path = write_experiment(tmp_path / "cells", obs=frame)
     rows = np.array([3, 77, 20])
@@ -322,7 +401,7 @@ def test_columns_written_again(tmp_path: Path, is_consolidated: bool) -> None:
     assert_columns(path, ["n_counts", "donor"], wanted)
 
 
-def test_a_column_added_later(tmp_path: Path) -> None:
+def test_column_added_later_has_missing_values(tmp_path: Path) -> None:
     """Cells written before have no value."""
     frame = cells_frame()[["n_counts"]]
     path = write_experiment(tmp_path / "cells", obs=frame)
@@ -350,7 +429,7 @@ def test_a_column_added_later(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "uint64", "str"])
-def test_cells_found_by_another_column(tmp_path: Path, dtype: str) -> None:
+def test_cells_indexed_by_another_column(tmp_path: Path, dtype: str) -> None:
     """A later version of a cell has the same coordinates, not the same number."""
     path = write_experiment(tmp_path / "cells", {"data": counts(6)})
     shutil.rmtree(path / "obs")
@@ -374,7 +453,24 @@ def test_cells_found_by_another_column(tmp_path: Path, dtype: str) -> None:
         gpuload.open_loader(path)
 
 
-def test_a_column_of_bytes(tmp_path: Path) -> None:
+def test_filters_of_all_dimensions_are_for_the_type_of_each(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells", {"data": counts(3)})
+    shutil.rmtree(path / "obs")
+    schema = tiledb.ArraySchema(
+        tiledb.Domain(tiledb.Dim("name", domain=(0, 2000), tile=2, dtype=np.int32)),
+        [tiledb.Attr("soma_joinid", dtype=np.int64), tiledb.Attr("value", dtype=np.int32)],
+        sparse=True,
+    )
+    schema._coords_filters = filters(("byteshuffle", "double-delta"))  # in the constructor, they are of each dimension
+    tiledb.Array.create(str(path / "obs"), schema)
+    names = np.array([1500, 7, 300], dtype=np.int32)
+    for when, rows in enumerate(([0, 1, 2], [1, 2]), 1):
+        values = np.array(rows, dtype=np.int32) * 10 + when
+        write_cells(path / "obs", [names[rows]], {"soma_joinid": np.array(rows), "value": values}, when)
+    assert_columns(path, ["value"], pd.DataFrame({"value": np.array([1, 12, 22], np.int32)}))
+
+
+def test_column_of_bytes_is_refused(tmp_path: Path) -> None:
     frame = cells_frame()[["depth"]].assign(raw=[bytes([200, i]) for i in range(N_OBS)])
     path = write_experiment(tmp_path / "cells")
     shutil.rmtree(path / "obs")
@@ -384,7 +480,7 @@ def test_a_column_of_bytes(tmp_path: Path) -> None:
     assert_columns(path, ["depth"], frame)
 
 
-def test_an_enumeration_extended(tmp_path: Path) -> None:
+def test_extended_enumeration_is_read(tmp_path: Path) -> None:
     frame = pd.DataFrame({"kind": pd.Categorical(["b", "a", "b"])}, index=pd.Index(["x", "y", "z"], dtype=object))
     path = write_experiment(tmp_path / "cells", {"data": counts(4)}, obs=frame)
     ctx = tiledb.default_ctx()
@@ -398,7 +494,7 @@ def test_an_enumeration_extended(tmp_path: Path) -> None:
     assert_columns(path, ["kind"], wanted)
 
 
-def test_genes_of_the_census(tmp_path: Path) -> None:
+def test_census_genes_are_selected_by_id_or_name(tmp_path: Path) -> None:
     var = pd.DataFrame(
         {"feature_id": [f"ENSG{i}" for i in range(N_VARS)], "feature_name": [f"TP{i}" for i in range(N_VARS)]},
         dtype=object,
@@ -413,7 +509,7 @@ def test_genes_of_the_census(tmp_path: Path) -> None:
             np.testing.assert_array_equal(batch.X, counts()[batch.rows][:, [7, 3]].toarray())
 
 
-def test_names_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_names_are_replaced_by_row_numbers(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells")
     for folder, frame in (("obs", cells_frame()[["depth"]]), ("ms/RNA/var", genes_frame().assign(a=1))):
         shutil.rmtree(path / folder)
@@ -449,8 +545,8 @@ def test_layers_and_embeddings(tmp_path: Path) -> None:
         gpuload.open_loader(path, layer="counts", obs=["dept"])
 
 
-def test_the_width_of_an_embedding(tmp_path: Path) -> None:
-    """Its last columns may hold nothing."""
+def test_embedding_keeps_its_empty_last_columns(tmp_path: Path) -> None:
+    """Its last columns may be empty."""
     few = csr_matrix(counts(N_OBS, 9).toarray() * ([1] * 7 + [0, 0]))
     path = write_experiment(tmp_path / "cells", obsm={"X_pca": counts(N_OBS, 4).toarray()})
     write_sparse(path / "ms" / "RNA" / "obsm" / "few", few, domain=few.shape, tiles=(16, 9))
@@ -458,14 +554,14 @@ def test_the_width_of_an_embedding(tmp_path: Path) -> None:
     assert_rows(path, few, layer="obsm/few")
 
 
-def test_files_that_are_not_of_tiledb(tmp_path: Path) -> None:
+def test_foreign_files_are_ignored(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells")
     for folder in [path, *(folder for folder in path.rglob("*") if folder.is_dir())]:
         (folder / ".DS_Store").write_bytes(b"nothing")
     assert_rows(path, counts())
 
 
-def test_members_by_time_and_by_absolute_paths(tmp_path: Path) -> None:
+def test_members_follow_timestamps_and_absolute_paths(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells", {"data": counts(), "other": counts(seed=1)})
     folder = path / "ms" / "RNA" / "X"
     for file in (folder / "__group").iterdir():
@@ -502,7 +598,7 @@ def test_measurements(tmp_path: Path) -> None:
     assert gpuload.obs_names(path / "ADT").tolist() == cells_frame().index.tolist()
 
 
-def test_with_other_files(tmp_path: Path) -> None:
+def test_experiments_and_other_files_together(tmp_path: Path) -> None:
     """Files of any format are one table of cells."""
     path = write_experiment(tmp_path / "cells")
     X = writers.write_plain(tmp_path / "more.h5ad", seed=5)
@@ -513,7 +609,7 @@ def test_with_other_files(tmp_path: Path) -> None:
     assert found.shape == both.shape
 
 
-def test_a_condition_reads_no_matrix(tmp_path: Path) -> None:
+def test_condition_selects_cells(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells", tiles=(16, 8))
     frame = cells_frame()
     rows = np.flatnonzero((frame["donor"] == "ann") & (frame["n_counts"] > 100))
@@ -527,7 +623,7 @@ def test_a_condition_reads_no_matrix(tmp_path: Path) -> None:
 # --- the index
 
 
-def test_counts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_counts_are_kept_in_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuload.formats import index, soma_rows
 
     monkeypatch.setattr(index, "MIN_ROWS", 1)
@@ -537,7 +633,7 @@ def test_counts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as only:
         only.setattr(soma_rows, "_Count", None)
         assert_rows(path, counts()[:100])
-    # cells are added: the counts are of another state
+    # cells are added, so the kept counts are stale
     frame = cells_frame()
     shutil.rmtree(path / "obs")
     write_frame(path / "obs", frame, "obs_id")
@@ -563,7 +659,7 @@ def other_order(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("change", [more_counts, huge_counts, other_order])
 @pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)])
-def test_counts_that_do_not_fit_are_not_believed(
+def test_inconsistent_row_counts_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, tiles: Any
 ) -> None:
     from gpuload.formats import index
@@ -585,7 +681,7 @@ def test_counts_that_do_not_fit_are_not_believed(
 # --- what is refused
 
 
-def test_no_experiment(tmp_path: Path) -> None:
+def test_group_that_is_not_an_experiment_is_refused(tmp_path: Path) -> None:
     census = write_group(tmp_path / "census")
     write_experiment(census / "human")
     write_group(census / "notes")
@@ -600,7 +696,7 @@ def test_no_experiment(tmp_path: Path) -> None:
         gpuload.open_loader(tmp_path / "census" / "human" / "ms")
 
 
-def test_a_group_that_names_what_is_elsewhere(tmp_path: Path) -> None:
+def test_member_outside_the_experiment_is_refused(tmp_path: Path) -> None:
     write_experiment(tmp_path / "other")
     tiledb.Group.create(str(tmp_path / "cells"))
     with tiledb.Group(str(tmp_path / "cells"), "w") as group:
@@ -609,7 +705,7 @@ def test_a_group_that_names_what_is_elsewhere(tmp_path: Path) -> None:
         gpuload.open_loader(tmp_path / "cells")
 
 
-def test_cells_with_gaps(tmp_path: Path) -> None:
+def test_gaps_in_cell_numbers_are_refused(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells")
     write_cells(path / "obs", [np.array([500])], {name: np.array([value]) for name, value in one_cell().items()}, 9)
     with pytest.raises(gpuload.StoreError, match=r"132 rows are numbered 0 to 500 \(soma_joinid\); expected 0 to 131"):
@@ -622,27 +718,27 @@ def one_cell() -> dict[str, Any]:
     return {"obs_id": "new", **{name: codes.get(name, row[name]) for name in row.index}, "number": 1, "flag": True}
 
 
-def test_values_for_no_cell(tmp_path: Path) -> None:
+def test_values_beyond_the_cells_are_refused(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells", {"data": counts(N_OBS + 5)}, obs=cells_frame())
     with pytest.raises(gpuload.CorruptDataError, match=r"values for cell 13\d, but there are 131 cells"):
         gpuload.open_loader(path)
 
 
 @pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)])
-def test_values_for_no_gene(tmp_path: Path, tiles: Any) -> None:
+def test_values_beyond_the_genes_are_reported(tmp_path: Path, tiles: Any) -> None:
     path = write_experiment(tmp_path / "cells", {"data": counts(N_OBS, N_VARS + 9)}, var=genes_frame(), tiles=tiles)
     with gpuload.open_loader(path, batch_size=10) as loader, pytest.raises(gpuload.CorruptDataError, match="column"):
         list(loader)
 
 
 @pytest.mark.parametrize(("name", "words"), [("bzip2", "bzip2"), ("md5", "an MD5 checksum")])
-def test_filters_that_are_not_supported(tmp_path: Path, name: str, words: str) -> None:
+def test_unsupported_filters_are_refused(tmp_path: Path, name: str, words: str) -> None:
     path = write_experiment(tmp_path / "cells", values=(name,))
     with pytest.raises(gpuload.StoreError, match=rf"encoded with {words}, which cannot be decoded here; supported are"):
         gpuload.open_loader(path)
 
 
-def test_a_column_of_times(tmp_path: Path) -> None:
+def test_column_of_times_is_refused(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells")
     frame = cells_frame()[["depth"]].assign(when=np.arange(N_OBS).astype("datetime64[s]"))
     shutil.rmtree(path / "obs")
@@ -652,7 +748,7 @@ def test_a_column_of_times(tmp_path: Path) -> None:
     assert_columns(path, ["depth"], frame)
 
 
-def test_encrypted(tmp_path: Path) -> None:
+def test_encrypted_array_is_refused(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells")
     folder = path / "ms" / "RNA" / "X" / "data"
     shutil.rmtree(folder)
@@ -669,7 +765,7 @@ def test_encrypted(tmp_path: Path) -> None:
         gpuload.open_loader(path)
 
 
-def test_no_matrix_of_cells_and_genes(tmp_path: Path) -> None:
+def test_frame_in_place_of_a_matrix_is_refused(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells")
     folder = path / "ms" / "RNA" / "X" / "data"
     shutil.rmtree(folder)
@@ -678,7 +774,7 @@ def test_no_matrix_of_cells_and_genes(tmp_path: Path) -> None:
         gpuload.open_loader(path)
 
 
-def test_dense_in_columns(tmp_path: Path) -> None:
+def test_column_major_dense_is_refused(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells")
     folder = path / "ms" / "RNA" / "X" / "data"
     shutil.rmtree(folder)

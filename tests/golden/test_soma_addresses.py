@@ -61,7 +61,7 @@ def assert_rows(address: str, **settings: Any) -> None:
 
 @pytest.mark.parametrize("is_cached", [False, True])
 @pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)], ids=["as wide as rows", "narrow"])
-def test_objects(server: Running, tmp_path: Path, tiles: Any, is_cached: bool) -> None:
+def test_sparse_matrix_with_and_without_a_cache(server: Running, tmp_path: Path, tiles: Any, is_cached: bool) -> None:
     write_experiment(server.root / "data" / "cells", tiles=tiles, parts=(90, 50))
     if not is_cached:
         assert_rows("s3://data/cells", storage_options=options(server))
@@ -72,7 +72,7 @@ def test_objects(server: Running, tmp_path: Path, tiles: Any, is_cached: bool) -
     assert list((tmp_path / "cache" / "objects").rglob("*.*"))
 
 
-def test_a_measurement(server: Running) -> None:
+def test_measurement_is_chosen_by_path(server: Running) -> None:
     write_experiment(server.root / "data" / "cells", raw=counts(seed=1))
     for way in ("s3://data/cells/RNA", "s3://data/cells/ms/RNA", "s3://data/cells"):
         assert_rows(way, storage_options=options(server))
@@ -86,10 +86,10 @@ def test_dense(server: Running) -> None:
     assert_rows("s3://data/cells", storage_options=options(server))
 
 
-def test_inspect_asks_for_nothing_more_than_twice(
+def test_inspect_requests_nothing_more_than_twice(
     server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The groups and what says which columns there are come before the columns; all else is read once, but cells."""
+    """Groups and column listings are read again before the columns; all else, except for cells, is read once."""
     monkeypatch.setenv("GPULOAD_INDEX", "off")
     for name, value in (("ENDPOINT_URL", server.url), ("SKIP_SIGNATURE", "true"), ("REGION", "us-east-1")):
         monkeypatch.setenv(f"AWS_{name}", value)
@@ -114,7 +114,7 @@ def test_inspect_asks_for_nothing_more_than_twice(
     assert max(kept.values()) == 2
 
 
-def test_what_is_missing_or_damaged(server: Running) -> None:
+def test_missing_or_damaged_objects_are_reported(server: Running) -> None:
     path = write_experiment(server.root / "data" / "cells", tiles=(16, 8))
     (file,) = (path / "ms" / "RNA" / "X" / "data" / "__fragments").glob("*/d1.tdb")
     raw = bytearray(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Row filters hold for the cells that pandas finds by the same words; whatever the sampler, only those are read."""
+"""Row filters select the cells that pandas selects by the same expression; any sampler reads only those."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ EXPRESSIONS = {
         "cell_line in ['K562', 'HeLa'] and year == 2025"
     ),
 }
-"""What is given, and the same in pandas where that says it otherwise."""
+"""Expressions, with the pandas spelling where it differs."""
 
 
 def wanted_rows(obs: pd.DataFrame, text: str) -> np.ndarray:
@@ -83,7 +83,7 @@ def wanted_rows(obs: pd.DataFrame, text: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("text", [t for t in EXPRESSIONS if "'`'" not in t])
-def test_as_pandas(plain: Stored, text: str) -> None:
+def test_rows_match_pandas(plain: Stored, text: str) -> None:
     rows = wanted_rows(plain.obs, text)
     if not rows.size:
         with pytest.raises(gpuload.PlanError, match=f"none of the {N_OBS} cells"):
@@ -111,8 +111,8 @@ def test_columns_in_backticks(tmp_path: Path) -> None:
     np.testing.assert_array_equal(batch.rows, np.flatnonzero(expected))
 
 
-def test_columns_are_named_by_the_letters_given() -> None:
-    """The micro sign of keyboards stays one, which in Python's names is a Greek letter."""
+def test_column_names_are_not_unicode_normalised() -> None:
+    """The keyboard's micro sign is kept, although Python's identifiers turn it into a Greek letter."""
     where = parse("dose_\u00b5M > 2 or not isna(\u00b5) and dose_\u03bcM > 2")
     assert parse("`a#` == '#'  # or b").columns == ("a#",)
     assert where.columns == ("dose_\u00b5M", "\u00b5", "dose_\u03bcM")
@@ -129,8 +129,8 @@ SAMPLERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_with_any_sampler(plain: Stored, name: str) -> None:
-    """It is the sampler over a Subset: the same cells in the same order."""
+def test_where_equals_a_subset_with_any_sampler(plain: Stored, name: str) -> None:
+    """It equals the sampler over a Subset: the same cells in the same order."""
     text = "n_counts >= 100 and passed"
     mask = (plain.obs["n_counts"] >= 100) & plain.obs["passed"]
     same = {"batch_size": 8, "fetch_factor": 2, "seed": 5, "obs": ["stage"]}
@@ -159,8 +159,8 @@ def test_over_several_files_and_forms(tmp_path: Path) -> None:
     np.testing.assert_array_equal(rows, np.flatnonzero([v == "A549" for v in line]))
 
 
-def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
-    """X of other cells may be damaged and nobody sees it."""
+def test_only_selected_cells_are_read(tmp_path: Path) -> None:
+    """Damage to X of other cells goes unnoticed."""
     path = tmp_path / "damaged.h5ad"
     X = write_plain(path)
     depth = writers.cells_frame()["depth"].to_numpy()
@@ -198,7 +198,7 @@ def test_whole_numbers_and_booleans_are_never_missing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_decimals_of_any_width_may_be_missing_and_are_equal_to_what_is_written(dtype: type) -> None:
+def test_floats_of_any_width_equal_their_literals(dtype: type) -> None:
     columns = {"x": ObsColumn(np.array([0.1, np.nan, 0.5], dtype))}
     for text in ("x == 0.1", "x in [0.1]", "notna(x) and x != 0.5"):
         assert parse(text).mask(columns).tolist() == [True, False, False]
@@ -206,7 +206,7 @@ def test_decimals_of_any_width_may_be_missing_and_are_equal_to_what_is_written(d
 
 
 @pytest.mark.parametrize("kind", ["categories", "missing values"])
-def test_float32_that_pandas_holds_is_equal_to_what_is_written(kind: str) -> None:
+def test_pandas_float32_equals_its_literals(kind: str) -> None:
     values: Any = pd.array([0.1, 0.2, None, 0.5], dtype="Float32")
     if kind == "categories":
         values = pd.Categorical.from_codes([0, 1, -1, 2], np.array([0.1, 0.2, 0.5], np.float32))
@@ -217,14 +217,14 @@ def test_float32_that_pandas_holds_is_equal_to_what_is_written(kind: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
-def test_large_whole_numbers_are_among_values_exactly(dtype: type) -> None:
+def test_large_integers_are_compared_exactly(dtype: type) -> None:
     obs = {"barcode": ObsColumn(np.array([2**53, 2**53 + 1, 3], dtype=dtype), None)}
     np.testing.assert_array_equal(parse(f"barcode in [{2**53}, 0.5]").mask(obs), [True, False, False])
     text = f"barcode in [{2**53}, 0.5, 3.0, -1, 1e400, {2**80}]"
     np.testing.assert_array_equal(parse(text).mask(obs), [True, False, True])
 
 
-def test_thousands_of_values_among_thousands_of_categories() -> None:
+def test_many_values_among_many_categories_are_fast() -> None:
     n_names, n_wanted = 100_000, 7_000
     column = ObsColumn(np.arange(n_names, dtype=np.int32), np.array([f"g{i}" for i in range(n_names)], dtype=object))
     start = time.process_time()

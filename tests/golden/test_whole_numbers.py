@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LARGEST = 2**53
-"""float64 holds every whole number up to it, and the next one not."""
+"""float64 holds every whole number up to this one, but not the next."""
 
 MESSAGE = r"column 'barcode' holds the whole number {} and would become float64.* exact to 9007199254740992 only"
 
@@ -54,7 +54,7 @@ def missing_in_parquet(number: int, folder: Path) -> Any:
     return {"paths": folder / "a.parquet"}
 
 
-def of_cells_that_a_table_lacks(number: int, folder: Path) -> Any:
+def missing_from_a_table(number: int, folder: Path) -> Any:
     dtype = np.uint64 if number >= 2**63 else np.int64
     table = pd.DataFrame({"barcode": np.array([number, 3], dtype=dtype)}, index=[0, 2])
     return {"paths": write(folder / "a.h5ad", [0, 0, 0]), "obs_table": table}
@@ -65,7 +65,7 @@ WAYS = [
     with_fractions_in_another_file,
     with_other_signs_in_another_file,
     missing_in_parquet,
-    of_cells_that_a_table_lacks,
+    missing_from_a_table,
 ]
 
 
@@ -78,7 +78,7 @@ def all_of(paths: Any, **settings: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("number", [LARGEST + 1, -LARGEST - 1, 2**63 - 1, -(2**63), 2**64 - 1])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_float64_cannot_hold_is_refused(way: Callable[[int, Path], Any], number: int, tmp_path: Path) -> None:
+def test_integers_beyond_float64_are_refused(way: Callable[[int, Path], Any], number: int, tmp_path: Path) -> None:
     given = way(number, tmp_path)
     with pytest.raises((gpuload.StoreError, gpuload.PlanError), match=MESSAGE.format(number)):
         all_of(**given)
@@ -86,12 +86,12 @@ def test_what_float64_cannot_hold_is_refused(way: Callable[[int, Path], Any], nu
 
 @pytest.mark.parametrize("number", [LARGEST, -LARGEST])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_float64_holds_is_delivered(way: Callable[[int, Path], Any], number: int, tmp_path: Path) -> None:
+def test_integers_exact_in_float64_are_delivered(way: Callable[[int, Path], Any], number: int, tmp_path: Path) -> None:
     assert number in [int(value) for value in all_of(**way(number, tmp_path)) if not np.isnan(value)]
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
-def test_those_of_one_type_are_exact(dtype: type, tmp_path: Path) -> None:
+def test_integers_of_one_dtype_stay_exact(dtype: type, tmp_path: Path) -> None:
     values = np.array([np.iinfo(dtype).max, LARGEST + 1, np.iinfo(dtype).min], dtype=dtype)
     paths = [write(tmp_path / f"{i}.h5ad", values[::step]) for i, step in enumerate((1, -1))]
     with gpuload.open_loader(paths, obs="barcode", shuffle=False, batch_size=6) as loader:
@@ -107,7 +107,7 @@ def test_categories_stay_exact_beside_fractions(tmp_path: Path) -> None:
         assert loader.obs["barcode"].tolist() == [LARGEST, LARGEST + 1, 2**64 - 1, 0.5, 1, 0.5]
 
 
-def test_packing_refuses_them_too(tmp_path: Path) -> None:
+def test_packing_refuses_integers_beyond_float64(tmp_path: Path) -> None:
     one = write(tmp_path / "a.h5ad", np.array([1, LARGEST + 1, 3]))
     other = write(tmp_path / "b.h5ad", np.array([0.5, 1, 2]))
     with pytest.raises(gpuload.StoreError, match=MESSAGE.format(LARGEST + 1)):
@@ -115,7 +115,7 @@ def test_packing_refuses_them_too(tmp_path: Path) -> None:
     assert not (tmp_path / "out.zarr").exists()
 
 
-def test_packing_keeps_those_beside_missing_ones(tmp_path: Path) -> None:
+def test_packing_keeps_integers_beside_missing_values(tmp_path: Path) -> None:
     path = nullable(LARGEST + 1, tmp_path)["paths"]
     again = write(tmp_path / "b.h5ad", np.array([1, LARGEST + 3, 3]))
     gpuload.pack([path, again], tmp_path / "out.zarr", keep_order=True)

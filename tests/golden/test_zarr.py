@@ -1,4 +1,4 @@
-"""AnnData in every form of zarr: what is handed over is what zarr-python and anndata read."""
+"""AnnData in every form of zarr: delivered values equal what zarr-python and anndata read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read(path: Path, layer: str, **settings: Any) -> tuple[Any, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_rows_are_what_zarr_reads(written: Callable[[str], Path], name: str) -> None:
+def test_rows_match_zarr_python(written: Callable[[str], Path], name: str) -> None:
     path, layer = written(name), FORMS[name].layer
     expected = writers.read_matrix(path, layer)
     dense = expected.toarray() if hasattr(expected, "toarray") else expected
@@ -73,7 +73,7 @@ def test_rows_are_what_zarr_reads(written: Callable[[str], Path], name: str) -> 
 
 @pytest.mark.parametrize("name", ["v3-csr-sharded-blosc-lz4-shuffle", "v2-csr-zstd", "v3-csr-zstd-crc32c"])
 @pytest.mark.parametrize("verify", ["never", "once", "always"])
-def test_single_rows_from_chunks_in_part(written: Callable[[str], Path], name: str, verify: str) -> None:
+def test_single_rows_from_partly_decoded_chunks(written: Callable[[str], Path], name: str, verify: str) -> None:
     expected = counts().toarray()
     with gpuload.open_loader(written(name), batch_size=1, fetch_factor=1, block_size=1, verify=verify) as loader:
         for _ in range(2):
@@ -82,7 +82,7 @@ def test_single_rows_from_chunks_in_part(written: Callable[[str], Path], name: s
 
 
 @pytest.mark.parametrize("name", ["anndata-v2-csr-X", "anndata-v3-csr-X", "zip-v2", "v3-csr-zstd"])
-def test_obs_and_var_are_what_anndata_reads(written: Callable[[str], Path], name: str) -> None:
+def test_obs_and_var_match_anndata(written: Callable[[str], Path], name: str) -> None:
     frame = cells_frame()
     columns = list(frame.columns)
     with gpuload.open_loader(written(name), batch_size=1000, shuffle=False, obs=columns) as loader:
@@ -99,7 +99,7 @@ def test_obs_and_var_are_what_anndata_reads(written: Callable[[str], Path], name
                 np.testing.assert_array_equal(found.astype(np.float64), wanted, err_msg=column)
 
 
-def test_columns_have_the_types_that_h5ad_gives(written: Callable[[str], Path], tmp_path: Path) -> None:
+def test_column_types_match_h5ad(written: Callable[[str], Path], tmp_path: Path) -> None:
     import anndata
 
     path = tmp_path / "same.h5ad"
@@ -114,7 +114,7 @@ def test_columns_have_the_types_that_h5ad_gives(written: Callable[[str], Path], 
     assert found[0] == found[1]
 
 
-def test_a_collection_is_its_data_sets_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_collection_datasets_are_read_in_numeric_order(tmp_path: Path) -> None:
     path = tmp_path / "collection.zarr"
     writers.collection(path)
     expected = np.concatenate([counts(20 + i, seed=i).toarray() for i in range(11)])
@@ -131,7 +131,7 @@ def test_a_collection_is_its_data_sets_in_the_order_of_their_numbers(tmp_path: P
         assert sorted(seen) == list(range(len(expected)))
 
 
-def test_several_stores_and_files_are_numbered_through(written: Callable[[str], Path], tmp_path: Path) -> None:
+def test_rows_are_numbered_across_stores_and_files(written: Callable[[str], Path], tmp_path: Path) -> None:
     from tests.writers import write_plain
 
     plain = tmp_path / "plain.h5ad"
@@ -143,7 +143,7 @@ def test_several_stores_and_files_are_numbered_through(written: Callable[[str], 
             np.testing.assert_array_equal(batch.X, expected[batch.rows])
 
 
-def test_stale_consolidated_metadata_is_not_believed(tmp_path: Path) -> None:
+def test_stale_consolidated_metadata_is_ignored(tmp_path: Path) -> None:
     for zarr_format in (2, 3):
         path = tmp_path / f"stale-{zarr_format}.zarr"
         writers.by_anndata(path, zarr_format, is_csr=False)
@@ -155,8 +155,8 @@ def test_stale_consolidated_metadata_is_not_believed(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_of_two_members_of_a_zip_the_later_counts(tmp_path: Path) -> None:
-    """As zarr's own store of that kind writes them: whatever is changed is appended."""
+def test_last_of_duplicate_zip_members_is_used(tmp_path: Path) -> None:
+    """As zarr's own zip store writes them: changed members are appended."""
     path = tmp_path / "twice.zip"
     with zipfile.ZipFile(path, "w") as archive:
         for fill in (7, None):
@@ -180,7 +180,7 @@ class Counted(list):  # type: ignore[type-arg]
         return super().__getitem__(place)
 
 
-def test_folders_of_a_zip_are_found_without_going_through_those_of_others(tmp_path: Path) -> None:
+def test_zip_folder_lookup_skips_other_folders(tmp_path: Path) -> None:
     folders = ["a", "a-b", "a/b", "a0", "a b", "\u00e9", "\U0001f600", *(f"set{i}/X" for i in range(200))]
     names = ["zarr.json", "a/b/zarr.json", *(f"{folder}/{i}" for folder in folders for i in range(5))]
     with zipfile.ZipFile(tmp_path / "many.zip", "w") as archive:
@@ -197,7 +197,7 @@ def test_folders_of_a_zip_are_found_without_going_through_those_of_others(tmp_pa
     assert tree._names.n_seen < 20 * len(names)
 
 
-def test_columns_in_shards_in_a_zip(tmp_path: Path) -> None:
+def test_sharded_columns_in_a_zip(tmp_path: Path) -> None:
     """As anndata 0.13 writes them: the first chunk starts where the shard does, and zip's checksum is the shard's."""
     folder, values = tmp_path / "store.zarr", np.arange(N_OBS)
     writers.csr(folder)
@@ -211,7 +211,7 @@ def test_columns_in_shards_in_a_zip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "value"), [("0x40200000", 2.5), ("Infinity", np.inf), ("NaN", np.nan)])
-def test_fill_values_that_are_no_numbers_in_json(tmp_path: Path, text: str, value: float) -> None:
+def test_fill_values_given_as_strings(tmp_path: Path, text: str, value: float) -> None:
     path = tmp_path / "filled.zarr"
     writers.absent(path, 3, is_csr=False, fill=0.0)
     file = path / "X" / "zarr.json"
@@ -220,11 +220,11 @@ def test_fill_values_that_are_no_numbers_in_json(tmp_path: Path, text: str, valu
     file.write_text(json.dumps(meta))
     X, rows = read(path, "X", batch_size=50)
     np.testing.assert_array_equal(X, writers.read_matrix(path, "X")[rows])
-    assert np.array_equal(X[rows == 10], np.full((1, N_VARS), value), equal_nan=True)  # of a chunk that is not there
+    assert np.array_equal(X[rows == 10], np.full((1, N_VARS), value), equal_nan=True)  # from an absent chunk
 
 
-def test_an_encoding_of_keys_given_by_its_name_alone(tmp_path: Path) -> None:
-    """As version 3.1 of the standard allows for whatever needs no configuration."""
+def test_chunk_key_encoding_given_by_name_only(tmp_path: Path) -> None:
+    """As version 3.1 of the standard allows where no configuration is needed."""
     path = tmp_path / "short.zarr"
     writers.csr(path)
     file = path / "X/data/zarr.json"
@@ -235,7 +235,7 @@ def test_an_encoding_of_keys_given_by_its_name_alone(tmp_path: Path) -> None:
     np.testing.assert_array_equal(X, counts().toarray()[rows])
 
 
-def test_chunk_files_just_beyond_the_edge_do_not_belong_to_the_array(tmp_path: Path) -> None:
+def test_chunk_files_beyond_the_edge_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "strays.zarr"
     writers.dense(path, chunks=(10, 20))
     for stray in (f"c/{-(-N_OBS // 10)}/0", f"c/0/{-(-N_VARS // 20)}"):
@@ -245,7 +245,7 @@ def test_chunk_files_just_beyond_the_edge_do_not_belong_to_the_array(tmp_path: P
     np.testing.assert_array_equal(X, counts().toarray()[rows])
 
 
-def test_strings_some_of_which_are_missing(tmp_path: Path) -> None:
+def test_nullable_strings(tmp_path: Path) -> None:
     """As anndata writes columns of pandas' strings since 0.12.3."""
     path = tmp_path / "strings.zarr"
     writers.csr(path)
@@ -267,9 +267,7 @@ def test_strings_some_of_which_are_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize(("dtype", "fill"), [("S3", b"abc"), ("U3", "abc")])
-def test_strings_of_a_fixed_length_in_chunks_that_are_not_there(
-    tmp_path: Path, zarr_format: int, dtype: str, fill: str | bytes
-) -> None:
+def test_fixed_length_strings_in_absent_chunks(tmp_path: Path, zarr_format: int, dtype: str, fill: str | bytes) -> None:
     path = tmp_path / "strings.zarr"
     writers.csr(path, zarr_format=zarr_format)
     with warnings.catch_warnings():
@@ -285,7 +283,7 @@ def test_strings_of_a_fixed_length_in_chunks_that_are_not_there(
 
 
 def test_many_chunk_files_with_few_descriptors(tmp_path: Path) -> None:
-    """More files than a process may have open: those used longest ago are closed."""
+    """More files than a process may have open: the least recently used are closed."""
     path = tmp_path / "many.zarr"
     writers.dense(path, chunks=(1, 12), compressors=None)
     assert sum(1 for _ in (path / "X" / "c").rglob("*")) > 500
@@ -309,7 +307,7 @@ def test_neither_zarr_nor_anndata_nor_h5py_is_needed(written: Callable[[str], Pa
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_without_the_libraries_addresses_all_is_the_same(
+def test_reads_the_same_without_codec_addresses(
     written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gpuload.backends import codecs
@@ -321,7 +319,7 @@ def test_without_the_libraries_addresses_all_is_the_same(
 
 
 @pytest.mark.parametrize("dtype", ["U3", "S3"])
-def test_a_column_of_texts_of_one_length(tmp_path: Path, dtype: str) -> None:
+def test_fixed_length_string_column(tmp_path: Path, dtype: str) -> None:
     path = tmp_path / "fixed.zarr"
     writers.csr(path)
     with warnings.catch_warnings():

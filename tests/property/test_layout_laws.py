@@ -40,7 +40,7 @@ LIMITS = st.tuples(st.sampled_from([0, 16, 1 << 15]), st.sampled_from([1, 64, 1 
 
 @given(st.data())
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_what_is_read_is_what_is_stored(data: st.DataObject) -> None:
+def test_reads_return_the_stored_values(data: st.DataObject) -> None:
     placed: Placed = data.draw(layouts())
     ranges = data.draw(row_ranges(placed.array.shape[0]))
     max_gap, max_extent = data.draw(LIMITS)
@@ -56,7 +56,7 @@ def test_what_is_read_is_what_is_stored(data: st.DataObject) -> None:
 
 @given(st.data())
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_limits_are_kept(data: st.DataObject) -> None:
+def test_gap_and_extent_limits_are_kept(data: st.DataObject) -> None:
     placed: Placed = data.draw(layouts())
     ranges = data.draw(row_ranges(placed.array.shape[0]))
     max_gap, max_extent = data.draw(LIMITS)
@@ -81,7 +81,7 @@ def test_limits_are_kept(data: st.DataObject) -> None:
 
 @given(st.data())
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_raw_storage_is_read_to_the_byte(data: st.DataObject) -> None:
+def test_raw_storage_reads_no_extra_bytes(data: st.DataObject) -> None:
     placed: Placed = data.draw(layouts().filter(lambda p: p.layout.is_raw and p.array.ndim == 1))
     ranges = data.draw(row_ranges(placed.array.shape[0]))
     if not len(ranges):

@@ -102,7 +102,7 @@ def test_every_row_exactly_once(plan: Plan) -> None:
 
 @given(plans())
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_fetches_are_cut_by_the_rule(plan: Plan) -> None:
+def test_fetches_are_full_and_their_ranges_disjoint(plan: Plan) -> None:
     n_rows, size = sum(plan.file_rows), plan.batch_size * plan.fetch_factor
     assert plan.n_batches == (n_rows // plan.batch_size if plan.drop_last else ceil(n_rows / plan.batch_size))
     sizes = [fetch.n_rows for fetch in plan.fetches()]
@@ -198,7 +198,7 @@ def test_rows_are_spread_evenly() -> None:
     ids=["one block", "and a short one", "chunks", "by weight", "half", "two", "three chunks", "a subset"],
 )
 def test_all_rows_are_dropped_equally_often(file_rows: tuple[int, ...], strategy: Any) -> None:
-    """What is dropped ends the order, and with one block that was the end of the file in every epoch."""
+    """The end of the order is dropped, and with one block that used to be the end of the file in every epoch."""
     plan = Plan(file_rows, 16, 2, strategy, drop_last=True, world_size=3, uneven="drop")
     n_epochs, hits = 200, np.zeros(sum(file_rows))
     for epoch in range(n_epochs):
@@ -260,7 +260,7 @@ def slow_rows(plan: Plan) -> list[int]:
 
 
 def slow_parts(plan: Plan, left: list[int], world_size: int) -> list[list[list[int]]]:
-    """Return which places of those left each rank takes in each round; what pads is the front of them again."""
+    """Return which of the places left each rank takes in each round; padding repeats them from the front."""
     size = plan.batch_size * plan.fetch_factor
     n_rounds = len(left) // (size * world_size)
     rounds = [
@@ -310,13 +310,13 @@ def slow_order(plan: Plan) -> list[int]:
 
 @given(plans())
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_the_order_is_that_of_a_slow_implementation(plan: Plan) -> None:
+def test_the_order_matches_a_slow_implementation(plan: Plan) -> None:
     assert rows_of(plan).tolist() == slow_order(plan)
 
 
 @given(dealt())
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_ranks_and_histories_are_those_of_a_slow_implementation(plan: Plan) -> None:
+def test_ranks_and_histories_match_a_slow_implementation(plan: Plan) -> None:
     assert rows_of(plan).tolist() == slow_order(plan)
 
 
@@ -362,14 +362,14 @@ def test_a_million_elements_are_still_sorted_by_their_hashes() -> None:
     assert Permutation(n, 7, 3, 1)[np.array([0])].tolist() == [first]
 
 
-def test_a_long_permutation_is_one() -> None:
+def test_a_long_permutation_hits_every_element_once() -> None:
     n = (1 << 20) + 3
     found = Permutation(n, 1)[np.arange(n)]
     np.testing.assert_array_equal(np.bincount(found, minlength=n), np.ones(n, dtype=np.int64))
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_planning_an_epoch_of_many_cells_holds_little(block_size: int) -> None:
+def test_planning_an_epoch_of_many_cells_takes_little_memory(block_size: int) -> None:
     """A hundredth of an epoch of 100 million cells: no table of rows or blocks may be built for it."""
     plan = Plan((40_000_000, 60_000_000), 64, 256, BlockShuffle(block_size), seed=1, epoch=2)
     tracemalloc.start()
@@ -397,7 +397,7 @@ def test_the_order_is_the_same_in_another_process() -> None:
 
 @given(dealt())
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_ranks_are_disjoint_and_equal_and_together_whole(plan: Plan) -> None:
+def test_ranks_are_disjoint_equal_and_complete(plan: Plan) -> None:
     plan = replace(plan, strategy=BlockShuffle(3) if isinstance(plan.strategy, Given) else plan.strategy, history=())
     n_rows, n_ranks = sum(plan.file_rows), plan.world_size
     ranks = ranks_of(plan)
@@ -423,10 +423,10 @@ def batches_of(fetch: Fetch, plan: Plan) -> list[np.ndarray]:
 
 @given(plans(), st.integers(1, 6), st.sampled_from(["drop", "pad"]), st.data())
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_a_chain_of_world_sizes_hands_over_every_row(
+def test_changing_world_sizes_hand_over_every_row(
     plan: Plan, world_size: int, uneven: str, data: st.DataObject
 ) -> None:
-    """Each part of the chain goes on where all ranks of the part before it had come to, until the epoch is over."""
+    """Each part of the chain resumes where all ranks of the previous part stopped, until the epoch is over."""
     n_rows = sum(plan.file_rows)
     plan = replace(plan, drop_last=False, uneven=uneven)
     handed: list[np.ndarray] = [np.empty(0, np.int64)]
@@ -453,7 +453,7 @@ def test_a_chain_of_world_sizes_hands_over_every_row(
 
 @given(plans(), st.integers(1, 5))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_nothing_is_left_of_an_epoch_that_was_over(plan: Plan, world_size: int) -> None:
+def test_nothing_is_left_of_a_finished_epoch(plan: Plan, world_size: int) -> None:
     n_batches = replace(plan, world_size=3, uneven="drop").n_batches
     later = replace(plan, world_size=world_size, uneven="drop", history=((3, n_batches),))
     assert (later.n_batches, later.n_rows, list(later.fetches())) == (0, 0, [])
@@ -484,7 +484,7 @@ def test_seed_1000_of_epoch_0_is_not_seed_0_of_epoch_1() -> None:
         assert not np.array_equal(one, other)
 
 
-def test_rows_are_dealt_to_other_ranks_in_each_epoch() -> None:
+def test_rows_go_to_different_ranks_in_each_epoch() -> None:
     plan = Plan((10_000,), 10, 5, BlockShuffle(4), world_size=4)
     first = set(rows_of(plan))
     for epoch in (1, 2, 3):
@@ -492,7 +492,7 @@ def test_rows_are_dealt_to_other_ranks_in_each_epoch() -> None:
         assert 0.2 < again < 0.3
 
 
-def test_the_rows_that_are_dropped_or_padded_change_with_the_epoch() -> None:
+def test_dropped_and_padded_rows_change_with_the_epoch() -> None:
     for uneven in ("drop", "pad"):
         plan = Plan((1_003,), 10, 5, BlockShuffle(4), world_size=4, uneven=uneven)
         odd = set()
@@ -513,7 +513,7 @@ def test_more_ranks_than_rows() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_units_are_never_torn(world_size: int) -> None:
+def test_units_are_never_split(world_size: int) -> None:
     """Pairs of rows 2k and 2k + 1 stay together, on ranks, in padding, and after changes of the number of ranks."""
     strategy = Given(tuple(range(214)), unit=2)
     for uneven in ("drop", "pad"):
@@ -533,14 +533,14 @@ FROZEN_RANKS = [
 
 
 def test_the_order_of_ranks_is_frozen() -> None:
-    """As `test_the_order_is_frozen`; states that were saved rely on it."""
+    """Like `test_the_order_is_frozen`; saved states rely on it."""
     plan = Plan((13, 0, 8), 2, 2, BlockShuffle(3), seed=2026, epoch=5, world_size=3, history=((2, 1),))
     assert [rows_of(rank).tolist() for rank in ranks_of(plan)] == FROZEN_RANKS
     assert [slow_order(rank) for rank in ranks_of(plan)] == FROZEN_RANKS
 
 
-def test_changing_the_number_of_ranks_costs_little_at_many_cells() -> None:
-    """No table of rows is built but of the rounds that were interrupted."""
+def test_changing_the_number_of_ranks_is_cheap_with_many_cells() -> None:
+    """No table of rows is built except for the rounds that were interrupted."""
     history = ((8, 100), (16, 3), (4, 5_000))
     tracemalloc.start()
     start = time.perf_counter()
@@ -572,7 +572,7 @@ def split_evenly(epoch_seed: int, rank: int, world_size: int) -> np.ndarray:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("uneven", ["drop", "pad"])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_function_of_the_rank_gives_the_blocks(world_size: int, uneven: str, drop_last: bool) -> None:
+def test_a_per_rank_strategy_sets_the_blocks(world_size: int, uneven: str, drop_last: bool) -> None:
     plan = Plan((103,), 4, 3, PerRank(split_evenly), 7, 5, world_size=world_size, uneven=uneven, drop_last=drop_last)
     ranks = ranks_of(plan)
     (epoch_seed,) = (slow_key(plan.seed, plan.epoch, 1),)
@@ -591,21 +591,21 @@ def test_a_function_of_the_rank_gives_the_blocks(world_size: int, uneven: str, d
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.uint64])
-def test_blocks_are_of_any_whole_numbers_and_empty_ones_give_nothing(dtype: type) -> None:
+def test_blocks_may_have_any_integer_dtype_and_be_empty(dtype: type) -> None:
     blocks = np.array([[20, 29], [15, 15], [0, 9]], dtype=dtype)
     plan = Plan((50,), 18, 1, PerRank(lambda seed, rank, n: blocks))
     assert plan.fetch(0).ranges.tolist() == [[0, 9], [20, 29]]
     assert sorted(rows_of(plan)) == [*range(9), *range(20, 29)]
 
 
-def test_where_a_rank_has_no_rows_none_has_any_if_they_are_dropped() -> None:
+def test_if_one_rank_has_no_rows_dropping_leaves_none() -> None:
     for uneven, given_first in (("drop", [[0, 9]]), ("drop", []), ("pad", [])):
         strategy = PerRank(lambda seed, rank, n, first=given_first: [] if rank else first)
         plan = Plan((50,), 4, 10, strategy, world_size=2, uneven=uneven)
         assert [rank.n_batches for rank in ranks_of(plan)] == [0, 0]
 
 
-def test_a_short_rank_is_padded_by_its_own_rows_over_and_over() -> None:
+def test_a_short_rank_is_padded_by_repeating_its_own_rows() -> None:
     plan = Plan((50,), 4, 10, PerRank(lambda seed, rank, n: [[0, 50]] if rank else [[7, 9]]), world_size=2)
     assert np.bincount(rows_of(plan)).tolist() == [0] * 7 + [25, 25]
     assert sorted(rows_of(replace(plan, rank=1))) == list(range(50))
@@ -626,7 +626,7 @@ def test_a_short_rank_is_padded_by_its_own_rows_over_and_over() -> None:
         ([], "no rows for rank 1 of 2.*; return some for every rank, or use fewer ranks.$"),
     ],
 )
-def test_blocks_that_cannot_be_are_refused(blocks: Any, message: str) -> None:
+def test_impossible_blocks_are_refused(blocks: Any, message: str) -> None:
     plan = Plan((50,), 4, 10, PerRank(lambda seed, rank, n: blocks if rank else [[0, 9], [3, 3]]), world_size=2)
     with pytest.raises(PlanError, match=f"sampler.*{message}"):
         rows_of(plan)

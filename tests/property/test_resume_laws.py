@@ -59,7 +59,7 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("prefetch", "takes_ahead"), [(1, 0), (2, 1), (5, 4)])
-def test_resume_at_every_step_is_the_suffix(
+def test_resuming_at_any_step_gives_the_rest_of_the_epoch(
     make_loader: MakeLoader, drop_last: bool, prefetch: int, takes_ahead: int
 ) -> None:
     plan = replace(PLAN, drop_last=drop_last)
@@ -80,7 +80,7 @@ def test_resume_at_every_step_is_the_suffix(
         assert rows_of(batches) == first[step:], "the first one is not disturbed"
 
 
-def test_nothing_is_read_or_taken_of_what_comes_before(make_loader: MakeLoader) -> None:
+def test_resuming_reads_nothing_already_handed_over(make_loader: MakeLoader) -> None:
     for step in range(PLAN.n_batches + 1):
         loader = make_loader()
         loader.load_state_dict({**loader.state_dict(), "step": step})
@@ -90,7 +90,7 @@ def test_nothing_is_read_or_taken_of_what_comes_before(make_loader: MakeLoader) 
         assert backend.n_takes == PLAN.n_batches - step
 
 
-def test_every_state_on_the_way_is_the_place_of_the_consumer(make_loader: MakeLoader) -> None:
+def test_every_state_is_the_consumers_position(make_loader: MakeLoader) -> None:
     loader = make_loader(prefetch=4, takes_ahead=5)
     n_batches, found = len(loader), []
     for _ in range(2):
@@ -110,7 +110,7 @@ def test_every_state_on_the_way_is_the_place_of_the_consumer(make_loader: MakeLo
     strategy=st.sampled_from([Sequential(), BlockShuffle(1), BlockShuffle(7)]),
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_a_chain_of_loaders_with_other_numbers_of_ranks(
+def test_runs_can_resume_with_other_numbers_of_ranks(
     make_loader: MakeLoader, chain: list[tuple[int, int, int]], uneven: str, epoch: int, strategy: Any
 ) -> None:
     """The state of any one rank goes to all ranks of the next run, until the epoch is over; no row is lost."""
@@ -158,8 +158,8 @@ def test_the_next_epoch_forgets_the_history(make_loader: MakeLoader) -> None:
     assert rows_of(other) == rows_of(fresh)
 
 
-def test_the_end_of_an_epoch_is_no_middle_with_other_ranks(make_loader: MakeLoader) -> None:
-    """What was dropped because it could not be dealt is not handed over later, by whatever number of ranks."""
+def test_the_end_of_an_epoch_is_not_mid_epoch_for_other_ranks(make_loader: MakeLoader) -> None:
+    """Rows dropped because they could not be dealt are not handed over later, whatever the number of ranks."""
     one = make_loader(replace(PLAN, world_size=4, uneven="drop"))
     batches = iter(one)
     for _ in range(len(one)):
@@ -170,7 +170,7 @@ def test_the_end_of_an_epoch_is_no_middle_with_other_ranks(make_loader: MakeLoad
     assert other.state_dict()["epoch"] == 1
 
 
-def test_a_state_of_no_step_takes_the_other_number_of_ranks_as_it_is(make_loader: MakeLoader) -> None:
+def test_a_state_at_step_0_adopts_the_new_number_of_ranks(make_loader: MakeLoader) -> None:
     one, other = make_loader(replace(PLAN, world_size=3)), make_loader()
     one.set_epoch(4)
     other.load_state_dict(one.state_dict())
@@ -183,7 +183,7 @@ def test_a_state_of_no_step_takes_the_other_number_of_ranks_as_it_is(make_loader
 # --- where the consumer is
 
 
-def test_after_a_break_it_is_the_place_of_the_break(make_loader: MakeLoader) -> None:
+def test_after_a_break_the_state_is_where_it_stopped(make_loader: MakeLoader) -> None:
     loader, whole = make_loader(prefetch=3), rows_of(make_loader())
     for step, _ in enumerate(loader):
         if step == 6:
@@ -194,8 +194,8 @@ def test_after_a_break_it_is_the_place_of_the_break(make_loader: MakeLoader) -> 
     assert rows_of(loader) == whole[7:]
 
 
-def test_a_break_at_the_last_minibatch_leaves_an_end_without_minibatches(make_loader: MakeLoader) -> None:
-    """So a program that saves in its loop over an epoch goes on as it would have, however it counts epochs."""
+def test_a_break_at_the_last_minibatch_leaves_none_to_resume(make_loader: MakeLoader) -> None:
+    """So a program that saves inside its epoch loop resumes as it would have continued, however it counts epochs."""
     loader = make_loader()
     batches = iter(loader)
     for _ in range(len(loader)):
@@ -210,7 +210,7 @@ def test_a_break_at_the_last_minibatch_leaves_an_end_without_minibatches(make_lo
 
 
 @pytest.mark.parametrize("fault", [{"fail_load": 2}, {"fail_take": 7}])
-def test_after_an_error_the_rest_can_be_had(make_loader: MakeLoader, fault: dict[str, int]) -> None:
+def test_after_an_error_the_rest_can_be_read(make_loader: MakeLoader, fault: dict[str, int]) -> None:
     whole, found = rows_of(make_loader()), []
     loader = make_loader(takes_ahead=2, **fault)
     with pytest.raises(OSError, match="fake backend failed"):
@@ -221,7 +221,7 @@ def test_after_an_error_the_rest_can_be_had(make_loader: MakeLoader, fault: dict
     assert found + rows_of(loader) == whole
 
 
-def test_set_epoch_keeps_the_place_of_a_loaded_state_of_that_epoch_only(make_loader: MakeLoader) -> None:
+def test_set_epoch_keeps_a_loaded_position_of_that_epoch_only(make_loader: MakeLoader) -> None:
     epochs = [rows_of(loader) for loader in [make_loader()] for _ in range(3)]
     state = {**make_loader().state_dict(), "epoch": 1, "step": 5}
     for epoch, expected in ((1, epochs[1][5:]), (2, epochs[2]), (0, epochs[0])):
@@ -235,7 +235,7 @@ def test_set_epoch_keeps_the_place_of_a_loaded_state_of_that_epoch_only(make_loa
     assert rows_of(loader) == epochs[1], "the place was dropped before"
 
 
-def test_set_epoch_after_a_break_is_the_start_of_that_epoch(make_loader: MakeLoader) -> None:
+def test_set_epoch_after_a_break_starts_that_epoch(make_loader: MakeLoader) -> None:
     loader = make_loader()
     for _ in loader:
         break
@@ -247,7 +247,7 @@ def test_set_epoch_after_a_break_is_the_start_of_that_epoch(make_loader: MakeLoa
     assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (5, 1)
 
 
-def test_iter_after_a_break_is_at_the_start_of_the_next_epoch(make_loader: MakeLoader) -> None:
+def test_iter_after_a_break_starts_the_next_epoch(make_loader: MakeLoader) -> None:
     loader = make_loader()
     for _ in loader:
         break
@@ -257,7 +257,7 @@ def test_iter_after_a_break_is_at_the_start_of_the_next_epoch(make_loader: MakeL
     assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (1, 1)
 
 
-def test_set_epoch_before_the_first_minibatch_is_for_the_iteration_after_it(make_loader: MakeLoader) -> None:
+def test_set_epoch_on_a_fresh_iterator_applies_to_the_next_one(make_loader: MakeLoader) -> None:
     epochs = [rows_of(loader) for loader in [make_loader()] for _ in range(6)]
     loader = make_loader()
     batches = iter(loader)
@@ -266,7 +266,7 @@ def test_set_epoch_before_the_first_minibatch_is_for_the_iteration_after_it(make
     assert rows_of(loader) == epochs[5]
 
 
-def test_an_iterator_of_which_nothing_is_asked_uses_up_no_epoch(make_loader: MakeLoader) -> None:
+def test_an_iterator_never_advanced_uses_up_no_epoch(make_loader: MakeLoader) -> None:
     """torchdata's StatefulDataLoader makes a second one where the state was taken at the end of an epoch."""
     epochs = [rows_of(loader) for loader in [make_loader()] for _ in range(2)]
     loader = make_loader()
@@ -283,7 +283,7 @@ def test_an_iterator_of_which_nothing_is_asked_uses_up_no_epoch(make_loader: Mak
     assert rows_of(loader) == epochs[0][3:]
 
 
-def test_to_load_a_state_ends_the_living_iteration(make_loader: MakeLoader) -> None:
+def test_loading_a_state_ends_the_active_iteration(make_loader: MakeLoader) -> None:
     loader, whole = make_loader(), rows_of(make_loader())
     batches = iter(loader)
     next(batches)
@@ -296,7 +296,7 @@ def test_to_load_a_state_ends_the_living_iteration(make_loader: MakeLoader) -> N
     assert rows_of(loader) == whole[1:]
 
 
-def test_states_are_the_callers_own(make_loader: MakeLoader) -> None:
+def test_states_are_copies(make_loader: MakeLoader) -> None:
     loader = make_loader()
     state = loader.state_dict()
     state["fingerprint"]["files"][0]["n_obs"] = -1
@@ -306,7 +306,7 @@ def test_states_are_the_callers_own(make_loader: MakeLoader) -> None:
     loader.load_state_dict(loader.state_dict())
 
 
-# --- what a state is refused for
+# --- states that are refused
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_a_state_of_other_settings_is_refused(make_loader: MakeLoader, change: d
     assert loader.state_dict() == before
 
 
-def test_settings_that_only_one_of_them_has_are_named(make_loader: MakeLoader) -> None:
+def test_settings_on_one_side_only_are_named(make_loader: MakeLoader) -> None:
     loader = make_loader()
     for change, message in (
         (lambda made_with: made_with.update(more=1), "more=1 in the state, None here"),
@@ -346,7 +346,7 @@ def test_settings_that_only_one_of_them_has_are_named(make_loader: MakeLoader) -
 
 
 def test_a_state_of_an_order_that_began_elsewhere_is_refused(make_loader: MakeLoader) -> None:
-    """Where rows may be dropped, older versions began at the first row of a block; other orders are as they were."""
+    """Where rows may be dropped, older versions began at the first row of a block; other orders are unchanged."""
     assert "begins" not in make_loader().state_dict()["fingerprint"]
     loader = make_loader(replace(PLAN, drop_last=True))
     state = loader.state_dict()
@@ -355,12 +355,12 @@ def test_a_state_of_an_order_that_began_elsewhere_is_refused(make_loader: MakeLo
         loader.load_state_dict(state)
 
 
-def test_a_state_is_of_plain_values_whatever_the_settings_are(make_loader: MakeLoader) -> None:
+def test_a_state_holds_plain_values_only(make_loader: MakeLoader) -> None:
     loader = make_loader(replace(PLAN, drop_last=np.True_))
     assert through_json(loader.state_dict())["fingerprint"]["drop_last"] is True
 
 
-def test_unequal_blocks_are_told_apart(make_loader: MakeLoader) -> None:
+def test_a_state_of_other_block_edges_is_refused(make_loader: MakeLoader) -> None:
     one = make_loader(replace(PLAN, strategy=BlockShuffle(edges=np.array([0, 50, 131]))))
     one.load_state_dict(one.state_dict())
     other = make_loader(replace(PLAN, strategy=BlockShuffle(edges=np.array([0, 51, 131]))))
@@ -410,7 +410,7 @@ START = {"epoch": 0, "step": 0, "world_size": 1, "history": []}
 @pytest.mark.parametrize(
     "state", [None, [], {}, "state", {"epoch": 0, "fingerprint": {}}, START, {**START, "fingerprint": None}]
 )
-def test_what_is_no_state_is_refused(make_loader: MakeLoader, state: Any) -> None:
+def test_something_other_than_a_state_is_refused(make_loader: MakeLoader, state: Any) -> None:
     with pytest.raises(PlanError, match="state: expected what a loader's state_dict"):
         make_loader().load_state_dict(state)
 
@@ -432,7 +432,7 @@ def test_what_is_no_state_is_refused(make_loader: MakeLoader, state: Any) -> Non
         ({"history": [[1, -1]]}, r"history=\[\[1, -1\]\]"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused(make_loader: MakeLoader, change: dict[str, Any], message: str) -> None:
+def test_an_impossible_position_is_refused(make_loader: MakeLoader, change: dict[str, Any], message: str) -> None:
     loader = make_loader()
     with pytest.raises(PlanError, match=f"state: .*{message}"):
         loader.load_state_dict({**loader.state_dict(), **change})
@@ -449,7 +449,7 @@ class PerRank:
         return {"name": "PerRank"}
 
 
-def test_a_sampler_that_deals_the_rows_itself_resumes_with_as_many_ranks_only(make_loader: MakeLoader) -> None:
+def test_a_sampler_that_deals_the_rows_itself_resumes_only_with_as_many_ranks(make_loader: MakeLoader) -> None:
     plan = replace(PLAN, strategy=PerRank(), world_size=2, uneven="drop")  # type: ignore[arg-type]
     loader = make_loader(plan)
     lengths = []

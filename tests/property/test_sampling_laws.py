@@ -81,7 +81,7 @@ def batch_counts(strategy: Any, cells: Cells, labels: np.ndarray) -> np.ndarray:
 
 
 def ninety_ten(**more: Any) -> tuple[Cells, np.ndarray]:
-    """The case in which block-wise weighted draws were found too wide elsewhere: 1,000 cells, 90 % of one class."""
+    """The case in which another library's block-wise weighted draws vary too much: 1,000 cells, 90 % of one class."""
     labels = np.repeat([0, 1], [900, 100])
     obs = {"label": Column(labels.astype(np.int32), np.array(["a", "b"], dtype=object))}
     return cells_of(1000, obs=obs, batch_size=64, fetch_rows=64 * 4, block_size=8, **more), labels
@@ -114,7 +114,7 @@ def test_class_shares_vary_as_independent_draws_do(which: str) -> None:
     assert abs(lag) < 4.5 / np.sqrt(N_BATCHES)
 
 
-def test_classes_in_given_shares() -> None:
+def test_classes_follow_the_given_shares() -> None:
     labels = np.repeat([0, 1, 2], [900, 100, 50])
     obs = {"label": column([*["a"] * 900, *["b"] * 100, *["c"] * 50]), "batch": column(["1", "2"] * 525)}
     cells = cells_of(1050, obs=obs, batch_size=64, fetch_rows=256, block_size=8)
@@ -181,8 +181,8 @@ def test_cells_are_drawn_in_proportion_to_their_weights(kind: str) -> None:
 
 
 @pytest.mark.parametrize("n", [1030, 4000])
-def test_unlike_weights_of_one_stratum_are_hit_as_evenly_as_may_be(n: int) -> None:
-    """In 1,000 passes each cell comes as often as its weight says, to within 6 draws; by chance it would be 150."""
+def test_different_weights_in_one_stratum_are_hit_as_evenly_as_possible(n: int) -> None:
+    """In 1,000 passes each cell is drawn as its weight says, to within 6 draws; by chance it would be 150."""
     weights = np.random.default_rng(n).permutation(np.linspace(1, 1.0624, n))
     cells = cells_of(n, block_size=8)
     strategy = Weighted(weights, 1000 * n).over(cells)
@@ -191,7 +191,7 @@ def test_unlike_weights_of_one_stratum_are_hit_as_evenly_as_may_be(n: int) -> No
     assert np.abs(drawn - 1000 * n * weights / weights.sum()).max() < 6
 
 
-def test_no_cell_comes_twice_in_a_pass_of_unlike_weights() -> None:
+def test_no_cell_is_repeated_in_a_pass_of_different_weights() -> None:
     rng = np.random.default_rng(4)
     weights = rng.uniform(1, 4, 5000)
     cells = cells_of(5000, block_size=16)
@@ -217,8 +217,8 @@ def test_draws_without_replacement_follow_the_weights() -> None:
 
 
 @pytest.mark.parametrize("n_samples", [1, 700, 1999, 2000, None])
-def test_draws_without_replacement_are_different_cells(n_samples: int | None) -> None:
-    """Also without a number of samples, which once was a TypeError elsewhere: all cells of a weight above 0."""
+def test_draws_without_replacement_are_distinct_cells(n_samples: int | None) -> None:
+    """Also without a number of samples, once a TypeError in another library: all cells with a weight above 0."""
     weights = np.concatenate([np.zeros(500), np.random.default_rng(1).random(2000) + 0.01])
     cells = cells_of(1000, 1500, block_size=4)
     strategy = Weighted(weights, n_samples, replace=False).over(cells)
@@ -238,7 +238,7 @@ labels_and_sizes = st.tuples(
 
 @given(labels_and_sizes)
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_every_cell_of_a_class_comes_before_any_comes_again(drawn: Any) -> None:
+def test_every_cell_of_a_class_is_drawn_before_any_repeats(drawn: Any) -> None:
     labels, block_size, n_samples, epoch = drawn
     if not any(labels):
         labels[0] = "a"
@@ -272,7 +272,7 @@ def test_a_pass_of_a_class_is_a_permutation_in_blocks(n: int) -> None:
 @pytest.mark.parametrize("block_size", [7, 16, 1000])
 @pytest.mark.parametrize("is_alike", [True, False])
 def test_cells_of_a_stratum_are_equally_likely_at_each_position(block_size: int, is_alike: bool) -> None:
-    """Of 16 cells only the first three are drawn in an epoch: over the epochs as often each, wherever blocks begin."""
+    """Three of 16 cells are drawn in an epoch: over many epochs each cell equally often, wherever blocks begin."""
     weights = np.where(np.arange(16) % 2, 1.0, 1.0 if is_alike else 1.05)
     sampler = Weighted(np.concatenate([weights, np.arange(2, 2000)])[: 16 if is_alike else None], 3)
     cells = cells_of(16 if is_alike else 2014, block_size=block_size)
@@ -318,7 +318,7 @@ def test_controls_are_read_in_blocks() -> None:
 
 
 def graph_of(n: int, seed: int = 0) -> csr_matrix:
-    """Return a graph of cells with 0 to 6 neighbours each; some name themselves, which does not count."""
+    """Return a graph of cells with 0 to 6 neighbours each; some list themselves, which does not count."""
     rng = np.random.default_rng(seed)
     degree = rng.integers(0, 7, n)
     indices = np.concatenate([rng.choice(n, k, replace=False) for k in degree])
@@ -404,7 +404,7 @@ def test_epochs_and_seeds_differ_and_repeat(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
-def test_a_fetch_hands_over_what_its_places_hold(name: str, n_ranks: int) -> None:
+def test_fetches_hand_over_the_rows_of_the_order(name: str, n_ranks: int) -> None:
     """Over all ranks, the rows handed over are those of the order, as a multiset; up to what is dropped at the end."""
     cells = some_cells()
     strategy = every_sampler(600)[name].over(cells)
@@ -433,7 +433,7 @@ def test_a_fetch_hands_over_what_its_places_hold(name: str, n_ranks: int) -> Non
     st.sampled_from([None, "class", "weights", "chosen"]),
 )
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_a_subset_never_leaves_its_rows(rows: list[int], block_size: int, shuffle: bool, which: str | None) -> None:
+def test_a_subset_draws_only_its_own_rows(rows: list[int], block_size: int, shuffle: bool, which: str | None) -> None:
     obs = {"label": column([*"aabbb"] * 12)}
     cells = cells_of(25, 0, 35, obs=obs, block_size=block_size, shuffle=shuffle)
     inner = {
@@ -450,7 +450,7 @@ def test_a_subset_never_leaves_its_rows(rows: list[int], block_size: int, shuffl
         assert found.tolist() == sorted(rows)
 
 
-def test_subsets_inside_one_another_hold_what_all_hold() -> None:
+def test_nested_subsets_select_their_intersection() -> None:
     cells = some_cells()
     mask = np.zeros(600, dtype=bool)
     mask[100:500] = True
@@ -458,7 +458,7 @@ def test_subsets_inside_one_another_hold_what_all_hold() -> None:
     np.testing.assert_array_equal(rows_of(Subset(mask, inner).over(cells), cells), np.arange(102, 500, 6))
 
 
-def test_weights_and_labels_inside_a_subset_are_those_of_all_cells() -> None:
+def test_weights_and_labels_in_a_subset_are_indexed_by_all_cells() -> None:
     weights = np.zeros(600)
     weights[[5, 300, 301]] = 1
     cells = some_cells()
@@ -470,7 +470,7 @@ def test_weights_and_labels_inside_a_subset_are_those_of_all_cells() -> None:
     assert np.abs(shares - 1 / 3).max() < 4.5 * np.sqrt(2 / 9 / 3000)
 
 
-def test_blocks_of_a_subset_keep_to_the_edges_of_chunks() -> None:
+def test_blocks_of_a_subset_follow_chunk_edges() -> None:
     """With snapped blocks, those of the chosen cells end where the file's blocks end."""
     edges = np.array([0, 10, 25, 40, 60])
     cells = cells_of(40, 20, edges=edges, block_size=15)
@@ -507,7 +507,7 @@ def test_a_mixture_takes_files_by_path_and_by_name() -> None:
     st.integers(1, 3),
 )
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_sets_are_of_one_class(
+def test_each_set_is_of_one_class(
     labels: list[Any], size: int, per_batch: int, factor: int, block_size: int, remainder: str, n_ranks: int
 ) -> None:
     labels = [*["a"] * size, *labels]
@@ -543,7 +543,7 @@ def test_sets_are_of_one_class(
 
 
 @pytest.mark.parametrize("block_size", [4, 100])
-def test_the_cells_that_sets_leave_out_change(block_size: int) -> None:
+def test_cells_left_out_of_sets_change_each_epoch(block_size: int) -> None:
     obs = {"label": column(["a"] * 30 + ["b"] * 2)}
     cells = cells_of(32, obs=obs, batch_size=8, fetch_rows=16, block_size=block_size)
     strategy = Grouped("label", 8).over(cells)
@@ -551,7 +551,7 @@ def test_the_cells_that_sets_leave_out_change(block_size: int) -> None:
     assert len(left_out) > 3
 
 
-def test_minibatches_of_one_class() -> None:
+def test_minibatches_can_be_of_one_class() -> None:
     cells = some_cells(batch_size=8, fetch_rows=32)
     codes = cells.obs["label"].values
     batches = np.concatenate(fetches_of(Grouped("label", 8).over(cells), cells)).reshape(-1, 8)
@@ -561,7 +561,7 @@ def test_minibatches_of_one_class() -> None:
 
 
 @pytest.mark.parametrize("remainder", ["drop", "fill"])
-def test_sets_whose_classes_are_drawn(remainder: str) -> None:
+def test_sets_of_drawn_classes_follow_the_shares(remainder: str) -> None:
     """Classes of 900, 103 and 5 cells: as often as was asked, each pass of other cells, and no cell twice in a set."""
     names = np.repeat(["a", "b", "c"], [900, 103, 5])
     obs = {"label": column(names.tolist())}
@@ -595,7 +595,7 @@ def test_sets_whose_classes_are_drawn(remainder: str) -> None:
     assert Grouped("label", 4, remainder, "equal").over(cells).n_rows(()) == without.n_rows(())
 
 
-def test_sets_whose_classes_are_drawn_are_read_in_blocks() -> None:
+def test_sets_of_drawn_classes_are_read_in_blocks() -> None:
     obs = {"label": column(np.repeat(["a", "b"], [20_000, 4_000]).tolist())}
     cells = cells_of(24_000, obs=obs, batch_size=64, fetch_rows=4096, block_size=32)
     plan = Plan(cells.file_rows, 64, 64, Grouped("label", 8, shares="equal").over(cells), seed=1)
@@ -605,7 +605,7 @@ def test_sets_whose_classes_are_drawn_are_read_in_blocks() -> None:
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("n_ranks", [1, 3])
 @pytest.mark.parametrize("n_controls", [1, 2, 5])
-def test_several_controls_for_each_cell(n_controls: int, n_ranks: int, size: int | None) -> None:
+def test_each_cell_gets_several_controls(n_controls: int, n_ranks: int, size: int | None) -> None:
     each = 1 + n_controls
     cells = some_cells(batch_size=4 * each, fetch_rows=12 * each)
     drug, batch = cells.obs["drug"].values, cells.obs["batch"].values
@@ -641,8 +641,8 @@ def test_several_controls_for_each_cell(n_controls: int, n_ranks: int, size: int
             assert uses.max() - uses.min() <= (1 if size is None else 2 * n_controls)
 
 
-def test_all_cells_with_controls_are_dropped_equally_often() -> None:
-    """Of blocks of 45, the last 5 cells of one were dropped, and never the others."""
+def test_perturbed_cells_are_dropped_equally_often() -> None:
+    """With blocks of 45, only the last 5 cells of one block used to be dropped."""
     obs = {"drug": column(np.repeat(["x", "dmso"], [90, 10])), "batch": column(["1"] * 100)}
     cells = cells_of(100, obs=obs, batch_size=48, fetch_rows=96, block_size=45)
     strategy = PairedControl("drug", "dmso", match="batch", n_controls=2).over(cells)
@@ -658,7 +658,7 @@ def test_all_cells_with_controls_are_dropped_equally_often() -> None:
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 5])
 @pytest.mark.parametrize("fallback", [(), "batch"])
-def test_pairs_match(n_ranks: int, fallback: Any) -> None:
+def test_pairs_match_in_batch_and_kind(n_ranks: int, fallback: Any) -> None:
     rng = np.random.default_rng(3)
     n = 700
     batch, kind = rng.choice(["1", "2"], n), rng.choice(["t", "b", "n"], n)
@@ -696,7 +696,7 @@ def test_pairs_match(n_ranks: int, fallback: Any) -> None:
 
 @pytest.mark.parametrize("remainder", ["drop", "fill"])
 @pytest.mark.parametrize("n_ranks", [1, 2])
-def test_pairs_in_sets(n_ranks: int, remainder: str) -> None:
+def test_pairs_can_form_sets(n_ranks: int, remainder: str) -> None:
     cells = some_cells(batch_size=16, fetch_rows=64)
     drug, batch = cells.obs["drug"].values, cells.obs["batch"].values
     dmso = list(cells.obs["drug"].categories).index("dmso")
@@ -786,10 +786,10 @@ def test_pairs_change_from_epoch_to_epoch(block_size: int) -> None:
     assert np.mean([partner[0][row] != partner[1][row] for row in partner[0]]) > 0.9
 
 
-# --- a user's own
+# --- custom functions
 
 
-def test_a_function_says_the_blocks_of_each_rank() -> None:
+def test_a_function_gives_the_blocks_of_each_rank() -> None:
     asked = []
 
     def every_other(epoch_seed: int, rank: int, world_size: int) -> list[list[int]]:
@@ -813,7 +813,7 @@ def test_a_function_says_the_blocks_of_each_rank() -> None:
 
 
 @pytest.mark.parametrize("kind", ["class", "weights", "distinct"])
-def test_binding_holds_less_than_20_bytes_a_cell(kind: str) -> None:
+def test_binding_takes_less_than_20_bytes_per_cell(kind: str) -> None:
     n = 3_000_000
     rng = np.random.default_rng(0)
     obs = {"label": Column(rng.integers(0, 300, n, dtype=np.int32), np.arange(300).astype(object))}

@@ -22,7 +22,7 @@ Cells = list[tuple[str, dict[str, list[Any]]]]
 
 
 def store_of(files: Cells) -> Store:
-    """Return a store that has columns and no matrix worth the name."""
+    """Return a store that has columns and only placeholder matrices."""
     names = list(files[0][1])
     columns = {}
     for name in names:
@@ -112,9 +112,7 @@ def test_no_group_leaks(drawn: Cells, wanted: dict[str, Any], by: Any, is_strati
 
 
 @given(files(), shares(), st.integers(0, 5))
-def test_no_part_is_further_from_its_share_than_the_largest_group_is_large(
-    drawn: Cells, wanted: dict[str, Any], seed: int
-) -> None:
+def test_parts_miss_their_share_by_less_than_the_largest_group(drawn: Cells, wanted: dict[str, Any], seed: int) -> None:
     split = split_or_none(store_of(drawn), wanted, by="sample", seed=seed)
     if split is None:
         return
@@ -129,7 +127,7 @@ def test_no_part_is_further_from_its_share_than_the_largest_group_is_large(
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(1, 4), st.integers(0, 1 << 32))
-def test_each_single_deal_keeps_to_that_bound(sizes: list[int], n_parts: int, seed: int) -> None:
+def test_each_single_deal_stays_within_that_bound(sizes: list[int], n_parts: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     share = rng.dirichlet(np.ones(n_parts))
     ordered = sorted(sizes, reverse=True)
@@ -139,7 +137,7 @@ def test_each_single_deal_keeps_to_that_bound(sizes: list[int], n_parts: int, se
 
 
 @given(files(), st.data())
-def test_what_is_balanced_does_not_depend_on_the_numbers_of_classes(drawn: Cells, data: st.DataObject) -> None:
+def test_balancing_does_not_depend_on_class_codes(drawn: Cells, data: st.DataObject) -> None:
     tables = []
     for order in (range(3), data.draw(st.permutations(range(3)))):
         names = [["T", "B", "NK"][i] for i in order]
@@ -152,7 +150,7 @@ def test_what_is_balanced_does_not_depend_on_the_numbers_of_classes(drawn: Cells
 
 
 @given(files(), shares(), st.integers(0, 5), st.data())
-def test_neither_the_order_of_files_nor_that_of_cells_decides_about_groups(
+def test_groups_depend_on_the_order_of_neither_files_nor_cells(
     drawn: Cells, wanted: dict[str, Any], seed: int, data: st.DataObject
 ) -> None:
     stratify = data.draw(st.sampled_from([None, "kind"]))
@@ -183,7 +181,7 @@ def test_cells_dealt_one_by_one_meet_their_share_exactly(n_obs: int, wanted: dic
 
 
 @given(files(), shares(), st.integers(0, 5))
-def test_stratified_cells_meet_each_share_to_within_one(drawn: Cells, wanted: dict[str, Any], seed: int) -> None:
+def test_stratified_cells_meet_each_share_within_one_cell(drawn: Cells, wanted: dict[str, Any], seed: int) -> None:
     split = split_or_none(store_of(drawn), wanted, stratify="kind", seed=seed)
     if split is None:
         return
@@ -197,7 +195,7 @@ def test_stratified_cells_meet_each_share_to_within_one(drawn: Cells, wanted: di
 
 
 @given(files(), st.integers(0, 5), st.data())
-def test_groups_that_are_named_are_in_their_part_and_in_no_other(drawn: Cells, seed: int, data: st.DataObject) -> None:
+def test_named_groups_are_in_their_part_only(drawn: Cells, seed: int, data: st.DataObject) -> None:
     samples = column(drawn, "sample")
     known = sorted({s for s in samples if s is not None})
     if not known:
@@ -215,7 +213,7 @@ def test_groups_that_are_named_are_in_their_part_and_in_no_other(drawn: Cells, s
     assert sum(split.counts.values()) == sum(s is not None for s in samples)
 
 
-def test_seeds_differ_and_large_groups_are_in_every_part_with_some_seed() -> None:
+def test_large_groups_reach_every_part_over_many_seeds() -> None:
     sizes = {f"s{i}": 400 - 6 * i for i in range(60)}
     cells = store_of([("a", {"sample": [s for s, n in sizes.items() for _ in range(n)]})])
     splits = [gpuload.split(cells, {"train": 0.8, "val": 0.2}, by="sample", seed=seed) for seed in range(40)]
@@ -239,14 +237,14 @@ def test_cells_are_dealt_evenly_over_the_data() -> None:
     assert 0.23 < np.isin(first["val"], second["val"]).mean() < 0.27
 
 
-def test_classes_of_a_single_cell_are_shared_out_too() -> None:
+def test_single_cell_classes_are_shared_out_too() -> None:
     """Rounded to the nearest, each of them would go to the larger part."""
     cells = store_of([("a", {"kind": [f"k{i}" for i in range(2000)]})])
     split = gpuload.split(cells, {"train": 0.8, "val": 0.2}, stratify="kind")
     assert 320 < split.counts["val"] < 480
 
 
-def test_stratified_groups_come_nearer_to_the_shares_of_classes() -> None:
+def test_stratified_groups_come_closer_to_the_shares_of_classes() -> None:
     rng = np.random.default_rng(0)
     mixes = rng.dirichlet(np.full(8, 0.6), 50)
     frame: dict[str, list[Any]] = {"sample": [], "kind": []}
@@ -268,7 +266,7 @@ def test_stratified_groups_come_nearer_to_the_shares_of_classes() -> None:
 
 
 def test_the_deal_is_frozen() -> None:
-    """What was dealt once is dealt for ever: saved row numbers and papers depend on it."""
+    """A deal must never change: saved row numbers and papers depend on it."""
     sizes = [7, 30, 2, 11, 19, 5, 23, 3, 13, 17]
     frame = {"sample": [f"s{i}" for i, n in enumerate(sizes) for _ in range(n)]}
     frame["kind"] = ["TBN"[i * i % 3] for i in range(sum(sizes))]
@@ -286,7 +284,7 @@ FROZEN_GROUPS = ("s0", "s2", "s8", "s9")
 FROZEN_BOTH = ("s2", "s3", "s6", "s7")
 
 
-def test_groups_of_two_columns_of_very_many_categories() -> None:
+def test_groups_of_two_columns_with_many_categories() -> None:
     """60,000 times 60,000 combinations are more than 2**31; missing values are in no group."""
     names = np.array([f"g{i}" for i in range(60_000)], dtype=object)
     one = ObsColumn(np.array([59_999, 0, 59_999, -1, 0], dtype=np.int32), names)
@@ -301,7 +299,7 @@ def test_a_small_remainder_is_in_no_part() -> None:
     assert np.count_nonzero(deal_cells({"train": 0.95}, 1000, None, 0) < 0) == 50
 
 
-def test_the_odd_cells_of_classes_fall_to_other_parts_with_another_seed() -> None:
+def test_leftover_cells_of_classes_depend_on_the_seed() -> None:
     """Classes of one cell each: every one is odd."""
     names = np.array([f"g{i}" for i in range(40)], dtype=object)
     classes = group_by([ObsColumn(np.arange(40, dtype=np.int32), names)])

@@ -54,7 +54,7 @@ def read_all_over(cache: BlockCache, wanted: bytes, key: str = "big.h5ad") -> No
         assert out.tobytes() == wanted[start:stop]
 
 
-def test_blocks_are_those_of_the_objects_that_are_there(tmp_path: Path, big: CountingRemote) -> None:
+def test_blocks_cover_the_existing_objects(tmp_path: Path, big: CountingRemote) -> None:
     (tmp_path / "remote" / "even").write_bytes(b"x" * 2 * BLOCK)
     (tmp_path / "remote" / "empty").touch()
     (tmp_path / "remote" / "a#1").write_bytes(b"y" * BLOCK + b"z")
@@ -77,7 +77,7 @@ def test_blocks_are_those_of_the_objects_that_are_there(tmp_path: Path, big: Cou
     assert BlockRemote(big, None, 1 << 30).block_nbytes == 1 << 30
 
 
-def test_the_second_time_all_comes_from_the_disk(tmp_path: Path, big: CountingRemote) -> None:
+def test_repeated_reads_come_from_disk(tmp_path: Path, big: CountingRemote) -> None:
     wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
     with store_of(tmp_path, big, fetch=False) as store:
         cache = BlockCache(store)
@@ -99,7 +99,7 @@ def test_the_second_time_all_comes_from_the_disk(tmp_path: Path, big: CountingRe
         assert store.stats()["hit_ratio"] == 1
 
 
-def test_a_store_that_fetches_brings_the_blocks_by_itself(tmp_path: Path, big: CountingRemote) -> None:
+def test_a_fetching_store_downloads_blocks_by_itself(tmp_path: Path, big: CountingRemote) -> None:
     wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
     with store_of(tmp_path, big) as store:
         full(store, N_BLOCKS)
@@ -108,7 +108,7 @@ def test_a_store_that_fetches_brings_the_blocks_by_itself(tmp_path: Path, big: C
         assert cache.n_remote_nbytes == 0
 
 
-def test_what_the_budget_has_no_room_for_comes_from_the_remote(tmp_path: Path, big: CountingRemote) -> None:
+def test_blocks_beyond_the_budget_come_from_the_remote(tmp_path: Path, big: CountingRemote) -> None:
     wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
     with store_of(tmp_path, big, n_held=10, fetch=False) as store:
         cache = BlockCache(store)
@@ -141,7 +141,7 @@ def test_one_block_is_fetched_once_for_many_threads(tmp_path: Path, big: Countin
         assert sum(big.gets.values()) == 1
 
 
-def test_what_is_kept_in_memory_does_not_grow_with_the_remote(tmp_path: Path, big: CountingRemote) -> None:
+def test_memory_does_not_grow_with_the_remote(tmp_path: Path, big: CountingRemote) -> None:
     with store_of(tmp_path, big, n_held=3, fetch=False) as store:
         cache = BlockCache(store)
         found = cache.head("big.h5ad")
@@ -166,7 +166,7 @@ def test_a_damaged_block_is_read_from_the_remote(tmp_path: Path, big: CountingRe
         assert cache.n_remote_nbytes > 0
 
 
-def test_another_content_is_an_error(tmp_path: Path, big: CountingRemote) -> None:
+def test_changed_content_is_an_error(tmp_path: Path, big: CountingRemote) -> None:
     with store_of(tmp_path, big, fetch=False) as store:
         cache = BlockCache(store)
         found = cache.head("big.h5ad")
@@ -177,7 +177,7 @@ def test_another_content_is_an_error(tmp_path: Path, big: CountingRemote) -> Non
             cache.get(found, 2 * BLOCK, 2 * BLOCK + 10)
 
 
-def test_another_content_takes_the_place_of_the_old(tmp_path: Path, big: CountingRemote) -> None:
+def test_changed_content_replaces_the_old(tmp_path: Path, big: CountingRemote) -> None:
     for _ in range(2):
         wanted = os.urandom(NBYTES)
         (tmp_path / "remote" / "big.h5ad").write_bytes(wanted)
@@ -191,9 +191,7 @@ def test_another_content_takes_the_place_of_the_old(tmp_path: Path, big: Countin
 
 
 @pytest.mark.parametrize("n_now", [NBYTES, 3 * BLOCK])
-def test_another_content_takes_the_place_of_the_old_although_the_budget_is_full(
-    tmp_path: Path, big: CountingRemote, n_now: int
-) -> None:
+def test_changed_content_replaces_the_old_in_a_full_store(tmp_path: Path, big: CountingRemote, n_now: int) -> None:
     (tmp_path / "remote" / "big.h5ad#1").write_bytes(b"x" * BLOCK)
     with store_of(tmp_path, big, n_held=N_BLOCKS + 1, fetch=False) as store:
         cache = BlockCache(store)
@@ -230,7 +228,7 @@ def test_a_smaller_budget_holds_for_blocks_too(tmp_path: Path, big: CountingRemo
             assert store.held_nbytes == n_held * BLOCK
 
 
-def test_a_smaller_budget_that_cannot_be_kept_is_told(
+def test_a_smaller_budget_that_cannot_be_met_is_reported(
     tmp_path: Path, big: CountingRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with store_of(tmp_path, big, n_held=N_BLOCKS, fetch=False) as store:
@@ -249,7 +247,7 @@ def test_a_smaller_budget_that_cannot_be_kept_is_told(
 
 
 class Short(FolderRemote):
-    """A folder that gives less than it was asked for."""
+    """A folder that returns less than was requested."""
 
     n = 1
 
@@ -259,7 +257,7 @@ class Short(FolderRemote):
 
 @pytest.mark.parametrize("n", [0, 1, 7])
 @pytest.mark.parametrize("n_held", [0, N_BLOCKS])
-def test_a_short_answer_is_not_taken_for_the_bytes(tmp_path: Path, big: CountingRemote, n: int, n_held: int) -> None:
+def test_a_short_response_is_refused(tmp_path: Path, big: CountingRemote, n: int, n_held: int) -> None:
     remote = Short(big.name)
     with store_of(tmp_path, remote, n_held=n_held, fetch=False) as store:
         cache = BlockCache(store)
@@ -274,7 +272,7 @@ def test_a_short_answer_is_not_taken_for_the_bytes(tmp_path: Path, big: Counting
         assert not store.held_nbytes
 
 
-def test_a_full_disk_is_room_for_nothing(tmp_path: Path, big: CountingRemote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_kept_on_a_full_disk(tmp_path: Path, big: CountingRemote, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
 
     def no_space(*_: Any) -> None:
@@ -287,7 +285,7 @@ def test_a_full_disk_is_room_for_nothing(tmp_path: Path, big: CountingRemote, mo
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), ReadError("it is busy")])
-def test_a_catalogue_that_takes_no_more_is_room_for_nothing(
+def test_nothing_is_kept_while_the_catalogue_fails(
     tmp_path: Path, big: CountingRemote, error: OSError, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
@@ -306,7 +304,7 @@ def test_a_catalogue_that_takes_no_more_is_room_for_nothing(
         assert store.coverage().n_held > N_BLOCKS / 2
 
 
-def test_blocks_of_a_lost_catalogue_take_no_room(tmp_path: Path, big: CountingRemote) -> None:
+def test_blocks_of_a_lost_catalogue_are_deleted(tmp_path: Path, big: CountingRemote) -> None:
     objects = tmp_path / "store" / "objects"
     for _ in range(3):
         with store_of(tmp_path, big, fetch=False) as store:
@@ -321,7 +319,7 @@ def test_blocks_of_a_lost_catalogue_take_no_room(tmp_path: Path, big: CountingRe
     assert n_left == N_BLOCKS, "whoever only opens a store leaves what another rank may adopt"
 
 
-def test_copies_are_gone_through_once_for_all_files_of_a_data_set(
+def test_copies_are_scanned_once_per_data_set(
     tmp_path: Path, big: CountingRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with store_of(tmp_path, big, fetch=False) as store:
@@ -332,7 +330,7 @@ def test_copies_are_gone_through_once_for_all_files_of_a_data_set(
     assert len(listed) == 256
 
 
-def test_a_limit_of_open_files_is_no_fault_of_a_block(
+def test_the_open_file_limit_is_not_blamed_on_a_block(
     tmp_path: Path, big: CountingRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with store_of(tmp_path, big, fetch=False) as store:
@@ -348,19 +346,24 @@ def test_a_limit_of_open_files_is_no_fault_of_a_block(
         assert store.coverage().n_held == N_BLOCKS
 
 
-def test_blocks_in_a_fetcher_process(tmp_path: Path, big: CountingRemote) -> None:
+def test_a_fetcher_process_fetches_blocks(tmp_path: Path, big: CountingRemote) -> None:
     remote = FolderRemote(big.name)
     assert [b.key for b in pickle.loads(pickle.dumps(BlockRemote(remote, None, 6_000))).list()][-2:]
     with store_of(tmp_path, remote, n_processes=1) as store:
         until(lambda: store.coverage().n_held == N_BLOCKS)
 
 
-def test_refusals(tmp_path: Path, big: CountingRemote) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path, big: CountingRemote) -> None:
     for keys in (1 << 16, "cells.h5ad"):
         with pytest.raises(PlanError, match=rf"^keys={keys!r}: expected a list of keys, or None for all objects; the"):
             BlockRemote(big, keys)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="block_nbytes=0"):
         BlockRemote(big, None, 0)
+    with pytest.raises(PlanError, match="block_nbytes='large': expected a number of bytes"):
+        BlockRemote(big, None, "large")
+    with pytest.raises(PlanError, match="block_nbytes=1073741825: expected at least 1, and at most 1 GiB"):
+        BlockRemote(big, None, (1 << 30) + 1)
+    assert BlockRemote(big, None, "4MiB").block_nbytes == 4 << 20
     with (
         SampleStore(tmp_path / "whole", big, fetch=False) as store,
         pytest.raises(PlanError, match=r"it keeps the objects of .* whole; expected a SampleStore over a BlockRemote"),

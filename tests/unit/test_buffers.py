@@ -1,4 +1,4 @@
-"""Recycled host memory: nobody else gets what is in use, and what there is is counted."""
+"""Recycled host memory: a buffer in use is never handed out again, and all memory is counted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def counted(pool: BufferPool) -> int:
 
 
 @pytest.mark.parametrize("n_idle", [0, 1, 3])
-def test_a_buffer_comes_back_with_the_last_view_of_it(n_idle: int) -> None:
+def test_a_buffer_returns_when_its_last_view_is_gone(n_idle: int) -> None:
     pool = BufferPool(n_idle)
     array = pool.array((4, 5), np.float32)
     assert (array.shape, array.dtype, array.ctypes.data % ALIGNMENT) == ((4, 5), np.float32, 0)
@@ -31,7 +31,7 @@ def test_a_buffer_comes_back_with_the_last_view_of_it(n_idle: int) -> None:
     assert counted(pool) == pool.peak_nbytes == 80 + 5
 
 
-def test_no_more_are_kept_idle_than_was_said_and_none_once_cleared() -> None:
+def test_idle_buffers_are_limited_and_freed_by_clear() -> None:
     pool = BufferPool(2)
     held = [pool.take(1000) for _ in range(5)]
     assert counted(pool) == pool.peak_nbytes == 5 * 1062
@@ -44,7 +44,7 @@ def test_no_more_are_kept_idle_than_was_said_and_none_once_cleared() -> None:
     assert (len(pool._idle), counted(pool), pool.peak_nbytes) == (0, 0, 5 * 1062)
 
 
-def test_a_buffer_taken_just_before_it_would_be_dropped_stays_counted() -> None:
+def test_a_buffer_taken_while_being_dropped_stays_counted() -> None:
     class Idle(dict[int, Any]):
         def copy(self) -> dict[int, Any]:
             there = dict(self)
@@ -61,7 +61,7 @@ def test_a_buffer_taken_just_before_it_would_be_dropped_stays_counted() -> None:
     assert counted(pool) == 1062 * (1 + len(pool._idle))
 
 
-def test_many_threads_share_a_pool_and_no_buffer() -> None:
+def test_many_threads_share_a_pool_but_no_buffer() -> None:
     pool, faults, barrier = BufferPool(3), list[str](), threading.Barrier(4)
 
     def use(number: int) -> None:

@@ -29,20 +29,20 @@ from gpuload.checks import check_seed, check_whole, parse_nbytes
     ],
     ids=repr,
 )
-def test_what_is_meant(given: object, nbytes: int) -> None:
+def test_sizes_are_parsed(given: object, nbytes: int) -> None:
     assert parse_nbytes("memory", given) == nbytes
 
 
 @pytest.mark.parametrize(
     "given", [0, -1, True, None, 1.5, float("nan"), float("inf"), "", "much", "GiB", "1e9", "-1", "5 parsecs"], ids=repr
 )
-def test_what_is_none(given: object) -> None:
+def test_invalid_sizes_are_refused(given: object) -> None:
     with pytest.raises(PlanError, match="expected a number of bytes above 0, or text such as '20GiB'") as caught:
         parse_nbytes("memory", given)
     assert str(caught.value).startswith(f"memory={given!r}: ")
 
 
-def test_a_least_size() -> None:
+def test_sizes_below_the_minimum_are_refused() -> None:
     assert parse_nbytes("budget", 0, least=0) == 0
     with pytest.raises(PlanError, match="expected a number of bytes, or"):
         parse_nbytes("budget", -1, least=0)
@@ -68,7 +68,7 @@ def test_seeds() -> None:
 @pytest.mark.parametrize(
     "misspelt", ["guide123x456_chr", "giude123456_chr", "uide123456_chr", "Guide123456_chr", "guide123456_Chr"]
 )
-def test_a_misspelt_name_is_compared_with_few_of_many(misspelt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_name_is_compared_with_few_candidates(misspelt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"guide{i}_chr" for i in range(100_000, 200_000)]
     compared = []
     closest = errors.get_close_matches
@@ -79,7 +79,7 @@ def test_a_misspelt_name_is_compared_with_few_of_many(misspelt: str, monkeypatch
     assert compared[0] <= 2 * errors.MAX_COMPARED
 
 
-def test_a_misspelt_name_unlike_any_of_many() -> None:
+def test_no_name_is_suggested_without_a_close_match() -> None:
     names = [f"guide{i}" for i in range(2 * errors.MAX_COMPARED)]
     assert errors.nearest("xyz", names) is None
     assert errors.nearest("", names) is None
@@ -100,7 +100,7 @@ def test_a_misspelt_name_unlike_any_of_many() -> None:
         (np.ndarray, "<class 'numpy.ndarray'>"),
     ],
 )
-def test_what_a_message_shows_of_a_value(value: object, said: str) -> None:
+def test_messages_show_values_briefly(value: object, said: str) -> None:
     assert errors.shown(value) == said
 
 
@@ -119,7 +119,7 @@ def test_a_value_takes_one_line_of_a_message() -> None:
     [errors.ReadError("a.h5ad: it ends early."), errors.MissingDependencyError("lz4", "reading LZ4", "cuda13")],
     ids=repr,
 )
-def test_an_error_of_another_process_arrives_as_it_was(error: errors.GpuloadError) -> None:
+def test_errors_survive_pickling(error: errors.GpuloadError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy)) == (type(error), str(error))
     assert getattr(copy, "package", None) == getattr(error, "package", None)

@@ -59,7 +59,7 @@ def test_elements_come_from_their_chunks(lengths: list[int], marks: list[int]) -
 
 
 @given(lengths=st.lists(st.lists(st.sampled_from([0, 0, 1, 3]), min_size=1, max_size=4), min_size=1, max_size=6))
-def test_blocks_of_chunks(lengths: list[list[int]]) -> None:
+def test_block_edges_follow_chunks(lengths: list[list[int]]) -> None:
     rows = np.concatenate(lengths)
     indptr = np.concatenate([[0], np.cumsum(rows)])
     layout = layout_of([sum(part) for part in lengths])

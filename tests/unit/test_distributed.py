@@ -1,4 +1,4 @@
-"""Which of how many processes this is: by hand, by torch.distributed, by torchrun's environment, else alone."""
+"""Rank and world size: from arguments, torch.distributed or torchrun's environment, else of a single process."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def torch_distributed(*, is_available: bool = True, is_initialized: bool = True)
     )
 
 
-def test_alone() -> None:
+def test_a_single_process_is_rank_0_of_1() -> None:
     assert rank_and_world_size() == (0, 1)
     assert "torch.distributed" not in sys.modules
 
 
-def test_by_hand_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_arguments_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed", torch_distributed())
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -58,7 +58,7 @@ def test_torch_distributed_comes_before_the_environment(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("rank", "world_size"), [(2, 2), (-1, 2), (0, 0), (0, -1), (0.0, 1), (True, 2), (0, True), ("0", "1")]
 )
-def test_what_cannot_be_is_refused(rank: Any, world_size: Any) -> None:
+def test_impossible_ranks_are_refused(rank: Any, world_size: Any) -> None:
     with pytest.raises(gpuload.PlanError, match=f"^rank={rank!r}, world_size={world_size!r}: .*0 <= rank < world_size"):
         rank_and_world_size(rank, world_size)
 
@@ -80,7 +80,7 @@ def test_one_without_the_other_is_refused(given: str, missing: str) -> None:
         ({"RANK": "", "WORLD_SIZE": "2"}, "RANK='', WORLD_SIZE=2: expected"),
     ],
 )
-def test_an_environment_that_cannot_be_is_refused(
+def test_an_impossible_environment_is_refused(
     environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
@@ -89,7 +89,7 @@ def test_an_environment_that_cannot_be_is_refused(
         rank_and_world_size()
 
 
-def test_settings_are_refused_before_a_file_is_opened() -> None:
+def test_invalid_settings_are_refused_before_opening_files() -> None:
     with pytest.raises(gpuload.PlanError, match="rank=3"):
         gpuload.open_loader("no such file.h5ad", rank=3, world_size=3)
     with pytest.raises(gpuload.PlanError, match=r"uneven='keep'.*'drop', 'pad'"):

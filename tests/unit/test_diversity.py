@@ -53,7 +53,7 @@ def test_running_mean_and_spread_are_those_of_all_minibatches():
     assert running.sd == pytest.approx(np.std(entropies, ddof=1))
 
 
-def test_nothing_is_known_before_the_first_minibatches():
+def test_statistics_are_nan_before_enough_minibatches():
     running = MinibatchEntropy(3)
     assert np.isnan(running.mean)
     running.add([0, 1, 1])
@@ -106,7 +106,7 @@ def _shares_of_entropy(n_classes: int, bits: float) -> np.ndarray:
 
 @pytest.mark.parametrize("p", [PLATES, SKEWED], ids=["plates", "skewed"])
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64, 256])
-def test_expectation_rises_with_the_fetch_and_stays_within_its_bounds(p, block_size):
+def test_expectation_rises_with_fetch_size_within_bounds(p, block_size):
     previous = 0.0
     for fetch_factor in (1, 2, 4, 16, 64, 256):
         sizes = {"batch_size": 64, "block_size": block_size, "fetch_factor": fetch_factor}
@@ -131,7 +131,7 @@ def test_one_block_per_fetch_has_no_diversity():
 
 
 @pytest.mark.parametrize(("block_size", "fetch_factor"), [(4, 2), (8, 3), (3, 4)])
-def test_expectation_agrees_with_drawing(block_size, fetch_factor):
+def test_expectation_agrees_with_random_draws(block_size, fetch_factor):
     rng = np.random.default_rng(1)
     batch_size, running = 24, MinibatchEntropy(SKEWED.size)
     for _ in range(2_000):
@@ -142,14 +142,14 @@ def test_expectation_agrees_with_drawing(block_size, fetch_factor):
     assert running.mean == pytest.approx(expected, abs=0.015)
 
 
-def test_a_block_that_does_not_divide_the_fetch_lies_between_its_neighbours():
+def test_an_uneven_block_size_lies_between_its_neighbours():
     sizes = {"batch_size": 64, "fetch_factor": 4}
     by_block = [expected_entropy(PLATES, block_size=b, **sizes) for b in (16, 23, 32)]
     assert by_block[0] > by_block[1] > by_block[2]
 
 
 @pytest.mark.parametrize("p", [[], [0.5, 0.4], [1.5, -0.5], [[1.0]], [np.nan, 1.0]])
-def test_shares_that_are_none_are_refused(p):
+def test_invalid_shares_are_refused(p):
     with pytest.raises(PlanError, match=r"^p has shape .* expected shares of at least one class that add up to 1\.$"):
         iid_entropy(p, 64)
 
@@ -163,7 +163,7 @@ def test_sizes_below_one_are_refused():
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool"])
 def test_codes_of_every_type(dtype: str) -> None:
-    """As pandas makes them: 128 categories have codes of int8, of which the last is the largest that there is."""
+    """As pandas makes them: 128 categories have int8 codes, the last of which is the largest int8."""
     n = {"int8": 128, "uint8": 256, "bool": 2}.get(dtype, 300)
     codes = np.arange(n).astype(dtype)
     assert entropy_bits(codes, n) == pytest.approx(np.log2(n))
@@ -173,7 +173,7 @@ def test_codes_of_every_type(dtype: str) -> None:
     assert entropy_of_runs(many, batch_size=8, block_size=4, fetch_factor=4) == expected
 
 
-def test_no_codes_and_codes_that_are_none() -> None:
+def test_no_codes_and_invalid_codes() -> None:
     assert entropy_bits([], 2) == 0
     for given in ([0.0, 1.5], ["a"], [[0, 1]]):
         with pytest.raises(PlanError, match=r"^labels of dtype .* expected a whole number for each cell"):

@@ -1,4 +1,4 @@
-"""The theory of diversity against what others measured, against enumeration and running loaders; and its bounds."""
+"""The theory of diversity against published measurements, enumeration and running loaders; and its bounds."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _fit(weights, bits: float, most: float) -> np.ndarray:
 def drug_runs() -> np.ndarray:
     """Return drugs as they lie in Tahoe-100M: long runs, but for two of the 14 plates with runs of 380 to 540 cells.
 
-    The two plates hold 13 % of the cells here: the one number chosen, between the least and the most that any two do.
+    The two plates hold 13 % of the cells here: the one free number, between the smallest and largest of any two plates.
     """
     rng, p, n_plates, plate_rows = np.random.default_rng(1), drug_shares(), 14, 1 << 19
     n_short = int(0.13 * n_plates * plate_rows) // 4096 * 4096
@@ -109,11 +109,11 @@ def drug_runs() -> np.ndarray:
     return np.concatenate([long, short]).astype(np.int16)
 
 
-# --- what others measured ---
+# --- published measurements ---
 
 
 @pytest.mark.parametrize(("block_size", "fetch_factor"), PLATES)
-def test_plates_come_out_as_published(block_size, fetch_factor):
+def test_plate_entropies_match_published_ones(block_size, fetch_factor):
     expected, measured = PLATES[block_size, fetch_factor]
     found = expected_entropy(plate_shares(), batch_size=64, block_size=block_size, fetch_factor=fetch_factor)
     assert found == pytest.approx(expected, abs=0.0015)
@@ -121,7 +121,7 @@ def test_plates_come_out_as_published(block_size, fetch_factor):
 
 
 @pytest.mark.parametrize("block_size", DRUGS)
-def test_drugs_come_out_as_published_and_label_runs_explain_the_rest(block_size, drug_runs):
+def test_drug_entropies_match_or_label_runs_explain_them(block_size, drug_runs):
     """One label a block is right for blocks up to 256; above, two plates' short runs make minibatches more diverse."""
     sizes = {"batch_size": 4096, "block_size": block_size, "fetch_factor": 4}
     by_model, by_runs = expected_entropy(drug_shares(), **sizes), entropy_of_runs(drug_runs, **sizes)
@@ -140,7 +140,7 @@ def test_drugs_come_out_as_published_and_label_runs_explain_the_rest(block_size,
         )
 
 
-def test_thousands_of_cells_and_hundreds_of_classes_take_no_time():
+def test_large_minibatches_of_many_classes_are_fast():
     shares, sizes = drug_shares(), {"batch_size": 4096, "block_size": 16, "fetch_factor": 4}
     expected_entropy(shares, **sizes)
     seconds = []
@@ -200,7 +200,7 @@ def test_bounds_hold_however_the_labels_lie(runs, sizes):
     assert entropy_of_runs(pure, **sizes).lower <= entropy_bounds(label_shares(pure), **sizes)[1] + 1e-9
 
 
-def test_without_label_runs_bounds_are_not_reached():
+def test_upper_bound_does_not_hold_without_label_runs():
     """Where every block holds all labels alike, the upper bound of the model does not apply: it is more diverse."""
     codes = np.tile(np.arange(4), 4_000)
     sizes = {"batch_size": 16, "block_size": 16, "fetch_factor": 1}
@@ -208,7 +208,7 @@ def test_without_label_runs_bounds_are_not_reached():
     assert entropy_bounds(label_shares(codes), **sizes)[1] == pytest.approx(0.0)
 
 
-def test_first_order_is_no_bound():
+def test_first_order_is_not_a_bound():
     p = plate_shares()
     assert first_order_entropy(p, 64) == pytest.approx(iid_entropy(p, 64), abs=0.03)
     lower, _ = entropy_bounds(p, batch_size=64, block_size=4, fetch_factor=1)
@@ -237,7 +237,7 @@ def test_lower_bound_is_reached_by_whole_blocks(batch_size, block_size):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 6, 9])
-def test_a_fetch_by_enumeration(batch_size):
+def test_fetch_entropy_matches_enumeration(batch_size):
     codes = np.array([0, 0, 0, 0, 1, 1, 2, -1, 2])
     means = [entropy_bits(codes[list(taken)], 3) for taken in set(map(tuple, map(sorted, _subsets(9, batch_size))))]
     assert fetch_entropy(codes, batch_size) == pytest.approx(np.mean(means), abs=1e-12)
@@ -269,7 +269,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("batch_size", "fetch_factor"), [(4, 1), (4, 2), (2, 4), (4, 4), (3, 1), (3, 2), (2, 1), (6, 3)]
 )
-def test_runs_by_enumeration(layout, batch_size, fetch_factor):
+def test_entropy_of_runs_matches_enumeration(layout, batch_size, fetch_factor):
     """The lower value is exact for independent blocks; `bits` is for blocks drawn once."""
     blocks, fetch = [np.array(b) for b in LAYOUTS[layout]], batch_size * fetch_factor
     offsets = range(0, 4, np.gcd(4, fetch))
@@ -298,7 +298,7 @@ def test_runs_as_long_as_blocks_are_drawn_once():
     assert found.bits == pytest.approx(expected, abs=4e-3)  # eight places of 25
 
 
-def test_labels_in_a_few_blocks_beside_others_in_many():
+def test_mixed_cells_and_label_runs_match_the_plan():
     """Half of the cells are mixed, the others are runs that do not end with a block; the plan's fetches are counted."""
     rng = np.random.default_rng(5)
     codes = np.concatenate([rng.integers(0, 5, 3_000), np.repeat(np.arange(5, 30), rng.integers(60, 180, 25))])
@@ -309,7 +309,7 @@ def test_labels_in_a_few_blocks_beside_others_in_many():
     assert found.bits == pytest.approx(np.mean(means), abs=4 * np.std(means, ddof=1) / np.sqrt(40))
 
 
-def test_one_block_a_fetch_and_a_whole_file_are_exact():
+def test_one_block_per_fetch_and_a_whole_file_are_exact():
     codes = np.concatenate(LAYOUTS["mixed"])
     one = entropy_of_runs(codes, batch_size=2, block_size=4, fetch_factor=2)
     assert one.bits == pytest.approx(np.mean([fetch_entropy(b, 2) for b in LAYOUTS["mixed"]]), abs=1e-12)
@@ -321,7 +321,7 @@ def test_one_block_a_fetch_and_a_whole_file_are_exact():
     assert small.bits == pytest.approx(entropy_bits([0, 1, 1], 2), abs=1e-12)
 
 
-def test_bounds_are_in_order_where_short_blocks_are_many():
+def test_bounds_stay_ordered_with_many_short_blocks():
     """A fetch is the whole of two files, one of which ends with a short block."""
     for seed in range(20):
         codes = np.random.default_rng(seed).integers(0, 4, size=27)
@@ -331,8 +331,8 @@ def test_bounds_are_in_order_where_short_blocks_are_many():
 
 
 @pytest.mark.parametrize("fetch", [64, 100])
-def test_a_way_to_cut_a_fetch_is_computed_once(fetch):
-    """Else files whose last blocks are of a length take many times as long."""
+def test_each_way_to_cut_a_fetch_is_computed_once(fetch):
+    """Otherwise files whose last blocks are equally long would take many times as long."""
     cuts = _cuts(fetch, 16, np.array([16, 16, 3, 16, 3, 9, 9]))
     assert sum(chance for chance, *_ in cuts) == pytest.approx(1, abs=1e-12)
     assert len({repr(cut) for _, *cut in cuts}) == len(cuts)
@@ -372,7 +372,7 @@ def test_runs_agree_with_the_fetches_of_the_plan(file_rows, batch_size, block_si
     assert found.bits == pytest.approx(np.mean(means), abs=max(4 * error, 0.01))
 
 
-def test_what_breaks_the_model_is_named():
+def test_explain_names_what_breaks_the_model():
     rng = np.random.default_rng(0)
     shuffled = rng.integers(0, 10, size=20_000)
     sizes = {"batch_size": 64, "block_size": 64, "fetch_factor": 4}
@@ -392,7 +392,7 @@ def test_what_breaks_the_model_is_named():
 SMALL = {"batch_size": 2, "block_size": 2, "fetch_factor": 2}
 
 
-def test_runs_of_nothing_or_of_other_files_are_refused():
+def test_empty_or_mismatched_runs_are_refused():
     with pytest.raises(PlanError, match=r"^codes has 0 cells, file_rows adds up to 0; expected equal, above 0\.$"):
         entropy_of_runs([], **SMALL)
     with pytest.raises(PlanError, match=r"^codes has 3 cells, file_rows adds up to 4; expected equal, above 0\.$"):
@@ -406,7 +406,7 @@ def test_runs_of_nothing_or_of_other_files_are_refused():
     [lambda codes: fetch_entropy(codes, 2), label_shares, lambda codes: entropy_of_runs(codes, **SMALL)],
     ids=["fetch", "shares", "runs"],
 )
-def test_what_are_no_codes_is_refused(entropy):
+def test_invalid_codes_are_refused(entropy):
     with pytest.raises(PlanError, match=r"^labels of dtype float64 and shape \(3,\); expected a whole number for each"):
         entropy([0.5, 1.7, 2.0])
     with pytest.raises(PlanError, match=r"^labels: one is -3; expected codes of at least -1 \(missing\)\.$"):
@@ -425,7 +425,7 @@ def cells(tmp_path_factory):
         return path, np.concatenate([b.obs["cell_line"] for b in loader])
 
 
-def test_a_running_loader_measures_what_is_expected(cells):
+def test_measured_entropy_matches_the_expectation(cells):
     path, codes = cells
     sizes = {"batch_size": 8, "block_size": 4, "fetch_factor": 4}
     with gpuload.open_loader(path, obs=["cell_line"], **sizes) as loader:
@@ -448,7 +448,7 @@ def test_only_full_minibatches_are_measured(cells):
         measure_entropy(loader, "cell_line", 1)
 
 
-def test_whole_numbers_and_booleans_are_labels_too_and_fractions_are_not(cells):
+def test_integers_are_labels_but_fractions_are_not(cells):
     path, _ = cells
     with gpuload.open_loader(path, obs=["cell_line", "n_counts", "depth"], batch_size=8) as loader:
         batch = next(iter(loader))

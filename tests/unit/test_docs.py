@@ -22,12 +22,12 @@ PACKAGE = Path(gpuload.__file__).parent
 
 
 WITHIN_OTHERS = ("wanted … bytes, got …",)
-"""What is only said within another message."""
+"""Texts that only occur within another message."""
 
 
 @functools.cache
 def error_classes() -> dict[str, type[Exception]]:
-    """Return every class of the tree of errors but those that the command line catches itself."""
+    """Return every error class except those that the command line catches itself."""
     found: dict[str, type[Exception]] = {}
     for path in PACKAGE.rglob("*.py"):
         module = ".".join(("gpuload", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
@@ -43,7 +43,7 @@ def source_of(module: str) -> str:
 
 
 def tables() -> dict[str, list[list[str]]]:
-    """Return the rows of each table of the page of errors, by heading."""
+    """Return the rows of each table of the errors page, by heading."""
     found: dict[str, list[list[str]]] = {}
     heading = ""
     for line in (DOCS / "errors.md").read_text().splitlines():
@@ -77,8 +77,8 @@ def test_every_class_but_the_base_has_messages_listed() -> None:
     assert headed == error_classes().keys() - {"GpuloadError"}
 
 
-def is_said(documented: tuple[str, str], message: error_messages.Message) -> bool:
-    """Return whether a row of the page of errors is of a message."""
+def describes(documented: tuple[str, str], message: error_messages.Message) -> bool:
+    """Return whether a row of the errors page describes a message."""
     heading, begin = documented
     return message.kind in heading.split(", ") and bool(
         re.match(".*".join(map(re.escape, begin.split("…"))), message.text, re.DOTALL)
@@ -87,16 +87,16 @@ def is_said(documented: tuple[str, str], message: error_messages.Message) -> boo
 
 @pytest.mark.parametrize("documented", documented_messages())
 def test_documented_messages_are_raised(documented: tuple[str, str]) -> None:
-    assert any(is_said(documented, message) for message in messages()), "nothing says so any more"
+    assert any(describes(documented, message) for message in messages()), "nothing says so any more"
 
 
-def test_every_message_says_what_to_do_or_the_page_does() -> None:
+def test_every_message_or_the_errors_page_says_what_to_do() -> None:
     said = [m for m in messages() if not m.parts[1] and m.text not in WITHIN_OTHERS]
-    silent = [m for m in said if not any(is_said(documented, m) for documented in documented_messages())]
+    silent = [m for m in said if not any(describes(documented, m) for documented in documented_messages())]
     assert not [f"{m.path.name}:{m.lines[0]}: {m.text}" for m in silent]
 
 
-def test_every_error_is_made_of_a_message_that_is_found() -> None:
+def test_every_raised_error_is_found_by_the_message_scan() -> None:
     made = {
         (path, node.lineno)
         for path in PACKAGE.rglob("*.py")
@@ -118,7 +118,7 @@ def test_every_error_is_made_of_a_message_that_is_found() -> None:
         ("…: it is gone.", "…: it is gone.", ""),
     ],
 )
-def test_what_a_message_says_to_do(text: str, found: str, cure: str) -> None:
+def test_messages_are_split_into_fault_and_remedy(text: str, found: str, cure: str) -> None:
     assert error_messages.Message("ReadError", text, PACKAGE, (1, 1)).parts == (found, cure)
 
 
@@ -150,8 +150,8 @@ def test_files_named_in_the_pages_exist(page: Path) -> None:
         assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
-def test_links_have_words() -> None:
-    """Sphinx writes the title of the page for an empty one, but where the source itself is read there is nothing."""
+def test_links_have_text() -> None:
+    """Sphinx fills an empty link with the title of the page, but readers of the source would see nothing."""
     pages = [page for page in DOCS.rglob("*.md") if page.parent.name != "generated"]
     assert not [page.name for page in pages if "[](" in page.read_text()]
 

@@ -46,7 +46,7 @@ def engine_or_skip(name: str) -> str:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["dense", "csr", "loader", "csr loader"])
-def test_svd_is_that_of_the_whole_matrix(cells: np.ndarray, tmp_path: Path, engine: str, kind: str) -> None:
+def test_svd_equals_that_of_the_whole_matrix(cells: np.ndarray, tmp_path: Path, engine: str, kind: str) -> None:
     X: Any = cells
     if kind == "csr":
         X = csr_matrix(cells)
@@ -82,8 +82,8 @@ def test_svd_of_large_and_of_small_values(cells: np.ndarray, engine: str, expone
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("form", ["array", "tensor"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e39])
-def test_what_is_not_finite_in_float32_is_refused(cells: np.ndarray, engine: str, form: str, bad: float) -> None:
-    """Whoever holds it: NaN must come out of no model as a prediction."""
+def test_values_not_finite_in_float32_are_refused(cells: np.ndarray, engine: str, form: str, bad: float) -> None:
+    """Whatever holds the values: no model may return NaN as a prediction."""
     X: Any = cells[:300].astype(np.float64)
     y = X[:, 0].copy()
     models = (
@@ -129,8 +129,8 @@ def test_svd_of_a_matrix_of_low_rank() -> None:
 
 @pytest.mark.parametrize(("engine", "precision"), [("numpy", "float32"), ("torch", "float32"), ("torch", "mixed")])
 @pytest.mark.parametrize("kind", ["few rows", "few columns", "zeros"])
-def test_svd_of_all_that_there_is(cells: np.ndarray, engine: str, precision: str, kind: str) -> None:
-    """With as many components as rows or columns, exact also where the smallest are but noise."""
+def test_svd_with_all_components_is_exact(cells: np.ndarray, engine: str, precision: str, kind: str) -> None:
+    """With as many components as rows or columns, exact even where the smallest are only noise."""
     X = {"few rows": cells[:60:3].repeat(3, 1)[:, :150], "few columns": cells[:90, :20], "zeros": np.zeros((4, 30))}[
         kind
     ]
@@ -142,8 +142,8 @@ def test_svd_of_all_that_there_is(cells: np.ndarray, engine: str, precision: str
 
 
 @pytest.mark.parametrize("kind", ["dense", "csr", "shuffled", "in file order"])
-def test_a_pass_over_some_rows(cells: np.ndarray, kind: str) -> None:
-    """Runs spread over a matrix, the first minibatches of a loader that shuffles; all where the share is 1."""
+def test_a_partial_pass_is_spread_over_the_rows(cells: np.ndarray, kind: str) -> None:
+    """Runs spread over a matrix, or the first minibatches of a shuffling loader; all rows if the share is 1."""
     many: Any = np.concatenate([cells, cells, cells])
     X = csr_matrix(many) if kind == "csr" else many
     if "r" in kind[1:] and kind != "csr":
@@ -166,8 +166,8 @@ def test_a_pass_over_some_rows(cells: np.ndarray, kind: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["dense", "loader in file order", "shuffled loader"])
-def test_rows_that_are_sorted_by_kind(kind: str, engine: str) -> None:
-    """The first rows alone say nothing of the others, whose columns they do not have."""
+def test_svd_of_rows_sorted_by_kind_is_exact(kind: str, engine: str) -> None:
+    """The first rows alone say nothing about the others, which use other columns."""
     rng = np.random.default_rng(0)
     X = np.zeros((12_000, 64), dtype=np.float32)
     for k in range(4):  # of rank 4: a direction for each kind, that of the last the longest
@@ -186,7 +186,7 @@ def test_rows_that_are_sorted_by_kind(kind: str, engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("precision", ["auto", "float32", "bfloat16"])
 def test_a_loader_of_bfloat16(cells: np.ndarray, engine: str, precision: str) -> None:
-    """Its minibatches are bits, which are no counts; the result is that of the rounded values, to three digits."""
+    """Its minibatches are raw bits, not counts; the result is that of the rounded values, to three digits."""
     if (engine, precision) == ("numpy", "bfloat16"):
         with pytest.raises(ValueError, match="only torch has bfloat16"):
             TruncatedSVD(4, engine=engine, precision=precision).fit(cells)
@@ -203,7 +203,7 @@ def test_a_loader_of_bfloat16(cells: np.ndarray, engine: str, precision: str) ->
     np.testing.assert_allclose(scores, U[:, :4] * S[:4] * signs, atol=0.02 * np.abs(scores).max())
 
 
-def test_svd_that_begins_with_some_rows(cells: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_svd_passes_use_a_sample_of_rows(cells: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
     some = Passes.some
     monkeypatch.setattr(Passes, "some", lambda self, share: (shares.append(share), some(self, share))[1])
@@ -236,7 +236,7 @@ def closed_form(X: np.ndarray, y: np.ndarray, test: np.ndarray, alpha: float, ga
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("solver", "atol"), [("exact", 2e-4), ("nystrom", 2e-2)])
-def test_ridge_is_the_closed_form(
+def test_ridge_matches_the_closed_form(
     regression: tuple[np.ndarray, ...], monkeypatch: pytest.MonkeyPatch, engine: str, solver: str, atol: float
 ) -> None:
     """With as many landmarks as rows the Nystrom solution is the exact one, up to the jitter."""
@@ -248,7 +248,7 @@ def test_ridge_is_the_closed_form(
     np.testing.assert_allclose(model.fit(csr_matrix(X), y[:, 0]).predict(test), expected[:, 0], atol=atol)
 
 
-def test_fewer_landmarks_come_near(regression: tuple[np.ndarray, ...]) -> None:
+def test_fewer_landmarks_come_close(regression: tuple[np.ndarray, ...]) -> None:
     X, y, test = regression
     expected = closed_form(X, y, test, 0.3, 0.05)
     errors = [
@@ -293,7 +293,7 @@ def test_cholesky_by_panels(engine: str, panel: int) -> None:
 def test_nothing_larger_than_a_panel_is_factorised_at_once(
     regression: tuple[np.ndarray, ...], monkeypatch: pytest.MonkeyPatch, engine: str, solver: str
 ) -> None:
-    """A large potrf crashes with some builds of OpenBLAS; what panels give is the same."""
+    """A large potrf crashes with some builds of OpenBLAS; panels give the same result."""
     used = open_engine(engine_or_skip(engine), "cpu")
     as_it_is, sizes = used.xp.linalg.cholesky, []
     monkeypatch.setattr(used.xp.linalg, "cholesky", lambda A: (sizes.append(A.shape), as_it_is(A))[1])
@@ -309,8 +309,8 @@ def test_nothing_larger_than_a_panel_is_factorised_at_once(
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("n_rounds", [0, 1])
-def test_landmarks_that_are_nearly_alike_are_no_trap(engine: str, n_rounds: int) -> None:
-    """Normal equations in float32, the short way to the same coefficients, give numbers that mean nothing there."""
+def test_nearly_identical_landmarks_are_harmless(engine: str, n_rounds: int) -> None:
+    """Normal equations in float32, a shortcut to the same coefficients, give meaningless numbers here."""
     rng = np.random.default_rng(2)
     X = rng.standard_normal((1500, 3)).astype(np.float32)
     y = np.sin(X @ rng.standard_normal((3, 3))) + 0.1 * rng.standard_normal((1500, 3))
@@ -327,7 +327,7 @@ def test_landmarks_that_are_nearly_alike_are_no_trap(engine: str, n_rounds: int)
     assert np.abs(short - expected).max() > 0.2
 
 
-def test_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray, tmp_path: Path) -> None:
+def test_models_can_be_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray, tmp_path: Path) -> None:
     X, y, test = regression
     model = KernelRidge(0.3, gamma=0.05).fit(X, y)
     model.save(tmp_path / "model.npz")
@@ -394,18 +394,18 @@ def test_saved_and_loaded(regression: tuple[np.ndarray, ...], cells: np.ndarray,
         ),
     ],
 )
-def test_refused(cells: np.ndarray, call: Any, message: str) -> None:
+def test_invalid_inputs_are_refused(cells: np.ndarray, call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(cells, cells[:, 0])
 
 
-def test_a_model_that_is_not_fitted_is_not_saved(tmp_path: Path) -> None:
+def test_an_unfitted_model_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(gpuload.PlanError, match=r"^KernelRidge is not fitted; call fit first\.$"):
         KernelRidge().save(tmp_path / "model.npz")
     assert not (tmp_path / "model.npz").exists()
 
 
-def test_a_model_that_is_not_fitted_without_scikit_learn(cells: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfitted_model_is_refused_without_scikit_learn(cells: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.exceptions", None)
     with pytest.raises(gpuload.PlanError, match=r"^TruncatedSVD is not fitted; call fit first\.$"):
         TruncatedSVD(2).transform(cells)
@@ -423,7 +423,7 @@ def test_a_model_that_is_not_fitted_without_scikit_learn(cells: np.ndarray, monk
         ),
     ],
 )
-def test_the_package_of_an_engine_that_is_missing_is_named(
+def test_the_missing_package_of_an_engine_is_named(
     cells: np.ndarray, package: str, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -431,12 +431,12 @@ def test_the_package_of_an_engine_that_is_missing_is_named(
         TruncatedSVD(2, **settings).fit(cells)
 
 
-# --- where it is done; what only a GPU does is played here, and done in tests/cuda/test_gpu_programs.py ---
+# --- devices; what only a GPU does is faked here, and tested for real in tests/cuda/test_gpu_programs.py ---
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return torch, which sees two GPUs; a loader would take the one of number 1."""
+    """Return torch, which sees two GPUs; a loader would take number 1."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr("gpuload.estimators.arrays.first_gpu", lambda: (1, "a GPU is there"))
@@ -446,7 +446,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """NumPy in CuPy's place, of one GPU; returns what was asked of it."""
+    """Put NumPy in CuPy's place, with one GPU; return what was asked of it."""
     asked: list[Any] = []
 
     class Device:
@@ -491,12 +491,12 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("numpy", "auto", "cpu"),
     ],
 )
-def test_devices_have_the_names_that_loaders_give_them(gpus: Any, engine: str, device: str, used: str) -> None:
+def test_device_names_match_those_of_loaders(gpus: Any, engine: str, device: str, used: str) -> None:
     assert open_engine(engine, device).device == used
 
 
 @pytest.mark.parametrize("n_there", [0, 1])
-def test_auto_is_a_gpu_that_torch_can_use(gpus: Any, monkeypatch: pytest.MonkeyPatch, n_there: int) -> None:
+def test_auto_skips_a_gpu_that_torch_cannot_use(gpus: Any, monkeypatch: pytest.MonkeyPatch, n_there: int) -> None:
     monkeypatch.setattr(gpus.cuda, "device_count", lambda: n_there)
     assert open_engine("auto", "auto").device == "cpu"
     told = (
@@ -507,12 +507,12 @@ def test_auto_is_a_gpu_that_torch_can_use(gpus: Any, monkeypatch: pytest.MonkeyP
         open_engine("torch", "cuda:1")
 
 
-def test_auto_without_torch(monkeypatch: pytest.MonkeyPatch, gpus: Any) -> None:
+def test_auto_uses_numpy_without_torch(monkeypatch: pytest.MonkeyPatch, gpus: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert open_engine("auto", "auto").name == "numpy"
 
 
-def test_what_is_no_device_is_refused(cells: np.ndarray, cupy: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_device_is_refused(cells: np.ndarray, cupy: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(gpuload.PlanError, match=r"^device='tpu': expected 'auto', 'cpu', 'cuda' or 'cuda:<number>'\.$"):
         TruncatedSVD(2, device="tpu").fit(cells)
     told = r"^device='cuda:7': CuPy cannot use that GPU \(cudaErrorInvalidDevice: .*\); use another number, or engine="
@@ -524,10 +524,10 @@ def test_what_is_no_device_is_refused(cells: np.ndarray, cupy: list[Any], monkey
 
 
 @pytest.mark.parametrize("of", [TruncatedSVD(2), KernelRidge()], ids=["svd", "ridge"])
-def test_a_loaders_device_is_that_of_the_estimator(
+def test_an_estimator_uses_the_loaders_device(
     cells: np.ndarray, gpus: Any, monkeypatch: pytest.MonkeyPatch, of: Any
 ) -> None:
-    """Unless another is asked for; NumPy works on the CPU, wherever minibatches lie."""
+    """Unless another is requested; NumPy works on the CPU, wherever the minibatches are."""
     assert of.get_params()["device"] is None
     assert of._opened(cells).device == "cpu"
     with gpuload.open_loader(cells, device="cpu") as loader:
@@ -540,7 +540,7 @@ def test_a_loaders_device_is_that_of_the_estimator(
         assert of._opened(loader).device == "cpu", "nobody has asked for that GPU, which torch has not"
 
 
-def test_a_loader_on_a_gpu_is_told_of_torchs_stream(
+def test_a_loader_on_a_gpu_is_given_torchs_stream(
     cells: np.ndarray, gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before each minibatch, since the stream may change; CuPy makes it dense there too."""
@@ -570,10 +570,10 @@ def test_a_loader_on_a_gpu_is_told_of_torchs_stream(
     assert told == [70, 71, 72, 73]
 
 
-def test_a_loader_on_a_gpu_is_told_of_cupys_stream(
+def test_a_loader_on_a_gpu_is_given_cupys_stream(
     cells: np.ndarray, cupy: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or it would make minibatches on the stream of whoever iterated over it before."""
+    """Otherwise it would make minibatches on the stream of its previous consumer."""
     told: list[int] = []
     monkeypatch.setattr(gpuload.Loader, "use_stream", lambda self, number: told.append(number))
     engine = open_engine("cupy", "cuda:0")
@@ -587,7 +587,7 @@ def test_a_loader_on_a_gpu_is_told_of_cupys_stream(
             assert told == [99]
 
 
-def test_minibatches_of_a_gpu_come_to_a_torch_without_one(regression: tuple[np.ndarray, ...]) -> None:
+def test_gpu_minibatches_reach_a_torch_without_a_gpu(regression: tuple[np.ndarray, ...]) -> None:
     pytest.importorskip("torch")
     on_gpu = type("OnGpu", (), {"get": lambda self: regression[0], "view": lambda self, dtype: self})()
     engine = open_engine("torch", "cpu")
@@ -603,14 +603,14 @@ def test_zeros_are_made_on_the_device(gpus: Any, cupy: list[Any], monkeypatch: p
     assert (found.shape, found.dtype, cupy) == ((3, 2), np.float32, ["cuda:0"])
 
 
-def test_cupy_looks_whether_a_matrix_could_be_factorised(cells: np.ndarray, cupy: list[Any]) -> None:
+def test_cupy_checks_whether_a_matrix_was_factorised(cells: np.ndarray, cupy: list[Any]) -> None:
     model = KernelRidge(1e-30, engine="cupy", device="cuda:0")
     with pytest.raises(gpuload.PlanError, match="not positive definite"):
         model.fit(cells[:1].repeat(50, 0), cells[:50, 0])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_full_memory_is_not_taken_for_a_small_alpha(
+def test_out_of_memory_is_not_mistaken_for_a_small_alpha(
     cells: np.ndarray, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     def full(A: Any) -> None:
@@ -644,7 +644,7 @@ def test_a_loader_that_leaves_rows_out_is_refused(
                 use(loader)
 
 
-def test_a_loader_that_is_resumed_is_refused(cells: np.ndarray, tmp_path: Path) -> None:
+def test_a_resumed_loader_is_refused(cells: np.ndarray, tmp_path: Path) -> None:
     path = tmp_path / "cells.h5ad"
     write_h5ad(path, lambda file: write_csr(file, "X", csr_matrix(cells[:100])), 100, 60)
     with gpuload.open_loader(path, batch_size=64) as loader:
@@ -657,7 +657,7 @@ def test_a_loader_that_is_resumed_is_refused(cells: np.ndarray, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_arrays_of_numpy_and_torch(regression: tuple[np.ndarray, ...], engine: str) -> None:
+def test_numpy_and_torch_arrays_give_equal_results(regression: tuple[np.ndarray, ...], engine: str) -> None:
     """Fitted, predicted and scored: the same numbers whatever the array, and NumPy comes back."""
     torch = pytest.importorskip("torch")
     X, y, test = regression
@@ -686,10 +686,8 @@ def test_arrays_of_numpy_and_torch(regression: tuple[np.ndarray, ...], engine: s
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("solver", ["exact", "nystrom"])
-def test_far_from_zero_distances_keep_their_digits(
-    regression: tuple[np.ndarray, ...], engine: str, solver: str
-) -> None:
-    """Squares of 1e4 have an error of 1 in float32, and the distances here are of some units."""
+def test_distances_far_from_zero_stay_accurate(regression: tuple[np.ndarray, ...], engine: str, solver: str) -> None:
+    """Squares of 1e4 have an error of 1 in float32, and the distances here are only a few units."""
     X, y, test = (part + 1e4 if part.shape[1] == 9 else part for part in regression)
     model = KernelRidge(0.3, gamma=0.05, solver=solver, n_landmarks=500, engine=engine_or_skip(engine)).fit(X, y)
     expected = closed_form(regression[0], regression[1], regression[2], 0.3, 0.05)
@@ -697,16 +695,16 @@ def test_far_from_zero_distances_keep_their_digits(
 
 
 NOT_APPLICABLE = {"check_regressor_multioutput": "wants float64 predictions of float64 targets; ours are float32"}
-"""Of scikit-learn's checks, those that are not met, and why."""
+"""The checks of scikit-learn that are not met, and why."""
 
 NOT_ASKED = {"check_array_api_input": "is for estimators that return arrays of the library given; ours return NumPy's"}
 """Those that scikit-learn itself leaves out, and why that is right."""
 
 
-@pytest.mark.filterwarnings("ignore")  # what cannot apply is announced
+@pytest.mark.filterwarnings("ignore")  # scikit-learn warns about checks that do not apply
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["svd", "exact", "nystrom"])
-def test_scikit_learns_own_checks(engine: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scikit_learns_own_checks_pass(engine: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCIPY_ARRAY_API", "1")  # scikit-learn 1.6 does not import its checks without it
     checks = pytest.importorskip("sklearn.utils.estimator_checks")
     engine = engine_or_skip(engine)
@@ -718,7 +716,7 @@ def test_scikit_learns_own_checks(engine: str, name: str, monkeypatch: pytest.Mo
     assert sum(c["status"] == "passed" for c in found) > 40
 
 
-def test_in_scikit_learns_pipelines_and_searches(regression: tuple[np.ndarray, ...]) -> None:
+def test_estimators_work_in_pipelines_and_searches(regression: tuple[np.ndarray, ...]) -> None:
     pytest.importorskip("sklearn")
     from sklearn import kernel_ridge
     from sklearn.base import clone
@@ -734,7 +732,7 @@ def test_in_scikit_learns_pipelines_and_searches(regression: tuple[np.ndarray, .
     assert clone(search.best_estimator_).fit(X, y).predict(test).shape == (100, 3)
 
 
-# --- what went wrong without a word
+# --- faults that used to pass silently
 
 
 def cells_and_targets(n: int = 60) -> tuple[Any, Any]:
@@ -745,7 +743,7 @@ def cells_and_targets(n: int = 60) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("solver", ["exact", "nystrom"])
 @pytest.mark.parametrize("far", [1e4, 1e6])
-def test_groups_of_rows_that_are_far_apart(solver: str, far: float) -> None:
+def test_groups_of_distant_rows_are_fitted_accurately(solver: str, far: float) -> None:
     """The reference is scikit-learn's kernel in float64; in float32 the difference of squares has no digits left."""
     sklearn_ridge = pytest.importorskip("sklearn.kernel_ridge")
     X, y = cells_and_targets(400)
@@ -771,7 +769,7 @@ def test_targets_named_in_another_order_are_refused(plain: Stored, given: str) -
             KernelRidge(engine="numpy", n_rounds=1).fit(loader, y, groups[::-1])
 
 
-def test_a_score_of_missing_targets_is_none() -> None:
+def test_scoring_missing_targets_is_refused() -> None:
     X, y = cells_and_targets()
     model = KernelRidge(engine="numpy").fit(X, y)
     for bad in (np.nan, np.inf):
@@ -780,7 +778,7 @@ def test_a_score_of_missing_targets_is_none() -> None:
             model.score(X, y)
 
 
-def test_a_fit_that_fails_leaves_the_model_as_it_was() -> None:
+def test_a_failed_fit_leaves_the_model_unchanged() -> None:
     X, y = cells_and_targets()
     model = KernelRidge(engine="numpy").fit(X, y)
     before = model.predict(X)
@@ -791,14 +789,14 @@ def test_a_fit_that_fails_leaves_the_model_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.float32])
-def test_parameters_of_numpy_are_saved(tmp_path: Path, kind: Any) -> None:
+def test_numpy_scalar_parameters_are_saved(tmp_path: Path, kind: Any) -> None:
     X, y = cells_and_targets()
     model = KernelRidge(alpha=kind(2), n_landmarks=np.int64(50), engine="numpy").fit(X, y)
     model.save(tmp_path / "model.npz")
     np.testing.assert_array_equal(KernelRidge.load(tmp_path / "model.npz").predict(X), model.predict(X))
 
 
-def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: Any, **_: Any) -> None:
         file.write(b"PK")
         raise OSError(28, "No space left on device")
@@ -813,7 +811,7 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "npy", "newer", "incomplete"])
-def test_files_that_are_no_whole_model(tmp_path: Path, damage: str) -> None:
+def test_files_that_are_not_a_complete_model(tmp_path: Path, damage: str) -> None:
     X, y = cells_and_targets()
     path = tmp_path / "model.npz"
     KernelRidge(engine="numpy").fit(X, y).save(path)
@@ -854,7 +852,7 @@ def test_files_that_are_no_whole_model(tmp_path: Path, damage: str) -> None:
         (TruncatedSVD(2, sample="all"), "sample='all': expected a share"),  # type: ignore[arg-type]
     ],
 )
-def test_parameters_that_are_none(estimator: Any, message: str) -> None:
+def test_invalid_parameters_are_refused(estimator: Any, message: str) -> None:
     X, y = cells_and_targets()
     with pytest.raises(PlanError, match=message):
         estimator.fit(X, y)
@@ -862,7 +860,7 @@ def test_parameters_that_are_none(estimator: Any, message: str) -> None:
 
 @pytest.mark.parametrize("kind", ["loader", "DataFrame"])
 def test_features_in_another_order_are_refused(tmp_path: Path, kind: str) -> None:
-    """Taken by position, they would give other numbers without a word."""
+    """Taken by position, they would silently give other numbers."""
     X, y = cells_and_targets()
     anndata = pytest.importorskip("anndata")
 
@@ -894,7 +892,7 @@ def test_features_in_another_order_are_refused(tmp_path: Path, kind: str) -> Non
         other.close()
 
 
-def test_data_frames_of_rows_in_another_order_are_refused() -> None:
+def test_data_frames_with_rows_in_another_order_are_refused() -> None:
     X, y = cells_and_targets()
     names = [f"c{i}" for i in range(len(X))]
     frame, targets = pd.DataFrame(X, names), pd.Series(y, names)
@@ -918,7 +916,7 @@ def test_data_frames_of_rows_in_another_order_are_refused() -> None:
             model.fit(frame, y_given, of_groups)
     some = KernelRidge(engine="numpy")
     with pytest.raises(PlanError, match=r"^y: its value 0 is of 'c1', but row 0 of X is 'c0'"):
-        some.fit(frame[:-1], targets[1:])  # of which one has no row
+        some.fit(frame[:-1], targets[1:])  # one target has no row
     same = ["a", "a", *names[2:]]
     some.fit(frame.set_axis(same), targets.set_axis(same))
     with pytest.raises(PlanError, match=r"^y: its value 1 is of 'c2', but row 1 of X is 'a'"):
@@ -927,7 +925,7 @@ def test_data_frames_of_rows_in_another_order_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [np.asarray, pd.DataFrame])
-def test_hidden_targets_are_refused(kind: Any) -> None:
+def test_masked_values_are_refused(kind: Any) -> None:
     X, y = cells_and_targets()
     hidden = np.ma.masked_array(y, np.arange(len(y)) == 2)
     with pytest.raises(PlanError, match=r"^y: it was given a masked array, whose value 2 is hidden; pass its .filled"):
@@ -937,7 +935,7 @@ def test_hidden_targets_are_refused(kind: Any) -> None:
         TruncatedSVD(1, engine="numpy").fit(hidden)
 
 
-def test_a_score_is_of_as_many_targets() -> None:
+def test_scoring_needs_the_fitted_number_of_targets() -> None:
     """NumPy would compare each prediction with each target."""
     X, y = cells_and_targets()
     two = np.stack([y, y**2], axis=1)
@@ -950,7 +948,7 @@ def test_a_score_is_of_as_many_targets() -> None:
 
 @pytest.mark.parametrize("solver", ["exact", "nystrom"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_tensors_of_bfloat16(regression: tuple[np.ndarray, ...], engine: str, solver: str) -> None:
+def test_bfloat16_tensors_are_accepted(regression: tuple[np.ndarray, ...], engine: str, solver: str) -> None:
     torch = pytest.importorskip("torch")
     X, y, test = (torch.from_numpy(a).bfloat16() for a in regression)
     model = KernelRidge(0.3, gamma=0.05, solver=solver, engine=engine)
@@ -958,7 +956,7 @@ def test_tensors_of_bfloat16(regression: tuple[np.ndarray, ...], engine: str, so
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
-def test_an_array_that_may_not_be_written_is_copied() -> None:
+def test_a_read_only_array_is_copied() -> None:
     """PyTorch would warn, and write into it."""
     pytest.importorskip("torch")
     frozen = np.zeros((2, 3), dtype=np.float32)
@@ -976,13 +974,13 @@ def test_a_matrix_on_disk_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["cells.h5ad", "AnnData"])
-def test_what_is_to_be_opened_first_is_said(given: str) -> None:
+def test_the_error_says_what_to_open_first(given: str) -> None:
     adata = pytest.importorskip("anndata").AnnData(np.eye(3, dtype=np.float32))
     with pytest.raises(PlanError, match=rf"^X: found .*{given}.*; open it with gpuload.open_loader and pass the load"):
         TruncatedSVD(2).fit(adata if given == "AnnData" else given)
 
 
-def test_parameters_that_are_refused_change_none() -> None:
+def test_refused_parameters_change_nothing() -> None:
     model = KernelRidge()
     with pytest.raises(ValueError, match=r"^beta: KernelRidge has no such parameter"):
         model.set_params(alpha=3.0, beta=1)

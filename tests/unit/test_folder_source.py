@@ -1,4 +1,4 @@
-"""Files of a folder as one source: addresses, which of them are open, and that they are what they were."""
+"""Files of a folder as one source: addresses, which files are open, and that they are unchanged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def descriptors(folder: Path) -> list[str]:
     return links
 
 
-def test_files_lie_further_apart_than_any_read_over(made: tuple[FolderSource, list[np.ndarray]]) -> None:
+def test_files_are_further_apart_than_reads_bridge(made: tuple[FolderSource, list[np.ndarray]]) -> None:
     source, _ = made
     assert APART >= MAX_GAP + MAX_EXTENT
     assert (source.base[1:] - (source.base + np.array(SIZES))[:-1] >= APART).all()
@@ -71,7 +71,7 @@ def test_an_empty_folder(tmp_path: Path) -> None:
     assert source.where_is(0) == (str(tmp_path), 0)
 
 
-def test_ranges_of_more_files_than_are_held_at_a_time(made: tuple[FolderSource, list[np.ndarray]]) -> None:
+def test_ranges_span_more_files_than_are_held_open(made: tuple[FolderSource, list[np.ndarray]]) -> None:
     source, data = made
     assert len(SIZES) > MAX_HELD
     rng = np.random.default_rng(1)
@@ -107,7 +107,7 @@ def test_each_range_is_given_with_its_number(
     assert not list(read_each(source, nothing, nothing))
 
 
-def test_ranges_that_cannot_be_read_in_full_are_given_short(
+def test_ranges_that_cannot_be_read_in_full_are_returned_short(
     made: tuple[FolderSource, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, data = made
@@ -120,7 +120,7 @@ def test_ranges_that_cannot_be_read_in_full_are_given_short(
     ]
 
 
-def test_few_files_stay_open_and_none_is_closed_while_it_is_read(
+def test_few_files_stay_open_and_none_closes_during_a_read(
     made: tuple[FolderSource, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, data = made
@@ -140,7 +140,7 @@ def test_few_files_stay_open_and_none_is_closed_while_it_is_read(
     assert any(name.endswith("/f9") for name in before)
 
 
-def test_threads_that_open_and_close_the_same_files(
+def test_threads_can_share_the_same_files(
     made: tuple[FolderSource, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, data = made
@@ -166,7 +166,7 @@ def test_threads_that_open_and_close_the_same_files(
     assert len(descriptors(source.name)) <= 2
 
 
-def test_a_closed_source_and_one_closed_while_it_is_read(made: tuple[FolderSource, list[np.ndarray]]) -> None:
+def test_closing_keeps_held_files_and_refuses_later_reads(made: tuple[FolderSource, list[np.ndarray]]) -> None:
     source, _ = made
     with source.hold([3]) as (descriptor,):
         source.close()
@@ -176,7 +176,7 @@ def test_a_closed_source_and_one_closed_while_it_is_read(made: tuple[FolderSourc
         source.read_into(np.zeros(1, np.uint8), 0)
 
 
-def test_other_sources_files_are_closed_where_the_process_has_too_many(
+def test_other_sources_files_are_closed_if_the_process_has_too_many(
     made: tuple[FolderSource, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import errno
@@ -204,7 +204,7 @@ def test_changes_during_a_read_are_found(made: tuple[FolderSource, list[np.ndarr
         os.utime(os.path.join(source.name, "f3"), (1, 1))
 
 
-def test_the_current_folder_may_become_another(
+def test_the_working_directory_may_change(
     made: tuple[FolderSource, list[np.ndarray]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     source, data = made
@@ -238,7 +238,7 @@ def test_changes_in_place_are_found(made: tuple[FolderSource, list[np.ndarray]])
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python's, of the fork
-def test_a_forked_process_reads_although_a_thread_of_its_parent_held_the_lock(
+def test_a_forked_process_reads_even_if_a_parent_thread_held_the_lock(
     made: tuple[FolderSource, list[np.ndarray]],
 ) -> None:
     source, contents = made

@@ -40,7 +40,7 @@ def room(nbytes: int) -> np.ndarray:
 
 
 def container(data: np.ndarray, codec: str, shuffle: int, blocksize: int, level: int = 5) -> np.ndarray:
-    """Return what c-blosc makes of an array; imagecodecs' own encoder knows no size of elements."""
+    """Return an array as c-blosc encodes it; imagecodecs' own encoder has no element size."""
     return as_array(numcodecs.Blosc(codec, level, shuffle, blocksize).encode(data))
 
 
@@ -107,7 +107,7 @@ def test_blosc(dtype: str, codec: str, shuffle: int, level: int) -> None:
 @pytest.mark.parametrize("codec", ["blosclz", "lz4", "zlib", "zstd"])
 @pytest.mark.parametrize("shuffle", [0, 1, 2])
 def test_damaged_blosc(codec: str, shuffle: int) -> None:
-    """Whatever the bytes, it ends and writes nowhere else; each code has words."""
+    """Whatever the bytes, decoding ends and writes nowhere else; each code has a description."""
     rng = np.random.default_rng(shuffle)
     data = values("f4", 3000)
     raw = data.tobytes()
@@ -246,8 +246,8 @@ def test_gzip_of_several_members_is_not_inflated_beyond_its_size() -> None:
         tracemalloc.stop()
 
 
-def test_one_codec_after_another() -> None:
-    """The size of what the first one makes of the values is not known then."""
+def test_codecs_can_be_chained() -> None:
+    """The size of the first codec's output is not known then."""
     encoders = {
         "deflate": zlib.compress,
         "gzip": gzip.compress,

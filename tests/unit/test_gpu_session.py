@@ -1,4 +1,4 @@
-"""The session on a GPU machine: whatever a step does, what the others found is kept."""
+"""The session on a GPU machine: whatever a step does, the results of the others are kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ["install", "gpu", "doctor", "first", "tests", "programs", "bench", "mod
 
 
 def program(name: str) -> Any:
-    """Return a program of the folder docker, which is no package, as a module."""
+    """Return a program of the folder docker, which is not a package, as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docker" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -36,12 +36,12 @@ def session() -> Any:
     return program("gpu_session")
 
 
-def told(folder: Path) -> dict[str, str]:
+def outcomes_by_step(folder: Path) -> dict[str, str]:
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     return {line["step"]: line["outcome"] for line in lines}
 
 
-def test_a_step_that_fails_or_hangs_costs_no_other_one(session: Any, tmp_path: Path) -> None:
+def test_a_failed_or_hung_step_does_not_stop_the_others(session: Any, tmp_path: Path) -> None:
     hang = f"sleep 600 & echo $! > {tmp_path}/child; echo begun; wait"
     steps = [
         session.Step("fails", ("sh", "-c", "echo what it found; exit 3"), 30),
@@ -53,8 +53,8 @@ def test_a_step_that_fails_or_hangs_costs_no_other_one(session: Any, tmp_path: P
     start = time.monotonic()
     outcomes = session.run(steps, tmp_path, 60)
     assert time.monotonic() - start < 20
-    assert {name: outcome for name, outcome, _ in outcomes} == told(tmp_path)
-    found = told(tmp_path)
+    assert {name: outcome for name, outcome, _ in outcomes} == outcomes_by_step(tmp_path)
+    found = outcomes_by_step(tmp_path)
     assert found.pop("is not there").startswith("failed: ")
     assert (found.pop("hangs"), found.pop("says where")) == ("ended after 3 s", "ended after 3 s")
     assert found == {"fails": "failed: exit status 3", "works": "done"}
@@ -65,25 +65,25 @@ def test_a_step_that_fails_or_hangs_costs_no_other_one(session: Any, tmp_path: P
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-def test_what_needs_a_step_that_failed_is_not_begun(session: Any, tmp_path: Path) -> None:
+def test_nothing_runs_after_a_required_step_failed(session: Any, tmp_path: Path) -> None:
     steps = [
         session.Step("install", ("false",), 30, is_needed=True),
         session.Step("next", ("touch", str(tmp_path / "begun")), 30),
     ]
     session.run(steps, tmp_path, 60)
-    assert told(tmp_path) == {"install": "failed: exit status 1", "next": "not begun: install failed"}
+    assert outcomes_by_step(tmp_path) == {"install": "failed: exit status 1", "next": "not begun: install failed"}
     assert not (tmp_path / "begun").exists()
 
 
-def test_the_budget_is_kept(session: Any, tmp_path: Path) -> None:
+def test_the_time_budget_is_kept(session: Any, tmp_path: Path) -> None:
     steps = [session.Step(name, ("sleep", "600"), 600) for name in ("first", "second")]
     start = time.monotonic()
     session.run(steps, tmp_path, 2)
     assert time.monotonic() - start < 20
-    assert told(tmp_path) == {"first": "ended after 2 s", "second": "not begun: no time left"}
+    assert outcomes_by_step(tmp_path) == {"first": "ended after 2 s", "second": "not begun: no time left"}
 
 
-def test_its_steps_are_of_commands_that_exist(
+def test_steps_run_existing_commands(
     session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from benchmarks import run_gpu, run_modality
@@ -107,7 +107,7 @@ def test_its_steps_are_of_commands_that_exist(
     assert "argument --only: invalid choice: 'ours, GPU'" in capsys.readouterr().err
 
 
-def test_a_test_that_hangs_says_where_and_costs_no_other_one(session: Any, tmp_path: Path) -> None:
+def test_a_hung_test_shows_where_and_does_not_stop_the_others(session: Any, tmp_path: Path) -> None:
     (tmp_path / "test_hang.py").write_text(
         "import ctypes\n"
         "def test_stuck():\n"
@@ -129,7 +129,7 @@ def test_a_test_that_hangs_says_where_and_costs_no_other_one(session: Any, tmp_p
     assert "test_stuck" in (tmp_path / "tests.xml").read_text()
 
 
-def test_an_arm_that_failed_is_not_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_arm_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import run_gpu
 
     def measured(command: list[str], limit_s: float) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def test_an_arm_that_failed_is_not_begun_again(tmp_path: Path, monkeypatch: pyte
     assert run_gpu.main([*options, "--only", "annbatch/dense"]) == 1
 
 
-def test_an_arm_that_fails_hangs_or_crashes_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_hung_or_crashed_arm_shows_where(capfd: pytest.CaptureFixture[str]) -> None:
     from benchmarks import run_gpu
 
     program = """if True:
@@ -197,7 +197,7 @@ def offline() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")  # of pip
-def test_the_folder_is_of_what_a_gpu_machine_needs(offline: Any) -> None:
+def test_requirements_are_those_of_a_gpu_machine(offline: Any) -> None:
     plain, more = (offline.requirements(dali=dali, rivals=False) for dali in (False, True))
     dali = "nvidia-dali-cuda130"
     assert (dali in {r.name for r in plain}, dali in {r.name for r in more}) == (False, True)
@@ -205,10 +205,10 @@ def test_the_folder_is_of_what_a_gpu_machine_needs(offline: Any) -> None:
     assert pandas.specifier.contains("3.1.1")
 
 
-def test_parts_of_it_can_be_run(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_steps_can_be_run(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = [session.Step(name, ("true",), 30) for name in "abc"]
     monkeypatch.setattr(session, "steps", lambda wheels, results: known)
     assert session.main([str(tmp_path), str(tmp_path / "out"), "--only", "c", "a"]) == 0
-    assert list(told(tmp_path / "out")) == ["a", "c"]
+    assert list(outcomes_by_step(tmp_path / "out")) == ["a", "c"]
     with pytest.raises(SystemExit):
         session.main([str(tmp_path), str(tmp_path / "out"), "--only", "d"])

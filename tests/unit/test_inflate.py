@@ -42,7 +42,7 @@ CODES = (
 
 @pytest.fixture(scope="module")
 def tables() -> NDArray[np.uint8]:
-    """Return one workspace for all tests: nothing of one stream may be left for the next."""
+    """Return one workspace for all tests: nothing may carry over from one stream to the next."""
     return new_tables()
 
 
@@ -51,7 +51,7 @@ def decode(
 ) -> tuple[int, bytes]:
     """Decode a stream that lies between other bytes, alone and by turns with another, in either place.
 
-    Check that nothing around the output was written, and that the other stream makes no difference, nor has one made.
+    Check that nothing around the output was written, and that the two streams do not affect each other.
     """
     other, other_plain = partner(size)
     src = np.frombuffer(b"\xff" * shift + stream + b"\xff" * GUARD + other + b"\xff" * GUARD, np.uint8)
@@ -74,7 +74,7 @@ def decode(
         codes = inflate_two(src, *(one if first else two), *(two if first else one), dst, size, tables)
         again, others = codes if first else codes[::-1]
         assert (others, dst[second : second + size].tobytes()) == (size, other_plain)
-        # Unverified, a loop may go on for some symbols after what is needed: more bytes, or an error that is there.
+        # Unverified, a loop may decode some symbols more than needed: more bytes, or an error found there.
         assert again == code or (not verify and (min(again, code) >= need or max(again, code) >= need))
         n = max(0, min(code, again))
         assert result()[:n] == plain[:n]
@@ -199,7 +199,7 @@ def test_stops_early(name: str, tables: NDArray[np.uint8]) -> None:
         assert got[:code] == small[:code]
 
 
-def test_needs_no_more_input_than_the_bytes_wanted(tables: NDArray[np.uint8]) -> None:
+def test_reads_no_more_input_than_needed(tables: NDArray[np.uint8]) -> None:
     plain = PLAIN["columns"]
     stream = deflate(plain)
     code, got = decode(stream[: len(stream) // 2], len(plain), tables, need=len(plain) // 3, verify=False)
@@ -220,7 +220,7 @@ def test_size_must_be_exact(tables: NDArray[np.uint8]) -> None:
             assert (code, got) == (2_000, plain[:2_000])
 
 
-def test_ignores_what_follows_the_stream(tables: NDArray[np.uint8]) -> None:
+def test_ignores_bytes_after_the_stream(tables: NDArray[np.uint8]) -> None:
     plain = mixed(5_000, 2)
     assert decode(deflate(plain) + noise(50), 5_000, tables) == (5_000, plain)
 
@@ -236,7 +236,7 @@ def test_checksum(tables: NDArray[np.uint8]) -> None:
         assert decode(stream[:-k], 5_000, tables)[0] == inflate.TRUNCATED
 
 
-def test_streams_of_short_matches_are_decoded_by_turns() -> None:
+def test_streams_of_short_matches_are_interleaved() -> None:
     assert suit_interleaving(len(deflate(PLAIN["columns"])), len(deflate(PLAIN["noise"])), 4 * 36_558)
     assert not suit_interleaving(len(deflate(PLAIN["counts"])), len(deflate(PLAIN["counts"])), len(PLAIN["counts"]))
 
@@ -305,7 +305,7 @@ def check_raw(raw: bytes, size: int, tables: NDArray[np.uint8]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["counts", "columns", "mixed", "small"])
-def test_damaged_streams_are_judged_as_zlib_does(name: str, tables: NDArray[np.uint8]) -> None:
+def test_verdicts_on_damaged_streams_match_zlib(name: str, tables: NDArray[np.uint8]) -> None:
     rng = random.Random(name)
     plain = mixed(300, 8) if name == "small" else PLAIN[name][:4_000]
     streams = [deflate(plain, level, strategy)[2:-4] for level in (1, 4, 9) for strategy in (0, zlib.Z_FIXED)]
@@ -430,7 +430,7 @@ def random_lengths(rng: random.Random, n: int, longest: int) -> list[int]:
     return result
 
 
-def test_random_codes_are_judged_as_zlib_does(tables: NDArray[np.uint8]) -> None:
+def test_verdicts_on_random_codes_match_zlib(tables: NDArray[np.uint8]) -> None:
     rng = random.Random(2)
     verdicts = []
     for _ in range(600):
@@ -487,7 +487,7 @@ def test_every_length(own: int, tables: NDArray[np.uint8]) -> None:
 
 
 def fenced(nbytes: int) -> NDArray[np.uint8]:
-    """Return whole pages of memory between two that nobody may touch: whoever does ends the process."""
+    """Return whole pages of memory between two protected ones: touching those ends the process."""
     libc = ctypes.CDLL(None, use_errno=True)
     n_pages = -(-nbytes // mmap.PAGESIZE) + 2
     memory = np.frombuffer(mmap.mmap(-1, n_pages * mmap.PAGESIZE), np.uint8)

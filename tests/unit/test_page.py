@@ -1,4 +1,4 @@
-"""The benchmark's page: whole in one file, with every figure, whatever the figures and names are."""
+"""The benchmark's page: self-contained, with every figure, whatever the figures and names are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def stage(share: float, rate: float, ceiling: float) -> dict[str, float]:
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    """Return what a benchmark found, with figures that are told apart."""
+    """Return the result of a benchmark, with figures that are all different."""
     nothing = stage(0.04, math.nan, math.nan)
     return {
         "paths": ["a<b>.h5ad"],
@@ -50,7 +50,7 @@ def result(**changes: Any) -> dict[str, Any]:
 
 
 class Balanced(HTMLParser):
-    """Raises where an element is closed that is not open."""
+    """Raises when an element is closed that is not open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Balanced(HTMLParser):
 
 
 def check(text: str) -> str:
-    """Return the page's words; it must be whole, and refer to nothing outside itself."""
+    """Return the page's text; the page must be well-formed, and refer to nothing outside itself."""
     parser = Balanced()
     parser.feed(text)
     assert not parser.open
@@ -76,7 +76,7 @@ def check(text: str) -> str:
     return re.sub(r"<[^>]*>", " ", text)
 
 
-def test_all_figures_are_there() -> None:
+def test_the_page_shows_all_figures() -> None:
     words = check(page.page(result(verdict="decode-bound: a < b"), {"torch": "2.13.0"}))
     for expected in (
         "a&lt;b&gt;.h5ad",
@@ -104,12 +104,12 @@ def test_all_figures_are_there() -> None:
         assert expected in words, expected
 
 
-def test_what_the_ceilings_are_is_said() -> None:
+def test_the_page_explains_the_ceilings() -> None:
     words = check(page.page(result(), {}))
     assert "so both may be above 100 %" in words
 
 
-def test_without_label_verdict_and_ceilings() -> None:
+def test_missing_label_verdict_and_ceilings_are_left_out() -> None:
     nothing = {"fraction_of_ceilings": math.nan, "at_ceilings_cells_per_s": math.nan}
     text = page.page(result(entropy_bits=None, label=None, stages={**result()["stages"], **nothing}), {})
     words = check(text)
@@ -118,7 +118,7 @@ def test_without_label_verdict_and_ceilings() -> None:
     assert "<img" not in text
 
 
-def test_gpus_are_told_of_where_there_are_some() -> None:
+def test_gpus_are_shown_if_there_are_any() -> None:
     assert "GPU" not in check(page.page(result(), {}))
     gpu = {"name": "GPU 3", "mean_percent": 61.8, "idle_share": 0.1, "n_samples": 30}
     words = check(page.page(result(gpus=[gpu]), {}))
@@ -126,7 +126,7 @@ def test_gpus_are_told_of_where_there_are_some() -> None:
     assert "GPU 3 busy, mean" in words
 
 
-def test_of_a_gpu_there_are_no_ceilings_and_its_memory_is_not_the_hosts() -> None:
+def test_a_gpu_page_has_no_ceilings_or_host_memory() -> None:
     words = check(page.page(result(device="cuda:0"), {}))
     assert "Stages against their ceilings" not in words
     assert "launch the work of the GPU" in words
@@ -139,6 +139,6 @@ def test_the_timeline_is_part_of_the_page() -> None:
     assert 'src="data:image/png;base64,iVBORw=="' in text
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ReadError, match=r"none.bench\.html: cannot be written: No such file or directory\. Choose"):
         page.save(tmp_path / "none" / "bench.html", b"")

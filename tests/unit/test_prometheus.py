@@ -1,4 +1,4 @@
-"""What Prometheus is told, read by the library's own parser."""
+"""What is exported to Prometheus, read by the library's own parser."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def told(text: bytes) -> dict[tuple[str, ...], float]:
     return {(s.name, *s.labels.values()): s.value for f in families for s in f.samples}
 
 
-def test_a_loaders_totals(plain: Stored) -> None:
+def test_loader_totals_are_exported(plain: Stored) -> None:
     registry = CollectorRegistry()
     with (
         gpuload.open_loader(plain.path, batch_size=2) as loader,
@@ -60,7 +60,7 @@ def test_a_loaders_totals(plain: Stored) -> None:
     assert told(generate_latest(registry)) == {}
 
 
-def test_a_stores_totals(tmp_path: Path) -> None:
+def test_store_totals_are_exported(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     store = SampleStore(tmp_path / "store", str(fill(tmp_path / "remote", 5)), n_processes=0, min_free=0)
     with export(registry=registry, samples=store):
@@ -76,7 +76,7 @@ def test_a_stores_totals(tmp_path: Path) -> None:
         assert told(generate_latest(registry)) == {}, "a closed store is silent"
 
 
-def test_served_over_http(plain: Stored, no_leaks: None) -> None:
+def test_metrics_are_served_over_http(plain: Stored, no_leaks: None) -> None:
     registry = CollectorRegistry()
     with gpuload.open_loader(plain.path) as loader, export(port=0, registry=registry, a=loader) as exported:
         list(loader)
@@ -87,7 +87,7 @@ def test_served_over_http(plain: Stored, no_leaks: None) -> None:
         export(registry=registry, b=loader).close()
 
 
-def test_what_is_forgotten_is_exported_no_more(plain: Stored) -> None:
+def test_forgotten_sources_are_no_longer_exported(plain: Stored) -> None:
     registry = CollectorRegistry()
     loader: Any = gpuload.open_loader(plain.path)
     exported = export(registry=registry, a=loader)
@@ -100,14 +100,14 @@ def test_what_is_forgotten_is_exported_no_more(plain: Stored) -> None:
     exported.close()
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(PlanError, match="a=int: expected a Loader or a SampleStore"):
         export(a=1)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="there is nothing to export"):
         export()
 
 
-def test_without_the_library() -> None:
+def test_missing_prometheus_client_is_reported() -> None:
     code = (
         "import sys; sys.modules['prometheus_client'] = None\n"
         "import gpuload\n"

@@ -1,4 +1,4 @@
-"""Objects over the network: the same faults as sentences, and a store that fills itself through all of them."""
+"""Objects over the network: faults reported in plain sentences, and a store that fills despite all of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ def of(server: Running, **settings: object) -> ObjectRemote:
     return remote
 
 
-def test_a_folder(tmp_path: Path) -> None:
+def test_a_folder_lists_and_reads_its_files(tmp_path: Path) -> None:
     fill(tmp_path / "remote", 3)
     (tmp_path / "remote" / ".hidden").touch()
     remote = FolderRemote(tmp_path / "remote")
@@ -61,7 +62,7 @@ def test_a_folder(tmp_path: Path) -> None:
     assert remote.head("none") is None
 
 
-def test_a_file_that_is_rewritten_while_it_is_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_rewritten_during_a_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, preadv = fill(tmp_path, 1) / "0000.npy", os.preadv
     remote = FolderRemote(tmp_path)
     wanted = remote.head("0000.npy")
@@ -77,7 +78,7 @@ def test_a_file_that_is_rewritten_while_it_is_read_is_told(tmp_path: Path, monke
         remote.get(wanted, 0, wanted.nbytes)
 
 
-def test_a_folder_whose_files_cannot_be_reached(tmp_path: Path) -> None:
+def test_unreachable_files_raise_busy_error(tmp_path: Path) -> None:
     path = tmp_path / "around"
     path.symlink_to("around")
     remote = FolderRemote(tmp_path)
@@ -87,7 +88,7 @@ def test_a_folder_whose_files_cannot_be_reached(tmp_path: Path) -> None:
         remote.get(RemoteObject("around", 9, ""), 3, 7)
 
 
-def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
+def test_an_unlistable_folder_is_not_taken_for_empty(tmp_path: Path) -> None:
     folder = tmp_path / "remote"
     (folder / "below").mkdir(parents=True)
     (folder / "here").touch()
@@ -108,7 +109,7 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
         list(remote.list())
 
 
-def test_objects(server: Running) -> None:
+def test_objects_are_listed_and_read(server: Running) -> None:
     remote = pickle.loads(pickle.dumps(of(server)))
     listed = {found.key: found for found in remote.list()}
     assert len(listed) == N
@@ -126,7 +127,7 @@ def test_objects(server: Running) -> None:
 
 
 @pytest.mark.parametrize("kind", ["503", "429", "reset", "truncate"])
-def test_what_may_pass_is_busy(server: Running, kind: str) -> None:
+def test_transient_errors_raise_busy_error(server: Running, kind: str) -> None:
     remote = of(server)
     one = next(remote.list())
     server.set(**{f"p_{kind}": 1})
@@ -186,7 +187,7 @@ def refusing(refusing_server: str) -> ObjectRemote:
     ],
 )
 @pytest.mark.parametrize("is_listing", [True, False])
-def test_what_will_not_pass_is_not_busy(
+def test_permanent_errors_raise_no_busy_error(
     refusing: ObjectRemote, monkeypatch: pytest.MonkeyPatch, status: int, code: str, words: str, is_listing: bool
 ) -> None:
     body = f"<?xml version='1.0'?>\n<Error><Code>{code}</Code><Message>No.</Message></Error>".encode()
@@ -206,7 +207,7 @@ def test_what_will_not_pass_is_not_busy(
         (301, r"it is at another address; pass that\.$"),
     ],
 )
-def test_web_servers_have_no_regions(
+def test_errors_of_web_servers_name_no_region(
     refusing_server: str, monkeypatch: pytest.MonkeyPatch, status: int, words: str
 ) -> None:
     monkeypatch.setattr(Refusing, "status", status)
@@ -216,7 +217,7 @@ def test_web_servers_have_no_regions(
 
 
 class Careless(Refusing):
-    """Has an object of three bytes and sends it whatever was asked for; to `whole` it says too much of its size."""
+    """Sends an object of three bytes whatever was requested, and announces too large a size for `whole`."""
 
     protocol_version = "HTTP/1.1"
 
@@ -234,7 +235,7 @@ class Careless(Refusing):
         self.wfile.write(b"3\r\nabc\r\n0\r\n\r\n" if is_whole else b"abc")
 
 
-def test_answers_that_are_not_what_was_asked_for(refusing: ObjectRemote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatched_responses_are_refused(refusing: ObjectRemote, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("protocol_version", "do_GET"):
         monkeypatch.setattr(Refusing, name, vars(Careless)[name])
     assert bytes(refusing.get(RemoteObject("a", 3, "new"), 0, 3)) == b"abc"
@@ -247,7 +248,7 @@ def test_answers_that_are_not_what_was_asked_for(refusing: ObjectRemote, monkeyp
 
 
 class Whole(Refusing):
-    """Sends all of an object whatever part is asked for, or a page of a length that it does not say beforehand."""
+    """Sends the whole object whatever part is requested, or a page without announcing its length."""
 
     protocol_version = "HTTP/1.1"
 
@@ -263,7 +264,7 @@ class Whole(Refusing):
 
 @pytest.mark.parametrize("scheme", ["http", "s3"])
 @pytest.mark.parametrize("name", ["file", "folder"])
-def test_a_server_that_sends_no_parts_is_said(
+def test_a_server_without_range_requests_is_reported(
     refusing_server: str, monkeypatch: pytest.MonkeyPatch, name: str, scheme: str
 ) -> None:
     for method in ("do_GET", "do_HEAD"):
@@ -278,7 +279,7 @@ def test_a_server_that_sends_no_parts_is_said(
 
 
 class Weak(Refusing):
-    """Has an object of three bytes under a weak ETag, which no If-Match is true of."""
+    """Has an object of three bytes with a weak ETag, which never satisfies If-Match."""
 
     protocol_version = "HTTP/1.1"
 
@@ -295,7 +296,7 @@ class Weak(Refusing):
             self.wfile.write(b"abc")
 
 
-def test_an_object_under_a_weak_etag_is_read(refusing: ObjectRemote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_with_a_weak_etag_is_read(refusing: ObjectRemote, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("protocol_version", "do_GET"):
         monkeypatch.setattr(Refusing, name, vars(Weak)[name])
     monkeypatch.setattr(Refusing, "do_HEAD", Weak.do_GET, raising=False)
@@ -306,7 +307,7 @@ def test_an_object_under_a_weak_etag_is_read(refusing: ObjectRemote, monkeypatch
         refusing.get(dataclasses.replace(found, etag="W/old"), 0, 3)
 
 
-def test_names_and_links_in_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_listings_follow_links_and_skip_non_utf8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, other = tmp_path / "remote", tmp_path / "other"
     for place in (folder, other / "deep"):
         place.mkdir(parents=True)
@@ -314,7 +315,7 @@ def test_names_and_links_in_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFi
     (folder / "b").symlink_to(folder / "a")
     (other / "deep" / "c").write_bytes(b"2")
     (folder / "linked").symlink_to(other)
-    (other / "back").symlink_to(folder)  # which it is in
+    (other / "back").symlink_to(folder)  # a cycle
     (other / "again").symlink_to(other / "deep")
     with open(os.fsencode(folder) + b"/d\xe9", "wb"):
         pass
@@ -323,7 +324,7 @@ def test_names_and_links_in_a_folder(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3"])
-def test_an_endpoint_of_the_environment_may_be_without_encryption(
+def test_an_endpoint_from_the_environment_may_be_plain_http(
     server: Running, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("obstore")
@@ -331,7 +332,7 @@ def test_an_endpoint_of_the_environment_may_be_without_encryption(
     assert len(list(open_remote("s3://data/train", region="us-east-1", anonymous=True).list())) == N
 
 
-def test_the_fork_of_a_process_that_has_read_is_refused(server: Running) -> None:
+def test_a_fork_of_a_process_that_has_read_is_refused(server: Running) -> None:
     remote = of(server)
     assert remote.head("none") is None
     pid = os.fork()
@@ -346,7 +347,7 @@ def test_the_fork_of_a_process_that_has_read_is_refused(server: Running) -> None
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_no_connection_is_said_in_one_sentence() -> None:
+def test_a_failed_connection_is_reported_in_one_sentence() -> None:
     pytest.importorskip("obstore")
     with pytest.raises(BusyError) as caught:
         open_remote("http://127.0.0.1:1/x").get(RemoteObject("a", 3, ""), 0, 3)
@@ -357,7 +358,7 @@ def test_no_connection_is_said_in_one_sentence() -> None:
 
 
 class Redirecting(Refusing):
-    """Sends everybody to a place where nothing is."""
+    """Redirects every request to an address where nothing listens."""
 
     def do_GET(self) -> None:
         self.send_response(302)
@@ -366,14 +367,14 @@ class Redirecting(Refusing):
         self.end_headers()
 
 
-def test_no_connection_where_a_server_redirects(refusing_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_redirect_names_both_servers(refusing_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Refusing, "do_GET", Redirecting.do_GET)
     words = rf"^{refusing_server}/x/a: no connection to {refusing_server}, or to 127\.0\.0\.1:1, where it redirects, "
     with pytest.raises(BusyError, match=words):
         open_remote(f"{refusing_server}/x").get(RemoteObject("a", 3, ""), 0, 3)
 
 
-def test_without_credentials_nothing_is_tried_again() -> None:
+def test_missing_credentials_are_not_retried() -> None:
     pytest.importorskip("obstore")
     remote = ObjectRemote("s3://data", region="us-east-1", access_key_id="a", secret_access_key="b")
     said = "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 3s - HTTP error: error"
@@ -385,7 +386,7 @@ def test_without_credentials_nothing_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize("n_processes", [0, 1])
-def test_a_bucket_that_is_not_there_ends_the_waiting(tmp_path: Path, server: Running, n_processes: int) -> None:
+def test_a_missing_bucket_ends_the_wait(tmp_path: Path, server: Running, n_processes: int) -> None:
     pytest.importorskip("obstore")
     remote = open_remote("s3://no-such-bucket/x", endpoint=server.url, region="us-east-1", anonymous=True)
     with (
@@ -395,9 +396,7 @@ def test_a_bucket_that_is_not_there_ends_the_waiting(tmp_path: Path, server: Run
         store.snapshot(wait_s=60)
 
 
-def test_a_bucket_that_comes_later_is_waited_for(
-    tmp_path: Path, server: Running, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unavailable_bucket_is_waited_for(tmp_path: Path, server: Running, caplog: pytest.LogCaptureFixture) -> None:
     server.set(p_503=1)
     settings = {"n_processes": 0, "longest_wait_s": 0.01, "min_free": 0}
     with SampleStore(tmp_path / "store", of(server), **settings) as store:
@@ -408,7 +407,7 @@ def test_a_bucket_that_comes_later_is_waited_for(
         assert len(store.snapshot(wait_s=60, min_samples=N)) == N
 
 
-def test_a_fault_of_a_run_before_is_none_of_this_one(tmp_path: Path, server: Running) -> None:
+def test_a_fault_of_an_earlier_run_is_forgotten(tmp_path: Path, server: Running) -> None:
     fill(tmp_path / "remote", 2)
     with SampleStore(tmp_path / "store", tmp_path / "remote", fetch=False) as store:
         store._catalogue.note_listing_fault("access was denied.", may_pass=False)
@@ -418,7 +417,7 @@ def test_a_fault_of_a_run_before_is_none_of_this_one(tmp_path: Path, server: Run
         assert len(store.snapshot(wait_s=60, min_samples=2)) == 2
 
 
-def test_a_stall_is_busy_after_the_timeout(server: Running) -> None:
+def test_a_stalled_read_raises_busy_error_after_the_timeout(server: Running) -> None:
     remote = of(server, timeout_s=0.5)
     one = next(remote.list())
     server.set(p_stall=1, stall_s=10)
@@ -446,8 +445,8 @@ class Slow(Refusing):
                 self.wfile.write(b"a")
 
 
-def test_a_slow_response_may_take_longer_than_a_silence(refusing_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many responses over a slow network all take long, but an endless one must end."""
+def test_a_slow_response_may_outlast_the_timeout(refusing_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Responses over a slow network may all take long, but an endless one must be cut off."""
     for name in ("protocol_version", "do_GET"):
         monkeypatch.setattr(Refusing, name, vars(Slow)[name])
     remote = ObjectRemote(f"{refusing_server}/data", timeout_s=1.0)
@@ -458,7 +457,7 @@ def test_a_slow_response_may_take_longer_than_a_silence(refusing_server: str, mo
     assert time.perf_counter() - start_s < 60
 
 
-def test_wrong_addresses() -> None:
+def test_invalid_addresses_and_options_are_refused() -> None:
     pytest.importorskip("obstore")
     with pytest.raises(PlanError, match=r"foo://x: foo:// is not supported; expected s3://, gs://, az://"):
         open_remote("foo://x")
@@ -476,13 +475,13 @@ def test_wrong_addresses() -> None:
         open_remote("s3://data", timeout_s="a")
 
 
-def test_a_password_is_no_part_of_an_address_and_is_not_shown() -> None:
+def test_a_password_in_an_address_is_refused_and_not_shown() -> None:
     with pytest.raises(PlanError, match=r"^https://...@host/atlas.h5ad: .*leave them out") as caught:
         open_remote("https://me:secret@host/atlas.h5ad")
     assert "secret" not in str(caught.value)
 
 
-def test_headers_of_the_users_are_sent_beside_our_settings() -> None:
+def test_user_headers_are_sent_along_with_our_settings() -> None:
     pytest.importorskip("obstore")
     asked: list[str | None] = []
 
@@ -505,14 +504,14 @@ def test_headers_of_the_users_are_sent_beside_our_settings() -> None:
     assert remote.reach("a") is None  # another client would not send them
 
 
-def test_without_obstore_the_pip_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_obstore_is_reported_with_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "obstore", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'gpuload\[remote\]'"):
         open_remote("s3://data")
 
 
 @pytest.mark.parametrize("n_processes", [0, 1])
-def test_a_store_fills_itself_through_every_fault(tmp_path: Path, server: Running, n_processes: int) -> None:
+def test_a_store_fills_despite_every_fault(tmp_path: Path, server: Running, n_processes: int) -> None:
     server.set(
         p_503=0.1,
         p_reset=0.1,
@@ -551,13 +550,35 @@ def test_a_profile_without_keys_needs_boto3(
 
 
 @pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"secret_of_mine\n[default]\n", ", line 1"),
+        (b"[default]\nkey = secret_of_mine\nkey = secret_of_mine\n", ", line 3"),
+        (b"[default]\nsecret_of_mine\n", ""),
+        (b"[default]\nregion = \xff\n", ""),
+    ],
+)
+def test_a_damaged_file_of_profiles_is_named_but_not_shown(
+    tmp_path: Path, content: bytes, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / "config").write_bytes(content)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    words = rf"^{tmp_path}/config{line}: it is no config file of the AWS tools \(\w+\); correct it, or pass keys\.$"
+    with pytest.raises(PlanError, match=words) as caught:
+        open_remote("s3://data")
+    assert "secret_of_mine" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
     ("lines", "words"),
     [
         ("sso_session = none\nsso_account_id = 1\nsso_role_name = a", "sso-session"),
         ("region = a", "get_credentials"),
     ],
 )
-def test_a_profile_of_which_boto3_makes_nothing_is_told(
+def test_a_profile_without_boto3_credentials_is_reported(
     tmp_path: Path, lines: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("obstore")
@@ -585,10 +606,10 @@ def test_a_store_needs_a_folder_of_its_own(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "remote").iterdir()] == ["0000.npy"]  # nothing was made
     assert {path.name for path in tmp_path.iterdir()} == {"remote", "file"}
     with SampleStore(tmp_path / "remote2", tmp_path / "remote", fetch=False):
-        """A name that only begins alike is another folder."""
+        """A name that only shares a prefix is another folder."""
 
 
-def test_reasons_of_many_faults_end_with_one_stop(tmp_path: Path) -> None:
+def test_joined_fault_reasons_end_with_one_full_stop(tmp_path: Path) -> None:
     fill(tmp_path / "remote", 1)
     with SampleStore(tmp_path / "store", tmp_path / "remote", n_processes=0, min_free=0) as store:
         store.quarantine_sample(store.copies.samples(store.snapshot(wait_s=60)._ids)[0], "it is broken. Mend it.")

@@ -1,4 +1,4 @@
-"""Ranges of objects by many requests at a time: what is asked for, how often, and what is said in the end."""
+"""Ranges of objects by concurrent requests: what is requested, how often, and which error is raised in the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DATA = np.random.default_rng(0).bytes(1_000_000)
 
 
 class FakeRemote:
-    """Objects in memory; `meet` may raise, wait or change what is given."""
+    """Objects in memory; `meet` may raise, wait or change what is returned."""
 
     name = "fake://bucket"
 
@@ -72,7 +72,7 @@ def read(source: RemoteSource, offset: list[int], nbytes: list[int]) -> list[byt
 
 
 @pytest.mark.parametrize("n_threads", [0, 1])
-def test_threads_that_cannot_be_started(n_threads: int, allow_threads: Callable[[int], None], no_leaks: None) -> None:
+def test_reading_needs_one_thread(n_threads: int, allow_threads: Callable[[int], None], no_leaks: None) -> None:
     source = source_of(FakeRemote({"a": DATA[:1000]}))
     allow_threads(n_threads)
     if n_threads:
@@ -83,7 +83,7 @@ def test_threads_that_cannot_be_started(n_threads: int, allow_threads: Callable[
     source.close()
 
 
-def test_ranges_of_several_objects(no_leaks: None) -> None:
+def test_ranges_of_several_objects_are_read(no_leaks: None) -> None:
     remote = FakeRemote({"a": DATA[:1000], "b": DATA[1000:5000], "c": b""})
     source = source_of(remote)
     a, b, _ = source.base.tolist()
@@ -100,7 +100,7 @@ def test_ranges_of_several_objects(no_leaks: None) -> None:
         read(source, [a], [1])
 
 
-def test_many_are_under_way_at_a_time(no_leaks: None) -> None:
+def test_many_requests_are_in_flight_at_once(no_leaks: None) -> None:
     def wait(_: int, data: bytes) -> bytes:
         time.sleep(0.05)
         return data
@@ -113,9 +113,7 @@ def test_many_are_under_way_at_a_time(no_leaks: None) -> None:
     source.close()
 
 
-def test_each_range_comes_with_its_neighbours_and_no_more_than_a_buffer_at_a_time(
-    monkeypatch: pytest.MonkeyPatch, no_leaks: None
-) -> None:
+def test_nearby_ranges_share_requests_within_one_buffer(monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> None:
     monkeypatch.setattr(reading, "TOGETHER", 1000)
     remote = FakeRemote({"a": DATA[:4000], "b": DATA[:600], "c": DATA[:600]})
     source = source_of(remote)
@@ -132,7 +130,7 @@ def test_each_range_comes_with_its_neighbours_and_no_more_than_a_buffer_at_a_tim
     source.close()
 
 
-def test_what_is_busy_is_asked_again(no_leaks: None) -> None:
+def test_busy_requests_are_retried(no_leaks: None) -> None:
     def busy(number: int, data: bytes) -> bytes:
         if number % 3:
             raise (BusyError("503"), ConnectionResetError(), TimeoutError())[number % 2]
@@ -152,7 +150,7 @@ def test_what_is_busy_is_asked_again(no_leaks: None) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 99, 101])
-def test_a_response_of_another_length_is_asked_for_again(no_leaks: None, n: int) -> None:
+def test_a_response_of_the_wrong_length_is_retried(no_leaks: None, n: int) -> None:
     remote = FakeRemote({"a": DATA}, lambda number, data: DATA[:n] if number == 1 else data)
     source = source_of(remote)
     source.requests._patience = Patience(tries=2, first_wait_s=0.0001)
@@ -175,7 +173,7 @@ def test_waits_are_random_and_double(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bounds[:5] == [0.1, 0.2, 0.4, 0.5, 0.5]
 
 
-def test_nobody_gives_up_before_the_time_however_short_the_waits() -> None:
+def test_retries_last_at_least_the_given_time() -> None:
     patience = Patience(tries=2, first_wait_s=0.001, longest_wait_s=0.002, at_least_s=0.2)
 
     def answer_after(seconds: float) -> float:
@@ -191,7 +189,7 @@ def test_nobody_gives_up_before_the_time_however_short_the_waits() -> None:
     assert 0.2 <= time.monotonic() - began_at < 5
 
 
-def test_an_error_that_will_not_pass_is_raised_at_once(no_leaks: None) -> None:
+def test_a_permanent_error_is_raised_at_once(no_leaks: None) -> None:
     def changed(_: int, data: bytes) -> bytes:
         raise ReadError("fake://bucket/a: the object was changed since it was listed.")
 
@@ -203,7 +201,7 @@ def test_an_error_that_will_not_pass_is_raised_at_once(no_leaks: None) -> None:
     source.close()
 
 
-def test_objects_that_changed_or_went_are_named(no_leaks: None) -> None:
+def test_changed_or_removed_objects_are_named(no_leaks: None) -> None:
     remote = FakeRemote({"a": DATA, "b": DATA})
     source = source_of(remote)
     source.check_same([0, 1])
@@ -216,14 +214,14 @@ def test_objects_that_changed_or_went_are_named(no_leaks: None) -> None:
     source.close()
 
 
-def test_a_straggler_is_asked_for_a_second_time(no_leaks: None) -> None:
+def test_a_straggling_request_is_sent_again(no_leaks: None) -> None:
     release = threading.Event()
 
     def straggle(number: int, data: bytes) -> bytes:
         time.sleep(0.01)
         if number == 150:
             release.wait(20)
-            return b"\0" * len(data)  # what comes late must go nowhere
+            return b"\0" * len(data)  # a late response must be discarded
         return data
 
     remote = FakeRemote({"a": DATA}, straggle)
@@ -238,7 +236,7 @@ def test_a_straggler_is_asked_for_a_second_time(no_leaks: None) -> None:
     source.close()
 
 
-def test_what_comes_late_goes_nowhere() -> None:
+def test_late_responses_are_discarded() -> None:
     out, wanted = np.zeros(4, dtype=np.uint8), RemoteObject("a", 4, "1")
     piece = _Piece(wanted, 0, out, n_asked=2)
     assert Requests._take(piece, b"\1" * 4) == 1
@@ -250,7 +248,7 @@ def test_what_comes_late_goes_nowhere() -> None:
         Requests._take(piece, BusyError("503"))
 
 
-def test_closing_ends_those_who_wait() -> None:
+def test_closing_ends_waiting_reads() -> None:
     release = threading.Event()
 
     def hang(_: int, data: bytes) -> bytes:
@@ -299,7 +297,7 @@ def test_a_file_is_read_in_few_requests(no_leaks: None) -> None:
 
 
 @pytest.mark.parametrize("ndim", [1, 2])
-def test_trees_of_chunks_are_read_a_level_at_a_time(tmp_path: Path, ndim: int, no_leaks: None) -> None:
+def test_chunk_trees_are_read_level_by_level(tmp_path: Path, ndim: int, no_leaks: None) -> None:
     values = np.random.default_rng(0).integers(0, 9, 6000)
     with h5py.File(tmp_path / "tree.h5", "w") as file:
         if ndim == 1:
@@ -318,7 +316,7 @@ def test_trees_of_chunks_are_read_a_level_at_a_time(tmp_path: Path, ndim: int, n
     source.close()
 
 
-def test_profiles_of_the_aws_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aws_profiles_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
@@ -339,7 +337,7 @@ def test_profiles_of_the_aws_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "region" not in aws_profile("lab", {})
     monkeypatch.setenv("AWS_PROFILE", "lab")
     assert aws_profile(None, {})["access_key_id"] == "f"
-    for prefix in ("", "aws_", "AWS_"):  # what is given goes before what a profile has
+    for prefix in ("", "aws_", "AWS_"):  # explicit settings take precedence over the profile
         assert aws_profile(None, {f"{prefix}access_key_id": "g"}) == {}
         assert "endpoint" in aws_profile("lab", {})
         assert "endpoint" not in aws_profile("lab", {f"{prefix}endpoint": "g"})

@@ -1,4 +1,4 @@
-"""The gather's kernels at sizes that other tests do not reach: minibatches that are written past the caches."""
+"""The gather's kernels at sizes that other tests do not reach: minibatches that bypass the caches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRATCH = np.empty(2 * 33_001, dtype=np.float32)
 
 
 def guarded(n: int, dtype: Any, shift: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return memory, and n elements in the midst of it that start `shift` elements into a cache line."""
+    """Return memory, and n elements in the middle of it that start `shift` elements into a cache line."""
     memory = np.full(n * np.dtype(dtype).itemsize + 256, 0xA5, dtype=np.uint8)
     skip = -memory.ctypes.data % 64 + 64 + shift * np.dtype(dtype).itemsize
     return memory, memory[skip : skip + n * np.dtype(dtype).itemsize].view(dtype)
@@ -52,7 +52,7 @@ def resident(matrix: csr_matrix) -> tuple[np.ndarray, ...]:
 
 @pytest.mark.parametrize("shift", [0, 1, 7])
 @pytest.mark.parametrize("n_cols", [33_001, 32_999])
-def test_a_large_minibatch_is_what_scipy_makes_of_it(matrix: csr_matrix, n_cols: int, shift: int) -> None:
+def test_a_large_minibatch_matches_scipy(matrix: csr_matrix, n_cols: int, shift: int) -> None:
     positions = np.random.default_rng(1).integers(0, 70, 40).astype(np.int32)
     columns = np.full(matrix.shape[1], -1, dtype=np.int32)
     chosen = np.random.default_rng(2).permutation(matrix.shape[1])[:n_cols]
@@ -91,7 +91,7 @@ BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), n_falling=st.sampled_from([0, 0, 1, 3]), has_map=st.booleans())
 def test_rows_of_several_tiles(is_streamed: bool, kind: str, seed: int, n_falling: int, has_map: bool) -> None:
-    """Rows wider than a tile, of which some have columns that fall, or a column twice."""
+    """Rows wider than a tile, some of which have unsorted columns, or a column twice."""
     rng, n_rows = np.random.default_rng(seed), 170 if is_streamed else 3
     n_vars = int(rng.integers(2 * rows.TILE, 4 * rows.TILE))
     picked = [np.sort(rng.integers(0, n_vars, int(rng.integers(0, 300)))) for _ in range(5)]
@@ -134,7 +134,7 @@ def test_rows_of_several_tiles(is_streamed: bool, kind: str, seed: int, n_fallin
 
 
 @pytest.mark.parametrize(("row", "bad"), [([70_000, 1, -10_000], -1), ([60_000, 1, 10_000], 0), ([1, 70_000, 1], 0)])
-def test_what_float16_holds_is_told_after_all_is_added_up(row: list[float], bad: int) -> None:
+def test_float16_overflow_is_checked_after_summing(row: list[float], bad: int) -> None:
     indptr, indices = np.array([0, 3]), np.array([5, rows.TILE + 900, 5], dtype=np.int32)
     wide = np.zeros(20_000 + rows.SLACK // 2, dtype=np.float32)
     narrow, out = np.zeros(wide.size, dtype=np.uint16), np.empty((1, 20_000), dtype=np.uint16)
@@ -144,7 +144,7 @@ def test_what_float16_holds_is_told_after_all_is_added_up(row: list[float], bad:
         assert out.view(np.float16)[0, [5, rows.TILE + 900]].tolist() == [60_000, 1]
 
 
-def test_a_large_minibatch_of_dense_rows_transformed(matrix: csr_matrix) -> None:
+def test_a_large_minibatch_of_transformed_dense_rows(matrix: csr_matrix) -> None:
     X = matrix.toarray()
     positions = np.arange(40, dtype=np.int32)
     _, flat = guarded(40 * X.shape[1], np.float32, 5)
@@ -157,7 +157,7 @@ def test_a_large_minibatch_of_dense_rows_transformed(matrix: csr_matrix) -> None
 
 
 @pytest.mark.parametrize("target_sum", [0.0, 7.0])
-def test_values_that_are_no_small_counts(target_sum: float) -> None:
+def test_values_that_are_not_small_counts(target_sum: float) -> None:
     data = np.array([0.0, -0.0, 1, 1.5, 63, 64, 65.5, -1, -0.25, 3e9, 1, 63, 2**24], dtype=np.float32)
     indptr, indices = np.array([0, data.size]), np.arange(data.size, dtype=np.int32)
     out_indices, out = np.empty(data.size, np.int32), np.empty(data.size, np.float32)
@@ -174,7 +174,7 @@ def test_values_that_are_no_small_counts(target_sum: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-9, 0.37, 1234.5, 1e30])
-def test_log1p_is_right_to_the_last_place(scale: float) -> None:
+def test_log1p_is_accurate_to_the_last_place(scale: float) -> None:
     rng = np.random.default_rng(3)
     edges = np.array([0.0, 2**-0.5 - 1, 2**0.5 - 1, 1.0, 2**0.5, 3.0, 1e-30, 3e38]) / scale
     drawn = np.concatenate(
@@ -197,7 +197,7 @@ def test_log1p_is_right_to_the_last_place(scale: float) -> None:
 
 
 @pytest.mark.parametrize("beside", [5.0, -0.75])
-def test_log1p_of_a_zero_of_either_sign_has_no_sign(beside: float) -> None:
+def test_log1p_of_either_zero_is_positive_zero(beside: float) -> None:
     values = np.array([-0.0, 0.0, beside], dtype=np.float32)
     rows.log1p_row(values, values.size, 1.0)
     assert values[:2].tobytes() == bytes(8)
@@ -217,7 +217,7 @@ def test_a_large_minibatch_of_dense_rows(matrix: csr_matrix) -> None:
 @pytest.mark.parametrize(
     ("row", "is_canonical"), [([1, 4, 9], True), ([], True), ([5], True), ([4, 1, 9], False), ([1, 1, 9], False)]
 )
-def test_gather_csr_tells_whether_columns_rise(row: list[int], is_canonical: bool, log1p: bool) -> None:
+def test_gather_csr_reports_whether_columns_ascend(row: list[int], is_canonical: bool, log1p: bool) -> None:
     indptr = np.array([0, 2, 2 + len(row), 5 + len(row)], dtype=np.int64)
     indices = np.array([7, 8, *row, 0, 1, 2], dtype=np.uint16)
     data = np.ones(indices.size, dtype=np.float32)

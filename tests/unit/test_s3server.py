@@ -1,4 +1,4 @@
-"""The server that makes trouble: it answers as moto does, and its faults are those that its knobs say."""
+"""The fault-injecting server: its responses match moto's, and its faults follow its knobs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ask(server: Running, path: str, method: str = "GET", body: bytes | None = No
 
 
 def kind_of(server: Running, path: str, wanted: bytes) -> str:
-    """Return what befell a GET, as its client sees it."""
+    """Return the fault of a GET, as its client sees it."""
     try:
         status, _, body = ask(server, path)
     except http.client.IncompleteRead:
@@ -96,7 +96,7 @@ def test_ranges_and_conditions(quiet: Running) -> None:
     assert (status, body, headers["Content-Length"]) == (200, b"", str(len(DATA)))
 
 
-def test_keys_that_file_systems_do_not_like(quiet: Running) -> None:
+def test_keys_that_are_invalid_file_names_work(quiet: Running) -> None:
     for key in ("a%2F..%2Fb", "deep//x", "100%25", "end/"):
         assert ask(quiet, f"/data/odd/{key}", "PUT", b"value")[0] == 200
         assert ask(quiet, f"/data/odd/{key}")[2] == b"value"
@@ -113,7 +113,7 @@ def test_a_file_replaced_by_hand_has_another_etag(quiet: Running) -> None:
     assert (body, headers["ETag"]) == (b"second", f'"{hashlib.md5(b"second").hexdigest()}"')
 
 
-def test_a_file_cut_while_it_is_sent_ends_the_connection(quiet: Running) -> None:
+def test_a_file_truncated_while_being_sent_ends_the_connection(quiet: Running) -> None:
     path = quiet.root / "data" / "huge"
     path.touch()
     os.truncate(path, 64 << 20)
@@ -127,7 +127,7 @@ def test_a_file_cut_while_it_is_sent_ends_the_connection(quiet: Running) -> None
     connection.close()
 
 
-def test_a_body_that_is_not_what_it_says_is_refused(quiet: Running) -> None:
+def test_a_body_with_a_wrong_digest_is_refused(quiet: Running) -> None:
     status, _, body = ask(quiet, "/data/sum", "PUT", b"x", Content_MD5="AAAAAAAAAAAAAAAAAAAAAA==")
     assert (status, b"BadDigest" in body) == (400, True)
     assert ask(quiet, "/data/sum")[0] == 404
@@ -136,11 +136,11 @@ def test_a_body_that_is_not_what_it_says_is_refused(quiet: Running) -> None:
 # --- the faults ---
 
 
-def test_faults_are_drawn_per_request_and_attempt_whatever_the_order(quiet: Running) -> None:
+def test_faults_depend_on_request_and_attempt_not_on_order(quiet: Running) -> None:
     paths = [f"/data/{i:03d}" for i in range(40)] * 3
     rates = {"p_503": 0.2, "p_reset": 0.1, "p_truncate": 0.2, "p_corrupt": 0.2, "seed": 7}
 
-    def befallen(order: list[str], n_threads: int) -> dict[str, list[str]]:
+    def faults_by_path(order: list[str], n_threads: int) -> dict[str, list[str]]:
         quiet.set(**rates)
         with ThreadPoolExecutor(n_threads) as pool:
             kinds = list(pool.map(lambda p: kind_of(quiet, p, DATA[int(p[-3:]) :][:5_000]), order))
@@ -149,17 +149,17 @@ def test_faults_are_drawn_per_request_and_attempt_whatever_the_order(quiet: Runn
             found.setdefault(path, []).append(kind)
         return found
 
-    one_by_one = befallen(paths, 1)
-    at_once = befallen(paths[:40][::-1], 8)
+    one_by_one = faults_by_path(paths, 1)
+    at_once = faults_by_path(paths[:40][::-1], 8)
     assert {path: kinds[:1] for path, kinds in one_by_one.items()} == at_once
     drawn = [kind for kinds in one_by_one.values() for kind in kinds]
     assert set(drawn) == {"none", "503", "reset", "truncate", "corrupt"}
-    assert any(len(set(kinds)) > 1 for kinds in one_by_one.values())  # an attempt draws anew
+    assert any(len(set(kinds)) > 1 for kinds in one_by_one.values())  # each attempt draws again
     quiet.set(seed=8)
     assert [kind_of(quiet, p, DATA[int(p[-3:]) :][:5_000]) for p in paths[:40]] != [k[0] for k in one_by_one.values()]
 
 
-def test_rates_are_kept() -> None:
+def test_fault_rates_are_met() -> None:
     faults = Faults(p_503=0.1, p_reset=0.2, p_truncate=0.05, p_corrupt=0.05, p_stall=0.1, seed=3)
     kinds = [fate_of(faults, f"GET /b/{i}", 0).kind for i in range(20_000)]
     for kind, rate in faults.rates().items():
@@ -173,7 +173,7 @@ def test_latency_is_lognormal() -> None:
     assert waits[int(0.8413 * len(waits))] / waits[len(waits) // 2] == pytest.approx(2.718**0.5, rel=0.03)
 
 
-def test_most_in_a_row() -> None:
+def test_consecutive_faults_are_limited() -> None:
     faults = Faults(p_503=1.0, most_in_a_row=2)
     kinds = [fate_of(faults, "GET /b/x", attempt).kind for attempt in range(3)]
     assert kinds == ["503", "503", None]
@@ -183,7 +183,7 @@ def test_most_in_a_row() -> None:
         assert ["503"] * 3 not in [kinds[k : k + 3] for k in range(18)]
 
 
-def test_a_stall_and_a_latency_take_their_time(quiet: Running) -> None:
+def test_stalls_and_latencies_delay_responses(quiet: Running) -> None:
     quiet.set(latency_ms=200)
     start_s = time.perf_counter()
     assert ask(quiet, "/data/001")[0] == 200
@@ -194,7 +194,7 @@ def test_a_stall_and_a_latency_take_their_time(quiet: Running) -> None:
     assert time.perf_counter() - start_s >= 0.5
 
 
-def test_bandwidth_of_one_and_of_all(quiet: Running) -> None:
+def test_bandwidth_is_limited_per_connection_and_in_total(quiet: Running) -> None:
     def seconds_of_three() -> float:
         start_s = time.perf_counter()
         with ThreadPoolExecutor(3) as pool:
@@ -211,7 +211,7 @@ def test_bandwidth_of_one_and_of_all(quiet: Running) -> None:
     assert seconds_of_three() >= 0.85
 
 
-def test_counts(quiet: Running) -> None:
+def test_faults_and_responses_are_counted(quiet: Running) -> None:
     before = quiet.counts()
     quiet.set(p_503=1)
     ask(quiet, "/data/001")
@@ -220,7 +220,7 @@ def test_counts(quiet: Running) -> None:
     assert after["GET 503"] == before.get("GET 503", 0) + 1
 
 
-def test_wrong_knobs_are_refused() -> None:
+def test_invalid_knobs_are_refused() -> None:
     with pytest.raises(ValueError, match="p_503=-1"):
         Faults(p_503=-1)
     with pytest.raises(ValueError, match="add up to more than 1"):
@@ -331,7 +331,7 @@ KEPT = {
 }
 
 
-def test_it_answers_as_moto_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_responses_equal_those_of_moto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     boto3 = pytest.importorskip("boto3")
     moto = pytest.importorskip("moto.server")
     from botocore.config import Config

@@ -55,7 +55,7 @@ def is_right(X: Any, y: Any) -> bool:
 
 @pytest.mark.parametrize("decode", ["pt", "npy"])
 @pytest.mark.parametrize("n_workers", [0, 2])
-def test_pytorchs_loader_takes_it_unchanged(data: Path, decode: str, n_workers: int) -> None:
+def test_pytorchs_loader_takes_a_sample_set_unchanged(data: Path, decode: str, n_workers: int) -> None:
     samples = SampleSet(IDS, LABELS, data, decode)
     assert is_right([samples[3][0]], [samples[3][1]])
     loader = torch.utils.data.DataLoader(samples, batch_size=8, shuffle=True, num_workers=n_workers)
@@ -66,7 +66,7 @@ def test_pytorchs_loader_takes_it_unchanged(data: Path, decode: str, n_workers: 
 
 
 @pytest.mark.parametrize("decode", ["pt", "npy"])
-def test_our_loader_hands_over_the_same(data: Path, decode: str) -> None:
+def test_our_loader_returns_what_pytorchs_does(data: Path, decode: str) -> None:
     with_order = SampleLoader(SampleSet(IDS, LABELS, data, decode), batch_size=8)
     theirs = torch.utils.data.DataLoader(SampleSet(IDS, LABELS, data, decode), batch_size=8)
     for (X, y), (wanted_X, wanted_y) in zip(with_order, theirs, strict=True):
@@ -101,7 +101,7 @@ def test_epochs_orders_and_states(data: Path) -> None:
     assert len(SampleLoader(SampleSet(IDS, LABELS, data), batch_size=8, drop_last=True)) == 6
 
 
-def test_a_state_is_refused_where_samples_would_be_repeated_or_left_out(data: Path) -> None:
+def test_a_state_of_other_data_or_settings_is_refused(data: Path) -> None:
     def loader(ids: list[str] = IDS, **settings: Any) -> SampleLoader:
         return SampleLoader(SampleSet(ids, LABELS, data), **{"batch_size": 8, "shuffle": True, **settings})
 
@@ -144,7 +144,7 @@ def test_a_state_of_another_kind_of_loader_is_refused(data: Path) -> None:
         ours.load_state_dict(cells.state_dict())
 
 
-def test_an_id_may_be_given_twice_and_the_order_is_that_asked_for(data: Path) -> None:
+def test_ids_may_repeat_and_keep_their_order(data: Path) -> None:
     ids = ["id-7", "id-7", "id-3", "id-7"]
     for loader in (SampleLoader, torch.utils.data.DataLoader):
         ((X, y),) = list(loader(SampleSet(ids, LABELS, data), batch_size=4))
@@ -181,7 +181,7 @@ def test_values_are_copied_not_deserialised(data: Path, monkeypatch: pytest.Monk
     ],
     ids=["int16", "bfloat16", "scalar", "transposed", "part", "empty", "bool"],
 )
-def test_all_kinds_of_tensors(data: Path, odd: Any) -> None:
+def test_all_kinds_of_tensors_are_read(data: Path, odd: Any) -> None:
     torch.save(odd, data / "odd.pt")
     samples = SampleSet(["odd", "odd"], None, data)
     for _ in range(2):
@@ -192,8 +192,8 @@ def test_all_kinds_of_tensors(data: Path, odd: Any) -> None:
     assert torch.equal(X, torch.stack([odd, odd]))
 
 
-def test_a_blank_view_says_nothing_of_those_after_it(data: Path) -> None:
-    """Of a sample that begins in the middle of what is stored, the values may happen to be those at the start."""
+def test_a_blank_view_does_not_mislead_later_reads(data: Path) -> None:
+    """The values of a sample stored at an offset may happen to equal those at the start of the storage."""
     images = (torch.arange(6 * 2 * 16).reshape(6, 2, 4, 4) % 7).float()
     images[2] = 0
     for i in range(6):
@@ -204,8 +204,8 @@ def test_a_blank_view_says_nothing_of_those_after_it(data: Path) -> None:
             assert torch.equal(samples[i][0], images[i, 1]), i
 
 
-def test_a_blank_file_of_another_byte_order_says_nothing_of_those_after_it(data: Path) -> None:
-    """As torch.save writes files where the highest byte comes first; torch.load knows."""
+def test_a_blank_big_endian_file_does_not_mislead_later_reads(data: Path) -> None:
+    """As torch.save writes files on big-endian machines; torch.load handles them."""
     for name, values in (("a", torch.zeros(4)), ("b", torch.arange(4.0))):
         torch.save(values, data / "little.pt")
         with zipfile.ZipFile(data / "little.pt") as little:
@@ -220,7 +220,7 @@ def test_a_blank_file_of_another_byte_order_says_nothing_of_those_after_it(data:
 
 
 @pytest.mark.parametrize("of", ["conj", "imag"])
-def test_a_tensor_whose_bytes_are_not_its_values(data: Path, of: str) -> None:
+def test_lazily_conjugated_tensors_are_resolved(data: Path, of: str) -> None:
     values = torch.complex(torch.arange(4.0), torch.ones(4))
     expected = values.conj() if of == "conj" else values.conj().imag
     for i in range(3):
@@ -229,7 +229,7 @@ def test_a_tensor_whose_bytes_are_not_its_values(data: Path, of: str) -> None:
         assert torch.equal(X[0], expected.resolve_conj().resolve_neg())
 
 
-def test_a_batch_of_several_dtypes_is_what_pytorch_makes_of_it(data: Path) -> None:
+def test_a_batch_of_mixed_dtypes_matches_pytorch(data: Path) -> None:
     torch.save(torch.arange(12, dtype=torch.int32).reshape(3, 4), data / "whole.pt")
     samples = SampleSet(["id-1", "whole", "id-2"], None, data)
     ((X, _),) = list(SampleLoader(samples, batch_size=3, num_workers=1, in_flight=1))
@@ -241,7 +241,7 @@ def test_a_batch_of_several_dtypes_is_what_pytorch_makes_of_it(data: Path) -> No
         list(SampleLoader(SampleSet(["id-1", "short"], None, data), batch_size=2, num_workers=1))
 
 
-def test_threads_of_the_parent_are_not_taken_for_a_workers(data: Path) -> None:
+def test_a_worker_does_not_reuse_its_parents_threads(data: Path) -> None:
     samples = SampleSet(IDS, LABELS, data, in_flight=1)
     assert len(samples.__getitems__([0, 1])) == 2  # from now on it has its thread
     loader = torch.utils.data.DataLoader(samples, batch_size=8, num_workers=1, timeout=20)
@@ -267,7 +267,7 @@ def test_other_contents_are_deserialised_or_refused(data: Path) -> None:
     assert X.numpy().tobytes() == (data / "id-4.npy").read_bytes()
 
 
-def test_an_iteration_that_a_fork_inherits_is_refused_there(data: Path) -> None:
+def test_an_iteration_inherited_by_a_fork_is_refused(data: Path) -> None:
     loader = SampleLoader(SampleSet(IDS, LABELS, data), prefetch=1, in_flight=1)
     batches = iter(loader)
     next(batches)
@@ -284,7 +284,7 @@ def test_an_iteration_that_a_fork_inherits_is_refused_there(data: Path) -> None:
     assert len(list(batches)) == len(loader) - 1
 
 
-def test_a_lack_of_memory_is_no_fault_of_a_sample(data: Path) -> None:
+def test_out_of_memory_is_not_blamed_on_a_sample(data: Path) -> None:
     def too_much(raw: Any) -> Any:
         raise MemoryError("no memory")
 
@@ -301,8 +301,8 @@ def test_safetensors(data: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 20, 47])
-def test_a_damaged_sample_is_told(data: Path, place: int) -> None:
-    """Also where only values are damaged: a zip file has a sum of each entry."""
+def test_a_damaged_sample_is_reported(data: Path, place: int) -> None:
+    """Even if only values are damaged: a zip file has a checksum for each entry."""
     samples = SampleSet(IDS, LABELS, data)
     assert is_right([samples[4][0]], [4])
     damaged = bytearray((data / "id-5.pt").read_bytes())
@@ -314,14 +314,14 @@ def test_a_damaged_sample_is_told(data: Path, place: int) -> None:
         list(SampleLoader(samples, batch_size=8))
 
 
-def test_safetensors_of_two_tensors(data: Path) -> None:
+def test_safetensors_with_two_tensors_are_refused(data: Path) -> None:
     save_file = pytest.importorskip("safetensors.torch").save_file
     save_file({"x": value(0), "y": value(1)}, data / "id-0.safetensors")
     with pytest.raises(CorruptDataError, match=r"sample 'id-0'.*it holds 2 tensors, but one is expected; pass a fun"):
         SampleSet(IDS, LABELS, data, "safetensors")[0]
 
 
-def test_safetensors_without_the_library(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_safetensors_library_is_reported(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (data / "id-0.safetensors").write_bytes(bytes(100))
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     words = r"^decode='safetensors' needs safetensors, .*pip install 'gpuload\[samples\]'$"
@@ -329,7 +329,7 @@ def test_safetensors_without_the_library(data: Path, monkeypatch: pytest.MonkeyP
         SampleSet(IDS, LABELS, data, "safetensors")[0]
 
 
-def test_a_file_that_ends_while_it_is_read(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_truncated_during_a_read_is_reported(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, preadv = data / "id-0.npy", os.preadv
     size = path.stat().st_size
 
@@ -342,7 +342,7 @@ def test_a_file_that_ends_while_it_is_read(data: Path, monkeypatch: pytest.Monke
         SampleSet(IDS, LABELS, data, "npy")[0]
 
 
-def test_a_sample_that_cannot_be_read_is_told_and_skipped(data: Path) -> None:
+def test_an_unreadable_sample_is_reported_or_skipped(data: Path) -> None:
     (data / "odd.pt").mkdir()
     samples = SampleSet([*IDS, "odd"], None, data)
     with pytest.raises(
@@ -355,7 +355,7 @@ def test_a_sample_that_cannot_be_read_is_told_and_skipped(data: Path) -> None:
 
 
 @pytest.mark.parametrize("decode", ["pt", "npy"])
-def test_samples_of_ever_new_shapes_are_not_all_remembered(data: Path, decode: str) -> None:
+def test_the_number_of_remembered_shapes_is_limited(data: Path, decode: str) -> None:
     ids = [f"long-{i}" for i in range(1, 81)]
     for i, id_ in enumerate(ids, 1):
         torch.save(torch.arange(i), data / f"{id_}.pt")
@@ -367,7 +367,7 @@ def test_samples_of_ever_new_shapes_are_not_all_remembered(data: Path, decode: s
     assert len(samples._descriptions._known) == 64
 
 
-def test_a_sample_that_fails_ends_the_epoch_after_the_batches_before(data: Path) -> None:
+def test_a_failed_sample_raises_after_the_batches_before_it(data: Path) -> None:
     (data / "id-20.pt").unlink()
     batches = iter(SampleLoader(SampleSet(IDS, LABELS, data), batch_size=8))
     assert [label for _ in range(2) for label in next(batches)[1].tolist()] == list(range(16))
@@ -376,7 +376,7 @@ def test_a_sample_that_fails_ends_the_epoch_after_the_batches_before(data: Path)
 
 
 @pytest.mark.parametrize("decode", ["pt", "collated"])
-def test_samples_that_fail_are_skipped_up_to_a_limit(data: Path, decode: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_samples_are_skipped_up_to_a_limit(data: Path, decode: str, caplog: pytest.LogCaptureFixture) -> None:
     (data / "id-20.pt").unlink()
     (data / "id-3.pt").write_bytes(b"no sample")
     samples, collate = SampleSet(IDS, LABELS, data), list if decode == "collated" else None
@@ -398,7 +398,7 @@ def test_samples_that_fail_are_skipped_up_to_a_limit(data: Path, decode: str, ca
     assert strict.state_dict()["step"] == 2
 
 
-def test_a_batch_of_which_nothing_can_be_had_is_left_out(data: Path) -> None:
+def test_a_batch_of_missing_samples_is_left_out(data: Path) -> None:
     for i in range(8, 12):
         (data / f"id-{i}.pt").unlink()
     loader = SampleLoader(SampleSet(IDS, LABELS, data), batch_size=4, on_error="skip", max_skipped=0.1)
@@ -406,7 +406,7 @@ def test_a_batch_of_which_nothing_can_be_had_is_left_out(data: Path) -> None:
     assert loader.state_dict()["epoch"] == 1
 
 
-def test_remotes(data: Path) -> None:
+def test_samples_are_read_from_a_flaky_remote(data: Path) -> None:
     remote = FlakyRemote(data, every=5)
     remote.KINDS = ("busy", "reset", "short", "reset")  # type: ignore[misc]
     samples = SampleSet(IDS, LABELS, remote)
@@ -420,7 +420,7 @@ def test_remotes(data: Path) -> None:
         assert X.numpy().tobytes() == (data / f"{id_}.pt").read_bytes()
 
 
-def test_a_batch_and_the_next_ones_are_fetched_at_once(data: Path) -> None:
+def test_a_batch_and_the_next_are_fetched_concurrently(data: Path) -> None:
     remote = FlakyRemote(data, every=10**9)
     remote.wait_s = 0.05
     loader = SampleLoader(SampleSet(IDS, LABELS, remote), batch_size=4, in_flight=16)
@@ -433,7 +433,7 @@ def test_a_batch_and_the_next_ones_are_fetched_at_once(data: Path) -> None:
 
 
 @pytest.mark.parametrize("n_threads", [0, 1, 15, 16, 17, 18])
-def test_threads_that_cannot_be_started(
+def test_an_epoch_without_enough_threads_can_be_retried(
     data: Path, n_threads: int, allow_threads: Callable[[int], None], no_leaks: None
 ) -> None:
     loader = SampleLoader(SampleSet(IDS, LABELS, FlakyRemote(data, every=10**9)), num_workers=4, in_flight=16)
@@ -445,8 +445,8 @@ def test_threads_that_cannot_be_started(
     assert sum(len(y) for _, y in loader) == N
 
 
-def test_many_fetch_and_few_decode(data: Path) -> None:
-    """Requests wait for a network, and decoding for a processor, which many threads would take from each other."""
+def test_many_threads_fetch_and_few_decode(data: Path) -> None:
+    """Requests wait for the network, but decoding needs processors, for which many threads would compete."""
     remote = FlakyRemote(data, every=10**9)
     remote.wait_s = 0.02
     lock, now, most = threading.Lock(), [0], [0]
@@ -466,7 +466,7 @@ def test_many_fetch_and_few_decode(data: Path) -> None:
     assert remote.most_at_once >= 12
 
 
-def test_an_object_store(data: Path) -> None:
+def test_samples_are_read_from_an_object_store(data: Path) -> None:
     pytest.importorskip("obstore")
     from benchmarks.s3server import start
     from gpuload.remote import open_remote
@@ -480,9 +480,11 @@ def test_an_object_store(data: Path) -> None:
             SampleSet(["none"], None, remote)[0]
 
 
-def test_refusals(data: Path) -> None:
+def test_invalid_arguments_are_refused(data: Path) -> None:
     for arguments, settings, sentence in (
         ((IDS, {}, data), {}, r"labels: 'id-0' has none \(50 of 50 IDs have none\)"),
+        ((iter(IDS), {}, data), {}, r"labels: 'id-0' has none \(50 of 50 IDs have none\)"),
+        (({"a"}, None, data), {}, r"ids={'a'}: a set has no order; pass a list of IDs"),
         ((IDS, [0] * len(IDS), data), {}, r"^labels=\[0, 0, .*: expected a dict .*; dict\(zip\(ids, labels\)\) makes"),
         ((IDS, LABELS, data, "jpg"), {}, "decode='jpg': expected one of 'pt', 'npy'"),
         ((IDS, LABELS, data), {"in_flight": 0}, r"in_flight=0: expected a whole number from 1 to 1024\.$"),
@@ -510,12 +512,13 @@ def test_refusals(data: Path) -> None:
         SampleLoader(SampleSet(IDS, LABELS, data), 51, drop_last=True)
     with pytest.raises(PlanError, match=r"^SampleLoader: expected a SampleSet, and found 'cells/'; make one with"):
         SampleLoader("cells/")  # type: ignore[arg-type]
+    assert SampleSet(iter(IDS), LABELS, data).ids == IDS  # looked through twice
     most = SampleSet([], {}, data, in_flight=1024)
     assert list(SampleLoader(most, batch_size=4, shuffle=True, in_flight=1024)) == []
 
 
 def test_each_iteration_is_a_whole_epoch_and_only_one_runs(data: Path) -> None:
-    """As with PyTorch's loader, a look at the first batch takes none away."""
+    """As with PyTorch's loader, looking at the first batch takes none away."""
 
     def loader() -> SampleLoader:
         return SampleLoader(SampleSet(IDS, LABELS, data), batch_size=8, shuffle=True, seed=3)
@@ -564,7 +567,7 @@ def test_an_early_break_leaves_nothing_behind(data: Path) -> None:
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_each_task_is_noted_with_the_number_of_its_batch(data: Path, is_remote: bool) -> None:
+def test_task_spans_carry_their_batch_number(data: Path, is_remote: bool) -> None:
     source: Any = CountingRemote(data) if is_remote else data
 
     def decode(raw: Any) -> Any:
@@ -599,7 +602,7 @@ def test_each_task_is_noted_with_the_number_of_its_batch(data: Path, is_remote: 
 
 
 @pytest.mark.parametrize(("slow", "bound"), [("fetch", "store"), ("decode", "decode"), ("consumer", "consumer")])
-def test_what_held_the_consumer_up(data: Path, slow: str, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_names_the_bottleneck(data: Path, slow: str, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = SampleSet(IDS[:16], LABELS, data, lambda raw: torch.from_numpy(raw.copy()), suffix=".npy")
     loader = SampleLoader(samples, batch_size=4, num_workers=1, prefetch=1)
     assert loader.verdict() == "nothing was delivered yet"
@@ -616,7 +619,7 @@ def test_what_held_the_consumer_up(data: Path, slow: str, bound: str, monkeypatc
     assert loader.verdict().startswith(f"{bound}-bound: ")
 
 
-def test_batches_of_which_nothing_is_left_are_not_counted(data: Path) -> None:
+def test_empty_batches_are_not_counted(data: Path) -> None:
     for id_ in ("id-0", "id-1"):
         (data / f"{id_}.pt").unlink()
     loader = SampleLoader(SampleSet(IDS[:7], LABELS, data), batch_size=2, on_error="skip", max_skipped=1)

@@ -1,4 +1,4 @@
-"""What samplers refuse, and in which words; and what they say of themselves."""
+"""What samplers refuse, with which messages; and how they describe themselves."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def cells(**more: Any) -> Cells:
     return Cells(("d/one.h5ad", "d/two.h5ad", "e/two.h5ad"), (2, 3, 1), **{"obs": obs, "batch_size": 4, **more})
 
 
-# --- what is wrong whatever the data
+# --- parameters that are wrong whatever the data
 
 
 @pytest.mark.parametrize(
@@ -136,13 +136,13 @@ def test_bad_parameters(make: Any, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-# --- what is wrong with the data at hand
+# --- parameters that do not fit the data
 
 GRAPH = csr_matrix(np.eye(6) + np.roll(np.eye(6), 1, axis=1))
 
 
 def csr_broken(column: int) -> csr_matrix:
-    """Return a graph one of whose neighbours is no cell."""
+    """Return a graph in which one neighbour is not a cell."""
     graph = GRAPH.copy()
     graph.indices[3] = column
     return graph
@@ -307,7 +307,7 @@ def test_bad_data(sampler: Any, message: str | None) -> None:
 
 @pytest.mark.parametrize("labels", [LABELS, pd.Series(LABELS), pd.Categorical(LABELS)])
 @pytest.mark.parametrize("rows", [range(6), [1, 2, 4, 5]])
-def test_labels_that_are_no_column(labels: Any, rows: list[int]) -> None:
+def test_labels_that_are_not_a_column(labels: Any, rows: list[int]) -> None:
     for kind in (ClassBalanced, partial(Grouped, size=1)):
         of_labels, of_column, of_others = (
             Subset(rows, kind(by)).over(cells()) for by in (labels, "label", np.roll(labels, 1))
@@ -319,7 +319,7 @@ def test_labels_that_are_no_column(labels: Any, rows: list[int]) -> None:
         assert of_labels.describe() != of_others.describe()
 
 
-def test_labels_that_are_dates() -> None:
+def test_labels_can_be_dates() -> None:
     days = np.array(["2020-01-01", "2020-01-02", "NaT", "2020-01-02", "2020-01-01", "2020-01-02"], "M8[ns]")
     bound = ClassBalanced(days, 10, shares={pd.Timestamp("2020-01-02"): 1}).over(cells())
     drawn = expand_ranges(bound.order((2, 3, 1), (1, 2, 3, 4)).ranges(0, 10))
@@ -334,21 +334,21 @@ def test_labels_that_are_dates() -> None:
     + [partial(pd.array, dtype=dtype) for dtype in ("string[python]", "string[pyarrow]")],
 )
 @pytest.mark.parametrize("last", ["b", None])
-def test_labels_that_differ_after_a_nul_character(form: Callable[..., Any], last: str | None) -> None:
+def test_labels_differing_after_a_nul_character_are_distinct(form: Callable[..., Any], last: str | None) -> None:
     labels = form(["a\0c", "a", "a\0d", "a", "a\0c", last])
     bound = ClassBalanced(labels, 10, shares={"a\0c": 1}).over(cells())
     drawn = expand_ranges(bound.order((2, 3, 1), (1, 2, 3, 4)).ranges(0, 10))
     assert set(drawn.tolist()) == {0, 4}
 
 
-def test_nul_characters_are_looked_for_in_every_slice() -> None:
+def test_nul_characters_are_found_in_every_slice() -> None:
     labels = np.array(["a", "b", None, 7] * 20_000, dtype=object)
     labels[-2:] = "a\0", "c"
     codes, names = factorize(labels)
     assert [names[code] if code >= 0 else None for code in codes[-6:]] == [None, 7, "a", "b", "a\0", "c"]
 
 
-def test_shares_that_add_up_to_infinity() -> None:
+def test_shares_may_add_up_to_infinity() -> None:
     large, small = (
         ClassBalanced("label", 40, shares={"a": share, "b": share}).over(cells()).order((2, 3, 1), (1, 2, 3, 4))
         for share in (1e308, 1)
@@ -356,7 +356,7 @@ def test_shares_that_add_up_to_infinity() -> None:
     np.testing.assert_array_equal(large.ranges(0, 40), small.ranges(0, 40))
 
 
-def test_a_neighbour_that_is_stored_twice_is_one() -> None:
+def test_a_neighbour_stored_twice_counts_once() -> None:
     twice = csr_matrix((np.ones(5), [1, 1, 1, 1, 2], [0, 5, 5, 5, 5, 5, 5]), shape=(6, 6))
     bound = PairedNeighbor(twice, 2, alone="drop").over(cells(batch_size=3))
     for key in range(6):
@@ -364,7 +364,7 @@ def test_a_neighbour_that_is_stored_twice_is_one() -> None:
     assert twice.indices.tolist() == [1, 1, 1, 1, 2]
 
 
-def test_samplers_are_told_apart_by_what_they_are() -> None:
+def test_samplers_compare_by_identity() -> None:
     assert Grouped(LABELS, 2) != Grouped(LABELS, 2)
     assert len({Grouped(LABELS, 2), ClassBalanced(LABELS)}) == 2
 
@@ -376,7 +376,7 @@ def test_several_values_may_mark_controls(control: Any) -> None:
     assert found.describe() == expected.describe()
 
 
-def test_an_odd_minibatch_has_no_halves() -> None:
+def test_an_odd_batch_size_is_refused_for_pairs() -> None:
     with pytest.raises(
         PlanError, match=r"PairedControl\(n_controls=1\) with batch_size=3: a minibatch has 1 of 2 controls; make"
     ):
@@ -384,7 +384,7 @@ def test_an_odd_minibatch_has_no_halves() -> None:
 
 
 @pytest.mark.parametrize("sampler", [ClassBalanced("label"), Weighted([]), Grouped("label", 4)])
-def test_nothing_to_draw_from(sampler: Any) -> None:
+def test_sampling_from_no_cells_is_refused(sampler: Any) -> None:
     nothing = Cells(("x.h5ad",), (0,), obs={"label": Column(np.empty(0, np.int32), ["a"])}, batch_size=4)
     with pytest.raises(PlanError, match=f"{type(sampler).__name__}: there are no cells to draw from; choose"):
         sampler.over(nothing)
@@ -423,7 +423,7 @@ def test_nothing_to_draw_from(sampler: Any) -> None:
         ),
     ],
 )
-def test_settings_that_say_two_things_are_refused_before_any_file_is_opened(settings: Any, message: str) -> None:
+def test_contradictory_settings_are_refused_before_any_file_is_opened(settings: Any, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         gpuload.open_loader("no such file.h5ad", device="cpu", **settings)
     assert str(caught.value).startswith(message)
@@ -431,8 +431,8 @@ def test_settings_that_say_two_things_are_refused_before_any_file_is_opened(sett
 
 @pytest.mark.parametrize("how", ["Subset", "where", "both", "nested"])
 @pytest.mark.parametrize("as_rows", [False, True])
-def test_a_functions_rows_are_those_of_all_cells(plain: Stored, how: str, as_rows: bool) -> None:
-    """As documented: a row number means the same cell with and without a Subset; those not selected are passed over."""
+def test_custom_row_numbers_refer_to_all_cells(plain: Stored, how: str, as_rows: bool) -> None:
+    """As documented: a row number means the same cell with and without a Subset; rows not selected are skipped."""
 
     def blocks(epoch_seed: int, rank: int, world_size: int) -> Any:
         found = np.array([[70, 90], [40, 55], [10, 20], [52, 53]])
@@ -466,8 +466,8 @@ SERIES = {
 
 
 @pytest.mark.parametrize("name", SERIES)
-def test_a_series_has_its_values_in_the_order_of_the_cells(plain: Stored, name: str) -> None:
-    """Values are taken by position, so an index that says another order is refused, and one that does not is not."""
+def test_a_series_must_be_in_the_order_of_the_cells(plain: Stored, name: str) -> None:
+    """Values are taken by position, so a series whose index has another order is refused."""
     cells = list(plain.obs.index)
     given = pd.Series(np.arange(131) % 3, index=cells)
     for index in (cells, range(131), np.arange(131), pd.CategoricalIndex(cells)):
@@ -498,7 +498,7 @@ def test_a_series_has_its_values_in_the_order_of_the_cells(plain: Stored, name: 
         ("Mixture", lambda given: Mixture([(given > 1, 0.5), (given <= 1, 0.5)])),
     ],
 )
-def test_what_a_mask_hides_is_not_used(plain: Stored, name: str, sampler: Any) -> None:
+def test_masked_values_are_not_used(plain: Stored, name: str, sampler: Any) -> None:
     given = np.ma.masked_array(np.arange(131) % 3)
     with gpuload.open_loader(plain.path, sampler=sampler(given), batch_size=8) as loader:
         assert len(next(iter(loader))) == 8
@@ -513,7 +513,7 @@ def test_a_series_of_row_numbers_may_have_any_index(plain: Stored) -> None:
         assert sorted(next(iter(loader)).rows) == [3, 7, 9]
 
 
-def test_a_mask_of_genes_has_the_order_of_the_genes(plain: Stored) -> None:
+def test_a_gene_mask_must_be_in_the_order_of_the_genes(plain: Stored) -> None:
     with gpuload.open_loader(plain.path) as loader:
         genes = loader.var_names
     mask = pd.Series(np.arange(genes.size) % 2 == 0, index=genes)
@@ -525,7 +525,7 @@ def test_a_mask_of_genes_has_the_order_of_the_genes(plain: Stored) -> None:
         gpuload.open_loader(plain.path, genes=mask[::-1])
 
 
-def test_a_function_whose_rows_are_all_left_out(plain: Stored) -> None:
+def test_custom_rows_all_outside_the_subset_are_refused(plain: Stored) -> None:
     sampler = Subset(np.arange(50, 60), Custom(lambda epoch_seed, rank, world_size: [[3, 9], [70, 80]]))
     with pytest.raises(PlanError) as caught, gpuload.open_loader(plain.path, sampler=sampler, device="cpu") as loader:
         list(loader)
@@ -548,7 +548,7 @@ def test_a_function_whose_rows_are_all_left_out(plain: Stored) -> None:
         ({"sampler": Subset(np.arange(131))}, 16),
     ],
 )
-def test_the_block_size_that_holds(plain: Stored, settings: dict[str, Any], expected: int) -> None:
+def test_a_samplers_block_size_wins_over_settings(plain: Stored, settings: dict[str, Any], expected: int) -> None:
     def order(**more: Any) -> list[list[int]]:
         with gpuload.open_loader(plain.path, batch_size=8, fetch_factor=4, device="cpu", **more) as loader:
             return [batch.rows.tolist() for batch in loader]
@@ -557,7 +557,7 @@ def test_the_block_size_that_holds(plain: Stored, settings: dict[str, Any], expe
 
 
 @pytest.mark.parametrize("is_where", [False, True])
-def test_blocks_with_edges_of_their_own_among_some_of_the_cells(plain: Stored, is_where: bool) -> None:
+def test_blocks_of_a_subset_keep_custom_edges(plain: Stored, is_where: bool) -> None:
     edges = [0, 40, 60, 61, 100, 131]
     line = plain.obs["cell_line"].to_numpy()
     chosen = np.flatnonzero(line == "K562") if is_where else np.arange(50, 131)
@@ -570,12 +570,12 @@ def test_blocks_with_edges_of_their_own_among_some_of_the_cells(plain: Stored, i
     assert sorted(blocks) == [block for block in of_edges if block]
 
 
-def test_a_column_that_is_not_there_is_named(plain: Stored) -> None:
+def test_a_missing_column_is_named(plain: Stored) -> None:
     with pytest.raises(StoreError, match="obs has no column 'celltype'; it has "):
         gpuload.open_loader(plain.path, sampler=ClassBalanced("celltype"), device="cpu")
 
 
-def test_a_column_that_only_a_default_of_the_sampler_asks_for_is_told_so(plain: Stored) -> None:
+def test_a_missing_default_column_is_explained(plain: Stored) -> None:
     sampler = PairedControl("cell_line", "K562")
     with pytest.raises(StoreError, match=r"obs has no column 'batch'; .*; PairedControl asks for 'batch', by an "):
         gpuload.open_loader(plain.path, sampler=sampler, device="cpu")
@@ -588,10 +588,10 @@ def test_a_sampler_that_cannot_be_bound_leaves_nothing_open(plain: Stored, no_le
         gpuload.open_loader(plain.path, sampler=Weighted([1.0]), device="cpu")
 
 
-# --- what a strategy says of itself
+# --- how a strategy describes itself
 
 
-def test_descriptions_are_json_and_tell_settings_apart() -> None:
+def test_descriptions_are_json_and_distinguish_settings() -> None:
     def function(epoch_seed: int, rank: int, world_size: int) -> list[list[int]]:
         return [[0, 6]]
 
@@ -642,7 +642,7 @@ def test_descriptions_are_json_and_tell_settings_apart() -> None:
     assert [json.dumps(sampler.over(cells()).describe(), sort_keys=True) for sampler in given] == [texts[4]] * 2
 
 
-def test_the_columns_a_sampler_needs() -> None:
+def test_samplers_list_the_columns_they_need() -> None:
     assert ClassBalanced("a").columns == ("a",)
     assert ClassBalanced(["a", "b"]).columns == ("a", "b")
     assert PairedControl("a", "c", match=("b", "a")).columns == ("a", "b")
@@ -654,7 +654,7 @@ def test_the_columns_a_sampler_needs() -> None:
 # --- halves of minibatches
 
 
-def test_the_halves_of_a_minibatch() -> None:
+def test_split_pairs_separates_cells_and_partners() -> None:
     X = np.arange(12.0).reshape(6, 2)
     more = {"layers": {"b": 2 * X}, "obsm": {"c": 3 * X}, "modalities": {"d": csr_matrix(4 * X)}}
     batch = Batch(X, {"a": np.arange(6)}, np.arange(10, 16), **more, n_partners=1)
@@ -701,7 +701,7 @@ def test_the_halves_of_a_minibatch() -> None:
         ([Batch(np.ones((6, 2)), {}, np.arange(6))], None, "(list): expected a Batch, or a front's dict of tensors"),
     ],
 )
-def test_minibatches_that_cannot_be_split_into_pairs(batch: Any, given: int | None, message: str) -> None:
+def test_minibatches_without_pairs_are_refused(batch: Any, given: int | None, message: str) -> None:
     with pytest.raises(PlanError) as caught:
         gpuload.split_pairs(batch, given)
     assert message in str(caught.value)
@@ -709,7 +709,7 @@ def test_minibatches_that_cannot_be_split_into_pairs(batch: Any, given: int | No
 
 @pytest.mark.parametrize("is_in_subset", [False, True])
 @pytest.mark.parametrize("row", [-1, 10_000])
-def test_single_rows_that_are_not_there(plain: Stored, row: int, is_in_subset: bool) -> None:
+def test_single_rows_that_do_not_exist(plain: Stored, row: int, is_in_subset: bool) -> None:
     custom = Custom(lambda epoch_seed, rank, world_size: [3, row])
     sampler = Subset(np.arange(50, 60), custom) if is_in_subset else custom
     with (
@@ -720,7 +720,7 @@ def test_single_rows_that_are_not_there(plain: Stored, row: int, is_in_subset: b
 
 
 @pytest.mark.parametrize("given", [[0.0, 4.0], [[0, 4, 8]], [[0.0, 4.0]]])
-def test_what_is_no_block_is_refused_inside_a_subset_too(plain: Stored, given: Any) -> None:
+def test_invalid_blocks_are_refused_inside_a_subset_too(plain: Stored, given: Any) -> None:
     sampler = Subset(np.arange(50, 60), Custom(lambda epoch_seed, rank, world_size: given))
     with (
         gpuload.open_loader(plain.path, sampler=sampler, device="cpu") as loader,

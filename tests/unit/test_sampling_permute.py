@@ -36,7 +36,7 @@ def test_each_is_a_permutation_of_its_own_length(lengths: list[tuple[int, int]])
 
 
 @pytest.mark.parametrize("n", [1 << 20, 100_000_007, (1 << 32) - 1])
-def test_long_ones_are_inverted(n: int) -> None:
+def test_long_permutations_are_inverted(n: int) -> None:
     index = np.array([0, 1, n // 2, n - 2, n - 1])
     lengths, keys = np.full(5, n), np.full(5, 77, dtype=np.uint64)
     found = permute_each(index, lengths, keys)
@@ -46,7 +46,7 @@ def test_long_ones_are_inverted(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
-def test_short_ones_are_uniform(n: int) -> None:
+def test_short_permutations_are_uniform(n: int) -> None:
     """All n! permutations are equally frequent over 100,000 keys: Pearson's statistic within 4.5 deviations."""
     keys = keys_of(n)
     places = np.stack([permute_each(np.full(N_KEYS, i), np.full(N_KEYS, n), keys) for i in range(n)])
@@ -58,7 +58,7 @@ def test_short_ones_are_uniform(n: int) -> None:
 
 @pytest.mark.parametrize("n", [9, 16, 17, 20, 31, 50])
 def test_pairs_of_elements_are_spread_evenly(n: int) -> None:
-    """The chance of each pair of places deviates from the even one by less than 4 %, beyond what chance does."""
+    """The probability of each pair of places deviates from uniform by less than 4 %, beyond random variation."""
     keys = keys_of(n)
     for a, b in ((0, 1), (0, n - 1), (n // 2, n // 3)):
         first, second = (permute_each(np.full(N_KEYS, x), np.full(N_KEYS, n), keys) for x in (a, b))
@@ -70,7 +70,7 @@ def test_pairs_of_elements_are_spread_evenly(n: int) -> None:
         assert (pearson - degrees) < 4.5 * np.sqrt(2 * degrees) + 0.04**2 * N_KEYS
 
 
-def test_permutations_of_different_keys_have_nothing_in_common() -> None:
+def test_permutations_of_different_keys_are_unrelated() -> None:
     n, keys = np.full(N_KEYS, 1000), keys_of(0)
     one = permute_each(np.arange(N_KEYS) % 1000, n, keys)
     other = permute_each(np.arange(N_KEYS) % 1000, n, keys + np.uint64(1))
@@ -80,7 +80,7 @@ def test_permutations_of_different_keys_have_nothing_in_common() -> None:
 @given(st.lists(st.floats(0, 1e300), min_size=1, max_size=40).filter(lambda shares: sum(shares) > 0))
 @example([0.0, 1.0, 1.0, 1.0])
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_the_tables_deal_each_share(shares: list[float]) -> None:
+def test_alias_tables_deal_each_share(shares: list[float]) -> None:
     """What the tables deal is exact to within one unit of 2**-32 per share, and nothing goes to a share of 0."""
     if not math.isfinite(math.fsum(shares)):
         return
@@ -109,7 +109,7 @@ def test_a_draw_below_the_threshold_is_the_slot_itself() -> None:
     assert drawn.tolist() == [0, 7, 1]
 
 
-def test_the_logarithm_is_right() -> None:
+def test_log_hash_is_accurate() -> None:
     hashes = np.concatenate(
         [hash64(np.arange(100_000, dtype=np.uint64)), np.array([0, (1 << 64) - 1], dtype=np.uint64)]
     )

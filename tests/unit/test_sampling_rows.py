@@ -40,7 +40,7 @@ def both_forms(rows: list[int]) -> list[RowList]:
 
 @given(some_rows, st.data())
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_a_list_gives_its_rows_by_index(rows: list[int], data: st.DataObject) -> None:
+def test_row_lists_index_like_plain_lists(rows: list[int], data: st.DataObject) -> None:
     index = np.array(data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=20)), dtype=np.int64)
     cuts = data.draw(st.lists(st.integers(0, len(rows)), min_size=2, max_size=8).map(sorted))
     ranges = np.array([cuts[:-1], cuts[1:]], dtype=np.int64).T
@@ -57,7 +57,7 @@ def test_a_list_gives_its_rows_by_index(rows: list[int], data: st.DataObject) ->
 
 @given(ascending, st.lists(st.integers(0, 75), min_size=1, max_size=9))
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_the_rank_of_a_row(rows: list[int], asked: list[int]) -> None:
+def test_rank_counts_the_rows_before(rows: list[int], asked: list[int]) -> None:
     for one in both_forms(rows):
         assert one.rank(np.array(asked)).tolist() == [sum(row < a for row in rows) for a in asked]
 
@@ -71,7 +71,7 @@ def test_lists_are_joined(parts: list[list[int]], form: int) -> None:
     assert mixed.slice(0, mixed.n_rows).tolist() == list(chain(*parts))
 
 
-def test_runs_are_held_where_they_are_smaller() -> None:
+def test_runs_are_stored_where_they_are_smaller() -> None:
     assert row_list(np.arange(5, 1000)).ends is not None
     assert row_list(np.arange(5, 1000, 2)).ends is None
     assert list_of_mask(np.arange(1000) > 17).ends is not None
@@ -105,7 +105,7 @@ def test_rows_are_grouped(codes: list[int], slice_rows: int, is_sorted: bool) ->
 
 
 @pytest.mark.parametrize("n_groups", [1, 65_534, 65_535, 65_536, 200_000])
-def test_rows_are_grouped_whatever_the_number_of_groups(n_groups: int) -> None:
+def test_rows_are_grouped_for_any_number_of_groups(n_groups: int) -> None:
     codes = np.random.default_rng(n_groups).integers(-1, n_groups, 3 * n_groups + 50)
     codes[-2:] = n_groups - 1
     rows, edges = group_rows(codes, n_groups)
@@ -120,7 +120,7 @@ class Column:
         self.categories = None if categories is None else np.array(categories, dtype=object)
 
 
-def test_classes_of_one_column_and_of_several() -> None:
+def test_classes_of_one_or_several_columns() -> None:
     obs = {
         "line": Column([0, 1, -1, 1, 0], ["A", "B", "never"]),
         "day": Column([3.0, np.nan, 1.0, 1.0, 3.0]),
@@ -154,7 +154,7 @@ def test_values_are_moved_with_their_rows(is_sorted: bool, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["uniform", "heavy", "tiny", "zeros", "steps"])
-def test_first_hits_are_what_a_search_finds(kind: str) -> None:
+def test_first_hits_match_a_search(kind: str) -> None:
     rng = np.random.default_rng(1)
     weights = {
         "uniform": rng.random(40_000) + 0.01,
@@ -174,7 +174,7 @@ def test_first_hits_are_what_a_search_finds(kind: str) -> None:
         np.testing.assert_array_equal(found, np.searchsorted(running, points, side="right"))
 
 
-def test_first_hits_where_rows_end_at_points() -> None:
+def test_first_hits_are_exact_where_rows_end_at_points() -> None:
     n, low = 20_000, 31_415.926535
     step = np.pi / 3
     running = np.concatenate([np.linspace(1, low, 100), low + np.arange(1, n + 1) * step])

@@ -8,7 +8,7 @@ import pytest
 from gpuload.scores import macro_f1, mean_r2
 
 
-def test_macro_f1_is_the_mean_over_classes_that_occur_or_are_predicted() -> None:
+def test_macro_f1_averages_occurring_or_predicted_classes() -> None:
     # Class 0: precision 2/3, recall 1; class 1: 1 and 1/2; class 2 never occurs; class 3 is never predicted.
     confusion = np.array([[2, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
     assert macro_f1(confusion) == pytest.approx((0.8 + 2 / 3) / 2)
@@ -16,7 +16,7 @@ def test_macro_f1_is_the_mean_over_classes_that_occur_or_are_predicted() -> None
     assert macro_f1(confusion) == pytest.approx((0.8 + 0.5 + 0) / 3)
 
 
-def test_macro_f1_is_scikit_learns() -> None:
+def test_macro_f1_matches_scikit_learn() -> None:
     metrics = pytest.importorskip("sklearn.metrics")
     random = np.random.default_rng(0)
     true, found = random.integers(0, 5, 300), random.integers(2, 8, 300)
@@ -25,11 +25,11 @@ def test_macro_f1_is_scikit_learns() -> None:
     assert macro_f1(confusion) == pytest.approx(metrics.f1_score(true, found, average="macro", zero_division=0))
 
 
-def test_macro_f1_of_no_cells_is_no_number() -> None:
+def test_macro_f1_of_no_cells_is_nan() -> None:
     assert np.isnan(macro_f1(np.zeros((3, 3), dtype=np.int64)))
 
 
-def test_mean_r2_is_scikit_learns() -> None:
+def test_mean_r2_matches_scikit_learn() -> None:
     metrics = pytest.importorskip("sklearn.metrics")
     random = np.random.default_rng(0)
     wanted = random.standard_normal((50, 4)).astype(np.float32)

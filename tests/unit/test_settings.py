@@ -38,14 +38,14 @@ def test_a_loader_takes_its_settings_from_a_file_or_a_dict(plain, saved, kind):
         assert [b.rows.tolist() for b in loader] == [b.rows.tolist() for b in other]
 
 
-def test_what_is_given_wins_also_where_it_is_the_default(saved):
+def test_given_arguments_win_even_if_they_equal_the_default(saved):
     assert echo("x", settings={"batch_size": 16, "prefetch": 1}) == echo("x", batch_size=16, prefetch=1)
     assert echo("x", settings={"batch_size": 16}, batch_size=64)["batch_size"] == 64
     assert echo("x", batch_size=8)["batch_size"] == 8
     assert echo("x", settings=None) == echo("x")
 
 
-def test_a_sampler_that_is_given_wins_over_order_and_block_size_of_a_file(plain):
+def test_a_given_sampler_overrides_saved_order_and_block_size(plain):
     saved = {"shuffle": False, "block_size": 16}
     assert echo("x", settings=saved, sampler=lambda: 1)["shuffle"] is True
     assert echo("x", settings=saved, sampler=lambda: 1)["block_size"] == 16
@@ -72,12 +72,12 @@ def test_a_sampler_that_is_given_wins_over_order_and_block_size_of_a_file(plain)
         (3, r"^settings=3: expected the path of a settings file, a dict or None\.$"),
     ],
 )
-def test_what_is_no_setting_is_refused(settings, message):
+def test_an_unknown_setting_is_refused(settings, message):
     with pytest.raises(PlanError, match=message):
         echo("x", settings=settings)
 
 
-def test_files_that_are_none_are_refused(tmp_path, plain):
+def test_files_that_are_not_settings_are_refused(tmp_path, plain):
     path = tmp_path / "settings.json"
     with pytest.raises(
         ReadError, match=r"settings\.json: cannot be opened: No such file or directory\. Check the path"
@@ -100,7 +100,7 @@ def test_files_that_are_none_are_refused(tmp_path, plain):
         gpuload.open_loader(plain.path, settings={"batch_size": 0})
 
 
-def test_every_saved_setting_is_one_of_the_loader(plain):
+def test_known_settings_are_those_of_the_loader(plain):
     with pytest.raises(PlanError) as error:
         gpuload.open_loader(plain.path, settings={"x": 1})
     known = str(error.value).split("known settings are ")[1].rstrip(".").split(", ")
@@ -126,7 +126,7 @@ def test_every_saved_setting_is_one_of_the_loader(plain):
         ("generator", 1, r"generator=1: .*; use seed\."),
     ],
 )
-def test_an_argument_of_pytorchs_is_told_what_to_use_instead(name, value, message):
+def test_a_pytorch_argument_is_refused_with_a_replacement(name, value, message):
     with pytest.raises(PlanError, match=f"^{message}"):
         gpuload.open_loader("none.h5ad", **{name: value})
 
@@ -134,11 +134,11 @@ def test_an_argument_of_pytorchs_is_told_what_to_use_instead(name, value, messag
 @pytest.mark.parametrize(
     ("name", "meant"), [("batchsize", "batch_size"), ("shufle", "shuffle"), ("num_thread", "num_threads")]
 )
-def test_a_misspelt_argument_is_told_what_was_meant(name, meant):
+def test_a_misspelt_argument_gets_a_suggestion(name, meant):
     with pytest.raises(TypeError, match=rf"^open_loader\(\) got .* argument '{name}'; did you mean '{meant}'\?$"):
         gpuload.open_loader("none.h5ad", **{name: 1})
 
 
-def test_an_argument_like_no_other_is_refused_by_python():
+def test_an_unknown_argument_raises_pythons_own_error():
     with pytest.raises(TypeError, match=r"^open_loader\(\) got an unexpected keyword argument 'xyz'$"):
         gpuload.open_loader("none.h5ad", xyz=1)

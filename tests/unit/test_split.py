@@ -1,4 +1,4 @@
-"""Splits as a person uses them: from paths, AnnData, loaders; saved, loaded, refused."""
+"""Splits as users make them: from paths, AnnData and loaders; saved, loaded and refused."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def obs() -> pd.DataFrame:
     return pd.concat([frame(400, 0), frame(300, 1)])
 
 
-# --- what is given
+# --- inputs
 
 
-def test_the_function_is_shadowed_by_no_module() -> None:
+def test_no_module_shadows_the_function() -> None:
     assert callable(gpuload.split)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("gpuload.split")
@@ -87,7 +87,7 @@ def as_anndata(n: int, seed: int) -> anndata.AnnData:
     return anndata.AnnData(counts(n, 20, seed=seed), frame(n, seed), genes_frame(20))
 
 
-def test_modalities_are_split_by_the_first_or_by_the_one_named(paths: list[Path], no_leaks: None) -> None:
+def test_modalities_are_split_by_the_first_or_named_one(paths: list[Path], no_leaks: None) -> None:
     cells = anndata.AnnData(np.zeros((700, 3), dtype=np.float32), frame(700, 9))
     modalities = {"rna": paths, "prot": cells}
     split = gpuload.split(modalities, HALVES, by="sample")
@@ -99,13 +99,13 @@ def test_modalities_are_split_by_the_first_or_by_the_one_named(paths: list[Path]
         gpuload.split(modalities, HALVES, modality="atac")
 
 
-def test_options_are_for_addresses(paths: list[Path], no_leaks: None) -> None:
+def test_storage_options_are_refused_for_local_paths(paths: list[Path], no_leaks: None) -> None:
     with pytest.raises(gpuload.PlanError, match=r"^storage_options: it is for addresses"):
         gpuload.split(paths, HALVES, storage_options={"region": "eu"})
 
 
 @pytest.mark.parametrize("by", ["sample", "plate", "year", "passed", ["plate", "drug"], ("year", "passed", "drug")])
-def test_every_kind_of_column_makes_groups(paths: list[Path], obs: pd.DataFrame, by: Any) -> None:
+def test_columns_of_every_kind_define_groups(paths: list[Path], obs: pd.DataFrame, by: Any) -> None:
     split = gpuload.split(paths, HALVES, by=by)
     names = [by] if isinstance(by, str) else list(by)
     n_parts = pd.Series(split.part).groupby([obs[name].to_numpy() for name in names]).nunique()
@@ -124,13 +124,13 @@ def test_cells_without_a_group_are_in_no_part(paths: list[Path], obs: pd.DataFra
     assert set(gpuload.split(paths, HALVES, stratify="age").part) == {0, 1}
 
 
-def test_columns_of_several_types_as_strata(paths: list[Path], obs: pd.DataFrame) -> None:
+def test_columns_of_several_types_can_be_strata(paths: list[Path], obs: pd.DataFrame) -> None:
     split = gpuload.split(paths, {"train": 0.75, "val": 0.25}, stratify=["drug", "year"])
     found = obs.assign(part=split.part).groupby(["drug", "year"], observed=True)["part"].agg(["sum", "size"])
     assert ((found["sum"] - 0.25 * found["size"]).abs() < 1).all()
 
 
-def test_named_groups(paths: list[Path], obs: pd.DataFrame) -> None:
+def test_named_groups_go_to_their_part(paths: list[Path], obs: pd.DataFrame) -> None:
     split = gpuload.split(paths, {"train": ..., "val": 0.2, "test": ["plate14", "plate3"]}, by="plate")
     assert split.groups["test"] == ("plate14", "plate3")
     np.testing.assert_array_equal(split["test"], np.flatnonzero(obs["plate"].isin(["plate14", "plate3"])))
@@ -143,7 +143,7 @@ def test_named_groups(paths: list[Path], obs: pd.DataFrame) -> None:
         np.testing.assert_array_equal(year["test"], np.flatnonzero(obs["year"] == 2021))
 
 
-def test_what_the_lists_leave_is_shared_out(paths: list[Path], obs: pd.DataFrame) -> None:
+def test_shares_divide_what_the_lists_leave(paths: list[Path], obs: pd.DataFrame) -> None:
     split = gpuload.split(paths, {"a": 0.5, "b": 0.5, "held": [f"plate{i}" for i in range(1, 8)]}, by="plate")
     n_left = int((~obs["plate"].isin(split.groups["held"])).sum())
     assert split.settings["aims"] == {"a": round(n_left / 2), "b": round(n_left / 2)}
@@ -180,7 +180,7 @@ def test_training_and_validation_share_no_sample(paths: list[Path], obs: pd.Data
 # --- the value
 
 
-def test_it_is_a_mapping_that_cannot_be_changed(paths: list[Path]) -> None:
+def test_it_is_an_immutable_mapping(paths: list[Path]) -> None:
     split = gpuload.split(paths, {"train": 0.8, "val": 0.2})
     assert list(split) == ["train", "val"]
     assert len(split) == 2
@@ -200,7 +200,7 @@ def test_it_is_a_mapping_that_cannot_be_changed(paths: list[Path]) -> None:
     assert split.part.dtype == np.int8
 
 
-def test_it_says_how_near_it_came(paths: list[Path]) -> None:
+def test_it_says_how_close_the_parts_are(paths: list[Path]) -> None:
     split = gpuload.split(paths, {"train": ..., "val": 0.3, "test": ["plate14"]}, by="plate")
     lines = str(split).splitlines()
     n = split.counts["val"] - split.settings["aims"]["val"]
@@ -232,7 +232,7 @@ def test_many_parts(paths: list[Path]) -> None:
         ({"train": 0.5, "val": 0.2}, {"by": ["year", "passed"], "stratify": "drug"}),
     ],
 )
-def test_saved_and_loaded(paths: list[Path], tmp_path: Path, wanted: Any, settings: Any) -> None:
+def test_a_split_survives_saving_and_loading(paths: list[Path], tmp_path: Path, wanted: Any, settings: Any) -> None:
     split = gpuload.split(paths, wanted, **settings)
     path = tmp_path / "split of mine"
     path.write_bytes(b"what was there")
@@ -250,9 +250,7 @@ def test_saved_and_loaded(paths: list[Path], tmp_path: Path, wanted: Any, settin
         assert gpuload.Split.load(str(path), loader) == split
 
 
-def test_a_failed_save_leaves_what_was_there(
-    paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_leaves_the_old_file(paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split, path = gpuload.split(paths, HALVES), tmp_path / "split.npz"
     split.save(path)
     before = path.read_bytes()
@@ -274,7 +272,7 @@ def test_a_large_split_is_a_small_file(tmp_path: Path) -> None:
     assert (tmp_path / "s.npz").stat().st_size < 5_000
 
 
-def test_other_data_is_refused(paths: list[Path], tmp_path: Path) -> None:
+def test_a_split_of_other_data_is_refused(paths: list[Path], tmp_path: Path) -> None:
     path = tmp_path / "split.npz"
     gpuload.split(paths, HALVES).save(path)
     renamed = tmp_path / "elsewhere" / "part0.h5ad"
@@ -304,7 +302,7 @@ def test_other_data_is_refused(paths: list[Path], tmp_path: Path) -> None:
             Split.load(path, cells)
 
 
-def test_what_is_no_split_is_refused(paths: list[Path], tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_split_is_refused(paths: list[Path], tmp_path: Path) -> None:
     path = tmp_path / "split.npz"
     split = gpuload.split(paths, HALVES)
     split.save(path)
@@ -399,7 +397,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wanted", "settings", "says"), REFUSED, ids=lambda value: str(value)[:40])
-def test_refusals(paths: list[Path], no_leaks: None, wanted: Any, settings: Any, says: str) -> None:
+def test_bad_arguments_are_refused(paths: list[Path], no_leaks: None, wanted: Any, settings: Any, says: str) -> None:
     with pytest.raises((gpuload.PlanError, gpuload.StoreError), match=says) as caught:
         gpuload.split(paths, wanted, **settings)
     message = str(caught.value)
@@ -415,7 +413,7 @@ def test_genes_may_differ(paths: list[Path], tmp_path: Path) -> None:
     assert found == alike
 
 
-def test_a_loader_without_the_column_is_refused_with_the_cure(paths: list[Path]) -> None:
+def test_a_loader_without_the_column_is_refused_with_a_hint(paths: list[Path]) -> None:
     with (
         gpuload.open_loader(paths, obs=["drug"]) as loader,
         pytest.raises(gpuload.PlanError, match=r"'sample' is not a column that the loader holds; .* obs=\['sample'\]"),
@@ -423,7 +421,7 @@ def test_a_loader_without_the_column_is_refused_with_the_cure(paths: list[Path])
         gpuload.split(loader, HALVES, by="sample")
 
 
-def test_no_cells() -> None:
+def test_data_without_cells_is_refused() -> None:
     empty = as_anndata(0, 0)
     with pytest.raises(gpuload.PlanError, match="too small a share of 0 cells"):
         gpuload.split(empty, HALVES)
@@ -432,7 +430,7 @@ def test_no_cells() -> None:
 
 
 def test_an_empty_part_is_filled_from_the_cells_in_no_part() -> None:
-    """Two groups for two small parts and a rest: the rest gives its group away, not the other part its only one."""
+    """With two groups for two parts and a remainder, the remainder gives up its group, and no part its only one."""
     groups = Grouping(np.repeat([0, 1], 50), ["one", "two"], np.array([50, 50]))
     for seed in range(8):
         part, kept = deal_groups({"train": 0.5, "val": 0.01}, groups, None, "sample", seed)
@@ -440,7 +438,7 @@ def test_an_empty_part_is_filled_from_the_cells_in_no_part() -> None:
         assert set(part.tolist()) == {0, 1}
 
 
-def test_groups_of_few_among_many_classes_take_no_table_of_both() -> None:
+def test_many_groups_and_classes_need_no_dense_table() -> None:
     n_groups, n_classes = 1_000, 50_000
     codes = np.arange(2 * n_classes)
     groups = Grouping(codes % n_groups, [f"g{i}" for i in range(n_groups)], np.full(n_groups, codes.size // n_groups))

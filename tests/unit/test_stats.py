@@ -30,7 +30,7 @@ def test_the_verdict_names_what_held_the_consumer_up(totals: dict[str, float], w
     assert Stats.verdict(totals, seconds=10.0, n_cores=2).startswith(words)
 
 
-def test_the_verdict_is_over_what_was_handed_over() -> None:
+def test_the_verdict_covers_only_delivered_minibatches() -> None:
     stats = Stats(n_cores=2)
     assert stats.verdict_so_far() == "nothing was delivered yet"
     stats.add(read_s=1.0, decode_s=14.0, take_s=2.0)
@@ -50,19 +50,19 @@ def test_the_verdict_is_over_what_was_handed_over() -> None:
     assert stats.verdict_so_far() == given_s, "what came after the last minibatch counts"
 
 
-def test_a_loader_says_what_holds_it_up(plain: Stored) -> None:
+def test_a_loader_reports_its_bottleneck(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, batch_size=8, fetch_factor=2, device="cpu") as loader:
         assert loader.verdict() == "nothing was delivered yet"
         batches = iter(loader)
         next(batches)
-        loader.stats.reset()  # of what is compiled first
+        loader.stats.reset()  # to leave out the time of compilation
         for _ in range(4):
             next(batches)
             time.sleep(0.4)
         assert loader.verdict().startswith("consumer-bound: it waited ")
 
 
-def test_the_waits_of_a_loader_have_numbers(plain: Stored) -> None:
+def test_loader_waits_carry_batch_numbers(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, batch_size=8, fetch_factor=2, device="cpu") as loader:
         list(loader)
         loader.stats.keep_spans()
@@ -78,7 +78,7 @@ def test_the_waits_of_a_loader_have_numbers(plain: Stored) -> None:
     assert not any(span.timer == "read_s" and span.thread == threading.get_ident() for span in spans)
 
 
-def test_what_a_consumer_does_is_noted_on_request_only() -> None:
+def test_consumer_work_is_recorded_only_on_request() -> None:
     stats = Stats()
     with stats.noted("step_s", batch=3):
         pass
@@ -102,7 +102,7 @@ def test_waits_are_counted_for_each_minibatch() -> None:
     assert stats.waits()["p99_s"] == 0.0
 
 
-def test_tasks_are_kept_on_request_only() -> None:
+def test_tasks_are_recorded_only_on_request() -> None:
     stats = Stats()
     with stats.timed("plan_s"):
         pass

@@ -66,7 +66,7 @@ def test_stored_values_per_cell_are_as_in_tahoe(tahoe):
     assert per_cell.std() == pytest.approx(735, rel=0.1)
 
 
-def test_gzip_shrinks_it_as_stated(tahoe):
+def test_gzip_ratios_are_as_stated(tahoe):
     X = tahoe[0]
 
     def ratio(values):
@@ -91,7 +91,7 @@ def test_plates_are_as_unequal_as_in_tahoe(tahoe):
     assert -(share * np.log2(share)).sum() == pytest.approx(3.78, abs=0.01)
 
 
-def test_every_label_occurs_and_a_plate_holds_a_part_of_the_drugs():
+def test_every_label_occurs_and_plates_hold_only_some_drugs():
     _, obs, _ = tahoe_shaped(20_000, n_vars=64)
     assert (obs["cell_line"].nunique(), obs["drug"].nunique()) == (50, 380)
     assert obs.groupby("plate", observed=True)["drug"].nunique().max() <= 95
@@ -134,7 +134,7 @@ def test_mean_counts_per_cell():
     assert X.nnz / X.shape[0] == pytest.approx(100, rel=0.1)
 
 
-def test_progress_is_told_the_cells_done():
+def test_progress_gets_the_number_of_cells_done():
     done = []
     tahoe_shaped(1_300, n_vars=64, progress=done.append)
     assert done == [512, 1_024, 1_300]

@@ -1,4 +1,4 @@
-"""Threads for short calls: as a small executor, without its conditions; and what closes objects that are forgotten."""
+"""Threads for short calls, like a small executor without conditions; and closing of collected objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Thing:
-    """Something that can be referred to weakly."""
+    """Something that can be weakly referenced."""
 
 
 @pytest.fixture
@@ -63,13 +63,13 @@ def test_results_and_errors(threads: QuickThreads) -> None:
     assert len(running()) == 2
 
 
-def test_calls_run_side_by_side(threads: QuickThreads) -> None:
+def test_calls_run_concurrently(threads: QuickThreads) -> None:
     barrier = threading.Barrier(2)
     calls = [threads.submit(barrier.wait, 10) for _ in range(2)]
     assert sorted(call.result() for call in calls) == [0, 1]
 
 
-def test_what_is_not_over_is_not_done(threads: QuickThreads) -> None:
+def test_a_running_call_is_not_done(threads: QuickThreads) -> None:
     until = threading.Event()
     call = threads.submit(until.wait, 10)
     assert not call.done()
@@ -78,7 +78,7 @@ def test_what_is_not_over_is_not_done(threads: QuickThreads) -> None:
     assert call.done()
 
 
-def test_a_cancelled_call_is_never_made(threads: QuickThreads) -> None:
+def test_a_cancelled_call_never_runs(threads: QuickThreads) -> None:
     until = held(threads)
     made: list[int] = []
     calls = [threads.submit(made.append, k) for k in range(3)]
@@ -93,7 +93,7 @@ def test_a_cancelled_call_is_never_made(threads: QuickThreads) -> None:
     assert sorted(made) == [0, 2]
 
 
-def test_a_call_that_is_being_made_cannot_be_cancelled(threads: QuickThreads) -> None:
+def test_a_running_call_cannot_be_cancelled(threads: QuickThreads) -> None:
     started, until = threading.Event(), threading.Event()
 
     def work() -> int:
@@ -109,7 +109,7 @@ def test_a_call_that_is_being_made_cannot_be_cancelled(threads: QuickThreads) ->
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_arguments_are_dropped_before_the_result_is_there(threads: QuickThreads, is_cancelled: bool) -> None:
+def test_arguments_are_dropped_before_the_result_is_available(threads: QuickThreads, is_cancelled: bool) -> None:
     until = held(threads)
     thing = Thing()
     seen = weakref.ref(thing)
@@ -163,7 +163,7 @@ def test_an_error_lives_no_longer_than_its_call(threads: QuickThreads) -> None:
         gc.enable()
 
 
-def test_closing_cancels_what_waits_and_waits_for_what_runs() -> None:
+def test_closing_cancels_queued_calls_and_waits_for_running_ones() -> None:
     pool = QuickThreads(2, "test-quick")
     until = held(pool)
     waiting = [pool.submit(int) for _ in range(3)]
@@ -177,7 +177,7 @@ def test_closing_cancels_what_waits_and_waits_for_what_runs() -> None:
     pool.close()
 
 
-def test_one_of_the_threads_may_close_without_waiting() -> None:
+def test_a_pool_thread_may_close_without_waiting() -> None:
     pool = QuickThreads(1, "test-quick")
     pool.submit(int).result()
     pool.submit(lambda: pool.close(wait=False)).result()
@@ -185,7 +185,7 @@ def test_one_of_the_threads_may_close_without_waiting() -> None:
     assert not running()
 
 
-def test_a_pool_that_is_forgotten_ends() -> None:
+def test_a_forgotten_pool_ends() -> None:
     pool = QuickThreads(2, "test-quick")
     pool.submit(int).result()
     pool.submit(int).result()
@@ -202,14 +202,14 @@ def test_no_thread_is_started_before_there_is_work() -> None:
     assert not running()
 
 
-def test_a_call_after_the_end_is_refused(threads: QuickThreads) -> None:
+def test_a_call_after_close_is_refused(threads: QuickThreads) -> None:
     threads.submit(int).result()
     threads.close()
     with pytest.raises(RuntimeError, match="these threads were ended"):
         threads.submit(int)
 
 
-def test_a_call_during_the_end_is_refused_or_cancelled() -> None:
+def test_a_call_during_close_is_refused_or_cancelled() -> None:
     for _ in range(200):
         pool = QuickThreads(2, "test-quick")
         pool.submit(int).result()
@@ -227,7 +227,7 @@ def test_a_call_during_the_end_is_refused_or_cancelled() -> None:
 
 
 @pytest.mark.parametrize("kind", [QuickThreads, DaemonThreads])
-def test_threads_that_cannot_be_started(kind: Any, allow_threads: Callable[[int], None]) -> None:
+def test_calls_run_on_the_threads_that_could_start(kind: Any, allow_threads: Callable[[int], None]) -> None:
     pool = kind(3, "test-quick")
     allow_threads(0)
     with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -241,7 +241,7 @@ def test_threads_that_cannot_be_started(kind: Any, allow_threads: Callable[[int]
     pool.close()
 
 
-# --- what closes objects ---
+# --- closers ---
 
 
 def closed_by() -> tuple[Thing, list[str]]:
@@ -253,7 +253,7 @@ def closed_by() -> tuple[Thing, list[str]]:
     return thing, names
 
 
-def test_an_object_is_closed_once_and_by_whoever_closes_it() -> None:
+def test_an_object_is_closed_once_in_the_calling_thread() -> None:
     thing, names = closed_by()
     thing.closer()
     thing.closer()
@@ -262,8 +262,8 @@ def test_an_object_is_closed_once_and_by_whoever_closes_it() -> None:
     assert names == [threading.current_thread().name]
 
 
-def test_a_forgotten_object_is_closed_although_its_lock_is_held() -> None:
-    """A collection may happen in a thread that holds what the closing takes, as here."""
+def test_a_forgotten_object_is_closed_even_while_its_lock_is_held() -> None:
+    """Garbage may be collected in a thread that holds the lock that closing takes, as here."""
     lock, found = threading.Lock(), SimpleQueue[bool]()
     thing: Any = Thing()
     thing.itself = thing
@@ -292,7 +292,7 @@ def test_a_forked_process_closes_nothing(*, is_forgotten: bool) -> None:
     assert len(names) == 1
 
 
-def test_at_exit_objects_are_closed_before_the_process_ends() -> None:
+def test_objects_are_closed_before_the_process_exits() -> None:
     program = """if True:
         import time
         from gpuload.threads import Closer

@@ -1,9 +1,11 @@
-"""Tiles of TileDB arrays: sizes that do not fit are refused before anything is written; only what is wanted is decoded.
+"""Tiles of TileDB arrays: inconsistent sizes are refused before anything is written; only wanted data is decoded.
 
 The specification says how a tile is stored: https://github.com/TileDB-Inc/TileDB-Spec ("Tile").
 """
 
 from __future__ import annotations
+
+import struct
 
 import numpy as np
 import pytest
@@ -11,10 +13,11 @@ import pytest
 from gpuload.backends import tiledb
 from gpuload.backends.codecs import DecodeError
 from gpuload.backends.native import tiledb_bands
-from gpuload.backends.native.tiledb_filters import BAD_COUNT, BAD_TILE, XOR
+from gpuload.backends.native.tiledb_filters import BAD_COUNT, BAD_TILE, BIT_WIDTH, N_STEP, XOR
+from gpuload.formats import tiledb_tiles
 
 FLAWED = (XOR, 8, 0, 0, 0)
-"""A filter of which `tile` writes no metadata, so that each chunk it is undone for is an error."""
+"""A filter for which `tile` writes no metadata, so that undoing it for a chunk is an error."""
 
 
 def tile(*chunks: bytes) -> bytes:
@@ -25,13 +28,13 @@ def tile(*chunks: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("sizes", [[4_000_000, -3_999_936, 24], [2**62, 2**62, 2**62, 2**62], [-8], [8], [24]])
-def test_sizes_that_do_not_fit(sizes: list[int]) -> None:
+def test_inconsistent_sizes_are_refused(sizes: list[int]) -> None:
     stored = np.frombuffer(tile(bytes(16)), dtype=np.uint8)
     with pytest.raises(DecodeError):
         tiledb.decode_tiles(stored, (), np.array(sizes, dtype=np.int64))
 
 
-def test_tiles() -> None:
+def test_tiles_are_decoded() -> None:
     stored = np.frombuffer(tile(b"abcdefgh") + tile(b"ij"), dtype=np.uint8)
     assert tiledb.decode_tiles(stored, (), np.array([8, 2])).tobytes() == b"abcdefghij"
     with pytest.raises(DecodeError):  # there is more than that
@@ -45,7 +48,7 @@ def band(counts: list[int], n_tiles: int, nbytes: int | None = None) -> np.ndarr
     return np.frombuffer(np.array(head, dtype=np.int64).tobytes() + rows + values, dtype=np.uint8)
 
 
-def test_a_band() -> None:
+def test_a_band_is_decoded() -> None:
     values = tiledb.band_values(4, 0, (), ())
     assert tiledb.decode_band(band([1, 1], 1), values, 8, 4).view(np.float32).tolist() == [7, 9]
 
@@ -63,7 +66,7 @@ def test_a_band() -> None:
         (band([1, 1], 2), BAD_TILE),
     ],
 )
-def test_bands_that_do_not_fit(given: np.ndarray, code: int) -> None:
+def test_inconsistent_bands_are_refused(given: np.ndarray, code: int) -> None:
     scratch = np.empty(1 << 16, dtype=np.uint8)
     work = tiledb._work
     steps, out = np.empty((0, 5), dtype=np.int64), np.empty(64, dtype=np.uint8)
@@ -79,7 +82,7 @@ def test_bands_that_do_not_fit(given: np.ndarray, code: int) -> None:
     assert found == code or (code == BAD_TILE and found < 0)
 
 
-def test_chunks_of_a_tile_without_a_wanted_byte_are_not_decoded() -> None:
+def test_unwanted_chunks_of_a_tile_are_not_decoded() -> None:
     stored = np.frombuffer(tile(b"abcdefgh", b"ijklmnop", b"qrstuvwx"), dtype=np.uint8)
     sizes = np.array([24])
     for wanted in ([[0, 2], [20, 24]], [[7, 8], [16, 17]]):
@@ -93,7 +96,7 @@ def test_chunks_of_a_tile_without_a_wanted_byte_are_not_decoded() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("which", ["columns", "values"])
-def test_wanted_rows_of_a_band(seed: int, which: str) -> None:
+def test_wanted_rows_of_a_band_are_decoded(seed: int, which: str) -> None:
     rng = np.random.default_rng(seed)
     n_rows, first = int(rng.integers(1, 20)), int(rng.integers(0, 5))
     n_each = rng.choice([0, 1, 2, 5, 8, 9, 17, 40], n_rows)
@@ -125,7 +128,7 @@ def test_wanted_rows_of_a_band(seed: int, which: str) -> None:
     assert np.array_equal(found.view(out_dtype), whole)
 
 
-def test_chunks_of_a_band_without_a_wanted_row_are_not_decoded() -> None:
+def test_unwanted_chunks_of_a_band_are_not_decoded() -> None:
     rows, values = tile(np.arange(3).tobytes()), bytearray(tile(b"abcdefgh", b"ijklmnop", b"qrstuvwx"))
     for at, full in ((8 + 20, 9), (8 + 40, 7)):  # the second and the third chunk have another size than they say
         values[at : at + 4] = np.array([full], dtype=np.uint32).tobytes()
@@ -136,3 +139,11 @@ def test_chunks_of_a_band_without_a_wanted_row_are_not_decoded() -> None:
     for wanted in (np.array([[8, 16]]), np.array([[0, 8], [16, 24]]), None):
         with pytest.raises(DecodeError, match="does not have the size"):
             tiledb.decode_band(stored, described, 24, 8, wanted)
+
+
+@pytest.mark.parametrize(("kind", "n_steps"), [(0, 1), (2, 0), (3, 0), (11, 0), (31, 1)])
+def test_windows_are_of_integers_and_times_only(kind: int, n_steps: int) -> None:
+    """TileDB hands all else on as it is (`BitWidthReductionFilter::run_forward`), if it lets one write it."""
+    pipeline = struct.pack("<IIBII", 1 << 16, 1, BIT_WIDTH, 4, 256)
+    found = tiledb_tiles.read_pipeline(tiledb_tiles.Bytes(pipeline, ""), 20, kind, tiledb_tiles.size_of(kind), "")
+    assert len(found.steps) == n_steps * N_STEP

@@ -1,4 +1,4 @@
-"""How busy GPUs are, over a driver that is made up; and silence where there is none."""
+"""How busy GPUs are, with a fake driver; and nothing where there is no driver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Nvml(ModuleType):
-    """As much of pynvml as is used: two GPUs, one of which can be asked by its UUID, too."""
+    """The part of pynvml that is used: two GPUs, one of which can also be found by its UUID."""
 
     class NVMLError(Exception):
         pass
@@ -69,7 +69,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
 
 
 def watched(is_enough: Callable[[list[Busy]], bool]) -> list[Busy]:
-    """Return what was seen until it is enough."""
+    """Poll until enough was seen, and return it."""
     with Utilisation(period_s=0.005) as busy:
         deadline = time.monotonic() + 20
         while not is_enough(busy.gpus) and time.monotonic() < deadline:
@@ -77,7 +77,7 @@ def watched(is_enough: Callable[[list[Busy]], bool]) -> list[Busy]:
     return busy.gpus
 
 
-def test_each_gpu_is_asked(nvml: Nvml, no_leaks: None) -> None:
+def test_every_gpu_is_polled(nvml: Nvml, no_leaks: None) -> None:
     start_s = time.perf_counter()
     first, second = watched(lambda gpus: len(gpus[0].percent) >= 20)
     assert (first.name, second.name) == ("GPU 0", "GPU 1")
@@ -96,14 +96,14 @@ def test_each_gpu_is_asked(nvml: Nvml, no_leaks: None) -> None:
     ("visible", "names"),
     [("1", ["GPU 1"]), ("1,0", ["GPU 1", "GPU 0"]), ("GPU-abc", ["GPU GPU-abc"]), ("", []), ("0,7,1", ["GPU 0"])],
 )
-def test_only_those_that_cuda_may_see(
+def test_only_gpus_visible_to_cuda_are_polled(
     nvml: Nvml, monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert [gpu.name for gpu in watched(lambda gpus: all(gpu.percent for gpu in gpus))] == names
 
 
-def test_silence_where_there_is_none(nvml: Nvml, monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> None:
+def test_nothing_is_recorded_without_a_driver(nvml: Nvml, monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> None:
     nvml.has_counter = False
     assert [gpu.percent for gpu in watched(lambda _: nvml.n_refused >= 4)] == [[], []]
     assert nvml.n_refused >= 4
@@ -117,7 +117,7 @@ def height(png: bytes) -> int:
     return int(struct.unpack(">II", png[16:24])[1])
 
 
-def test_the_picture_has_a_lane_for_each() -> None:
+def test_the_timeline_has_a_lane_for_each_gpu() -> None:
     pytest.importorskip("matplotlib")
     from gpuload.cli.figure import draw_timeline
 
@@ -128,7 +128,7 @@ def test_the_picture_has_a_lane_for_each() -> None:
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_bench_tells_of_it(
+def test_bench_reports_gpu_utilisation(
     nvml: Nvml, plain: Stored, tmp_path: Path, capsys: pytest.CaptureFixture[str], has_gpu: bool
 ) -> None:
     pytest.importorskip("torch")

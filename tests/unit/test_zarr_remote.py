@@ -1,4 +1,4 @@
-"""Zarr stores among the objects of a remote: what their opening asks for, and how much of it at a time."""
+"""Zarr stores on a remote: what opening them requests, and how much of it concurrently."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 N_FILES, CHUNK = 40, 30
 ABSENT = (3, 17)
-"""Files of an array that are not there."""
+"""Missing files of an array."""
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store of an array in 40 chunks and one in 40 shards of 5 chunks; two files of each are not there."""
+    """Return a store of an array in 40 chunks and one in 40 shards of 5 chunks; two files of each are missing."""
     path = tmp_path_factory.mktemp("zarr") / "store.zarr"
     group = zarr.open_group(str(path), mode="w", zarr_format=3)
     values = np.arange(1, N_FILES * CHUNK - 3)  # the last chunk is cut off
@@ -48,7 +48,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return the folder of what is kept for the next opening."""
+    """Return the folder of what is cached for the next opening."""
     folder = tmp_path / "kept"
     monkeypatch.setenv("GPULOAD_INDEX", str(folder))
     return folder
@@ -70,7 +70,7 @@ def node(remote: CountingRemote, key: str) -> Iterator[Any]:
         yield open_node(tree, key)
 
 
-def test_the_chunks_of_an_array_are_asked_for_at_the_same_time(store: Path, no_leaks: None) -> None:
+def test_chunks_of_an_array_are_requested_concurrently(store: Path, no_leaks: None) -> None:
     remote = CountingRemote(store, wait_s=0.1)
     with node(remote, "chunks") as array:
         remote.gets.clear()
@@ -99,7 +99,7 @@ def test_metadata_damaged_in_transfer_is_read_once_more(store: Path, n_damaged: 
         pass
 
 
-def test_the_indices_of_shards_are_asked_for_at_the_same_time(store: Path, no_leaks: None) -> None:
+def test_shard_indices_are_requested_concurrently(store: Path, no_leaks: None) -> None:
     remote = CountingRemote(store, wait_s=0.1)
     near = open_node(FolderTree(str(store)), "shards").layout()
     with node(remote, "shards") as array, closing(array.layout().source) as source:
@@ -117,7 +117,7 @@ def test_the_indices_of_shards_are_asked_for_at_the_same_time(store: Path, no_le
 
 
 @pytest.mark.parametrize("key", ["chunks", "shards"])
-def test_what_fails_is_said_as_ever(
+def test_remote_failures_are_reported_as_usual(
     store: Path, tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
     monkeypatch.setenv("GPULOAD_INDEX", "off")
@@ -182,7 +182,7 @@ class Tagged(CountingRemote):
 
 
 def n_indices_read(path: Path, tag: str = "{}") -> int:
-    """Open the shards of a store, and return of how many the index was asked for."""
+    """Open the shards of a store, and return how many of their indices were requested."""
     remote = Tagged(path)
     remote.tag = tag
     with node(remote, "shards") as array, closing(array.layout().source):
@@ -191,7 +191,7 @@ def n_indices_read(path: Path, tag: str = "{}") -> int:
     return n_asked
 
 
-def test_where_chunks_are_is_kept_for_one_state_of_the_objects(store: Path, kept: Path) -> None:
+def test_chunk_locations_are_cached_until_objects_change(store: Path, kept: Path) -> None:
     n_shards = N_FILES - len(ABSENT)
     assert [n_indices_read(store) for _ in range(3)] == [n_shards, 0, 0]
     assert [n_indices_read(store, "{}-changed") for _ in range(2)] == [n_shards, 0]
@@ -203,6 +203,6 @@ def test_where_chunks_are_is_kept_for_one_state_of_the_objects(store: Path, kept
 
 
 @pytest.mark.parametrize("tag", ["", "W/{}", "modified {}"])
-def test_nothing_is_kept_of_objects_that_may_change_unnoticed(store: Path, kept: Path, tag: str) -> None:
+def test_nothing_is_cached_without_strong_etags(store: Path, kept: Path, tag: str) -> None:
     assert [n_indices_read(store, tag) for _ in range(2)] == [N_FILES - len(ABSENT)] * 2
     assert not kept.exists()
