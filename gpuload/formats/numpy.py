@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import zipfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -85,7 +84,7 @@ def open_npy(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     check_plain_matrix(path, layer, obs, CURE)
     source = FileSource(path)
     try:
-        with _opened(source) as file:
+        with source.opened() as file:
             array = _read_header(file, path)
         check_n_dims(f"{path}: it", len(array.shape))
         if array.is_fortran and sum(n > 1 for n in array.shape) > 1:
@@ -119,7 +118,7 @@ def open_npz(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     with ExitStack() as on_error:
         source = FileSource(path)
         on_error.callback(source.close)
-        with _opened(source) as file, _open_zip(file, path) as archive:
+        with source.opened() as file, _open_zip(file, path) as archive:
             _check_is_csr(archive, path)
             shape = _small(archive, "shape", path)
             if shape.shape != (2,) or shape.dtype.kind not in "iu" or shape.min() < 0:
@@ -137,11 +136,6 @@ def open_npz(path: str, *, layer: str, obs: Sequence[str]) -> Store:
         sources = tuple({id(s): s for s in (source, data.source, indices.source)}.values())
         on_error.pop_all()
         return Store((matrix,), (path,), numbered(n_vars), {}, sources)
-
-
-def _opened(source: FileSource) -> IO[bytes]:
-    """Return the file of a source, not what may be under its path by now."""
-    return os.fdopen(os.dup(source.fileno()), "rb")
 
 
 def _read_header(file: IO[bytes], where: str) -> _Array:
