@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
@@ -91,6 +91,22 @@ class FileSource:
                 f"{self.name}: the file was changed while it was open ({change(self._stamp[0], stamp[0])}); open the "
                 "loader again when nothing is writing to it."
             )
+
+    def opened(self) -> BinaryIO:
+        """Return the file, whatever its path leads to by now, as a file object; all of them share one position."""
+        file = os.fdopen(os.dup(self.fileno()), "rb")
+        file.seek(0)
+        return file
+
+    def check_in_place(self) -> None:
+        """Raise ReadError if the path leads to another file by now, which a library that is given it would read."""
+        try:
+            status = os.stat(self.name)
+            is_same = (status.st_dev, status.st_ino) == self.identity
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise ReadError(f"{self.name}: the file was replaced while it was being opened; open it again.")
 
     def close(self) -> None:
         """Close the descriptor; may be called twice."""

@@ -91,11 +91,6 @@ class LocalHdf5(FileSource):
         self.index = Index(self)
         self.file_name = path
 
-    def is_at(self, path: str) -> bool:
-        """Return whether a path still leads to this file."""
-        status = os.stat(path)
-        return (status.st_dev, status.st_ino) == self.identity
-
     @contextmanager
     def content(self) -> Iterator[None]:
         """Yield nothing: h5py opens the path."""
@@ -193,8 +188,8 @@ def opened(path: str) -> Iterator[tuple[h5py.File, Hdf5Source]]:
     source = LocalHdf5(path) if address is None else RemoteHdf5(address)
     try:
         with source.content() as content, _open_file(path, content) as file, _translated(path):
-            if isinstance(source, LocalHdf5) and not source.is_at(path):
-                raise ReadError(f"{path}: the file was replaced while it was being opened; open it again.")
+            if isinstance(source, LocalHdf5):
+                source.check_in_place()
             if content is not None:
                 content.is_opened = True
             source.file_name = file.filename  # h5py's name for the file of everything not behind an external link

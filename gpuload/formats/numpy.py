@@ -84,7 +84,7 @@ def open_npy(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     check_plain_matrix(path, layer, obs, CURE)
     source = FileSource(path)
     try:
-        with open(path, "rb") as file:
+        with source.opened() as file:
             array = _read_header(file, path)
         check_n_dims(f"{path}: it", len(array.shape))
         if array.is_fortran and sum(n > 1 for n in array.shape) > 1:
@@ -118,7 +118,7 @@ def open_npz(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     with ExitStack() as on_error:
         source = FileSource(path)
         on_error.callback(source.close)
-        with open(path, "rb") as file, _open_zip(file, path) as archive:
+        with source.opened() as file, _open_zip(file, path) as archive:
             _check_is_csr(archive, path)
             shape = _small(archive, "shape", path)
             if shape.shape != (2,) or shape.dtype.kind not in "iu" or shape.min() < 0:

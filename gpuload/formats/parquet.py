@@ -74,6 +74,8 @@ class Table:
 
     Raises
     ------
+    ReadError
+        It was replaced meanwhile.
     CorruptDataError
         It is damaged.
     MissingDependencyError
@@ -86,13 +88,15 @@ class Table:
         self._file = _open(self.path, self._far)
         with _damage(self.path):
             self._types = {field.name: field.type for field in self._file.schema_arrow}
-            groups = self._footer()
+            groups = self._footer(source)
             self._groups = [group for group in groups if group.n_rows]  # nothing is stored for an empty one
+        if isinstance(source, FileSource):
+            source.check_in_place()
 
-    def _footer(self) -> list[Group]:
-        if self._far is not None:
+    def _footer(self, source: FileSource | RemoteSource) -> list[Group]:
+        if not isinstance(source, FileSource):
             return read_footer(cast("BinaryIO", self._far))
-        with open(self.path, "rb") as file:
+        with source.opened() as file:
             return read_footer(file)
 
     def lists(self) -> list[str]:

@@ -164,7 +164,7 @@ class ZipTree(Tree):
     def __init__(self, path: str) -> None:
         self.name, self.source, self.crc = path, FileSource(path), {}
         try:
-            with os.fdopen(os.dup(self.source.fileno()), "rb") as file, zipfile.ZipFile(file) as archive:
+            with self.source.opened() as file, zipfile.ZipFile(file) as archive:
                 infos = archive.infolist()
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error, EOFError) as error:
             self.source.close()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 import pytest
+from scipy.sparse import csr_matrix, save_npz
 
 import gpuload
 from gpuload.backends import cpu
@@ -100,6 +101,35 @@ def test_file_replaced_during_opening_is_reported(
     told = rf"^{path}: the file was replaced while it was being opened; open it again\.$"
     with pytest.raises(gpuload.ReadError, match=told):
         gpuload.open_loader(path)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_an_array_that_is_replaced_while_it_is_opened(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    X = counts(seed=3)
+
+    def save(cells: csr_matrix) -> Path:
+        path = tmp_path / f"X.{suffix}"
+        if suffix == "npy":
+            np.save(path, cells.toarray())
+        else:
+            save_npz(path, cells, compressed=False)
+        return path
+
+    path = save(csr_matrix(X[:30]))
+    other = path.rename(tmp_path / "other")
+    path = save(csr_matrix(X))
+
+    class Replaced(FileSource):
+        def __init__(self, path: str) -> None:
+            super().__init__(path)
+            other.replace(path)
+
+    monkeypatch.setattr("gpuload.formats.numpy.FileSource", Replaced)
+    with gpuload.open_loader(path, shuffle=False, batch_size=X.shape[0]) as loader:
+        (batch,) = loader
+        np.testing.assert_array_equal(batch.X, X.toarray())
 
 
 def test_a_deleted_file_stays_readable(plain: Stored, copy_of: Callable[[str], Path]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import gpuload
-from gpuload.formats import parquet_cells
+from gpuload.formats import parquet, parquet_cells
 from tests.faults.test_refusals import assert_refused
 from tests.mutants import Program
 from tests.other_forms import lists_of, write_genes, write_parquet
@@ -62,6 +62,23 @@ def test_missing_columns_are_refused(write: Callable[..., Path]) -> None:
     assert_refused("StoreError", path, "'genes' holds list", "one value per cell", obs=["genes"])
     assert_refused("StoreError", path, "no column 'm'", "'n'", obs=["m"])
     assert_refused("StoreError", path, "X_pca", obsm=["X_pca"])
+
+
+def test_a_file_that_is_replaced_while_it_is_opened(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = write(genes=[[7], [8]], expressions=[[9.0], [1.0]]).rename(tmp_path / "other")
+    path, real = write(genes=[[1], [2]], expressions=[[3.0], [4.0]]), parquet._open
+
+    def replaced_first(*args: Any, **options: Any) -> Any:
+        if other.exists():
+            other.replace(path)
+        return real(*args, **options)
+
+    monkeypatch.setattr(parquet, "_open", replaced_first)
+    told = rf"^{path}: the file was replaced while it was being opened; open it again\.$"
+    with pytest.raises(gpuload.ReadError, match=told):
+        gpuload.open_loader(path)
 
 
 @pytest.mark.parametrize(
