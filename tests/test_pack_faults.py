@@ -26,32 +26,57 @@ from gpuload.packing import columns, files, passes, rows, shards, tables, work, 
 from tests.test_pack import MEMORY, assert_same_rows, cells, written
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parents[1]
 
 KILLED_IN_THE_MIDDLE = """
 import json, os, signal, sys
-import gpuload
-from gpuload import packing
-from gpuload.packing import columns, files, parts, shards, zarr_files
-source, target, left = sys.argv[1], sys.argv[2], int(sys.argv[3])
+import anndata, gpuload.backends.cpu, gpuload.formats.h5ad
+from gpuload.packing import columns, files, job, parts, shards, zarr_files
 
-def write_half(path, pieces):
-    global left
-    if not path.endswith(sys.argv[4]) and f"/{sys.argv[4]}/" not in path:
-        return files.write_whole(path, pieces)
-    left -= 1
-    if left >= 0:
-        return files.write_whole(path, pieces)
-    with open(path + ".1.partial", "wb") as file:
-        file.write(b"".join(bytes(piece) for piece in pieces)[:100])
-    os.kill(os.getpid(), signal.SIGKILL)
+def run(source, target, left, what, settings):
+    def write_half(path, pieces):
+        nonlocal left
+        if not path.endswith(what) and f"/{what}/" not in path:
+            return files.write_whole(path, pieces)
+        left -= 1
+        if left >= 0:
+            return files.write_whole(path, pieces)
+        with open(path + ".1.partial", "wb") as file:
+            file.write(b"".join(bytes(piece) for piece in pieces)[:100])
+        os.kill(os.getpid(), signal.SIGKILL)
 
-parts.write_whole = shards.write_whole = zarr_files.write_whole = write_half
-settings = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
-gpuload.pack(source, target, memory=1 << 20, block_size=16, **settings)
+    parts.write_whole = shards.write_whole = zarr_files.write_whole = write_half
+    gpuload.pack(source, target, memory=1 << 20, block_size=16, **settings)
+
+for line in sys.stdin:
+    pid = os.fork()
+    if not pid:
+        run(*json.loads(line))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
+"""A process that packs in others, each of which is killed; it starts them by forking, for its imports take longest."""
+
+
+@pytest.fixture(scope="module")
+def pack_until_killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., None]]:
+    """Return a function that packs in a process that is killed in the middle of a file, and waits for its end."""
+    log = tmp_path_factory.mktemp("killed") / "stderr"
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen([sys.executable, "-c", KILLED_IN_THE_MIDDLE], stderr=stderr, **pipes) as process,
+    ):
+
+        def pack(source: Path, target: Path, n_before: int, what: str, **settings: Any) -> None:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print(json.dumps([str(source), str(target), n_before, what, settings]), file=process.stdin, flush=True)
+            assert process.stdout.readline() == f"{-signal.SIGKILL}\n", log.read_text()
+
+        yield pack
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +89,12 @@ def contents(store: Path) -> dict[str, bytes]:
     return {str(path.relative_to(store)): path.read_bytes() for path in store.rglob("*") if path.is_file()}
 
 
-def test_pack_resumes_after_a_kill(source: Path, tmp_path: Path) -> None:
+def test_pack_resumes_after_a_kill(source: Path, tmp_path: Path, pack_until_killed: Callable[..., None]) -> None:
     target, folder = tmp_path / "out.zarr", tmp_path / "out.zarr.packing"
     gpuload.pack(source, tmp_path / "whole.zarr", memory=MEMORY, block_size=16)
     seen = []
     for n_before, what in ((0, "obs/plate/codes"), (2, "parts"), (1, "data/c"), (0, "X/zarr.json")):
-        arguments = [sys.executable, "-c", KILLED_IN_THE_MIDDLE, str(source), str(target), str(n_before), what]
-        done = subprocess.run(arguments, check=False, timeout=300, capture_output=True, text=True)
-        assert done.returncode == -signal.SIGKILL, done.stderr
+        pack_until_killed(source, target, n_before, what)
         assert not target.exists()
         names = os.listdir(folder / "parts")
         seen.append((len([n for n in names if n.isdecimal()]), len(os.listdir(folder / "done"))))
@@ -102,7 +125,9 @@ def source_with_several_matrices(tmp_path_factory: pytest.TempPathFactory) -> Pa
 SEVERAL: dict[str, Any] = {"layer": ["X", "double", "by_columns"], "obsm": ["X_pca"]}
 
 
-def test_pack_resumes_after_a_kill_in_any_matrix(source_with_several_matrices: Path, tmp_path: Path) -> None:
+def test_pack_resumes_after_a_kill_in_any_matrix(
+    source_with_several_matrices: Path, tmp_path: Path, pack_until_killed: Callable[..., None]
+) -> None:
     target, folder = tmp_path / "out.zarr", tmp_path / "out.zarr.packing"
     settings: dict[str, Any] = {"memory": MEMORY, "block_size": 16, **SEVERAL}
     whole = gpuload.pack(source_with_several_matrices, tmp_path / "whole.zarr", **settings)
@@ -116,12 +141,7 @@ def test_pack_resumes_after_a_kill_in_any_matrix(source_with_several_matrices: P
         (0, "obsm/X_pca/c/0"),
         (0, "obs/plate/codes"),
     ):
-        arguments = [str(source_with_several_matrices), str(target), str(n_before), what, json.dumps(SEVERAL)]
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED_IN_THE_MIDDLE, *arguments],
-            check=False, timeout=300, capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == -signal.SIGKILL, done.stderr
+        pack_until_killed(source_with_several_matrices, target, n_before, what, **SEVERAL)
         assert not target.exists()
         now = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.parent.name in ("parts", "done")}
         gone = {path for path in finished if path not in now and "rows-000000/parts" not in str(path)}

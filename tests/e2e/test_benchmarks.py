@@ -6,7 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pandas as pd
@@ -186,12 +186,13 @@ def test_runner_and_report_end_to_end(cells, tmp_path, capsys):
     pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
     out, readme, picture = tmp_path / "results.jsonl", tmp_path / "README.md", tmp_path / "rivals.png"
-    options = ["--file", str(cells[0]), "--out", str(out), "--work-dir", str(tmp_path), "--rounds", "2"]
+    options = ["--file", str(cells[0]), "--out", str(out), "--work-dir", str(tmp_path), "--rounds", "1"]
     options += ["--seconds", "0.01", "--batch-size", "16", "--fetch-factor", "4"]
     options += ["--only", "scipy-in-ram/dense", "gpuload/dense/chunk"]
     assert run_rivals.main(options) == 0
     records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [record["round"] for record in records] == [0, 0, 1, 1]
+    assert [record["round"] for record in records] == [0, 0]
+    assert [record["arm"]["name"] for record in records] == ["gpuload/dense/chunk", "scipy-in-ram/dense"]
     assert records[0]["file"]["n_obs"] == 400
     assert str(tmp_path) not in out.read_text()
     readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
@@ -208,6 +209,23 @@ def test_runner_and_report_end_to_end(cells, tmp_path, capsys):
     assert readme.read_text().count("400 cells") == 1
     assert report.main([str(out), str(out), "--readme", str(readme)]) == 0  # as if from two machines
     assert readme.read_text().count("400 cells") == 2
+
+
+def test_runner_records_every_arm_in_every_round(cells, tmp_path, monkeypatch):
+    asked = []
+
+    def measured(arm, *more):
+        asked.append(arm.name)
+        return {"arm": asdict(arm), "cells_per_s": 1.0, "peak_mib": 1.0}
+
+    monkeypatch.setattr(run_rivals, "_run", measured)
+    out = tmp_path / "results.jsonl"
+    wanted = ["gpuload/dense/chunk", "scipy-in-ram/dense"]
+    options = ["--file", str(cells[0]), "--out", str(out), "--rounds", "2", "--only", *wanted]
+    assert run_rivals.main(options) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["round"] for record in records] == [0, 0, 1, 1]
+    assert [record["arm"]["name"] for record in records] == asked == [*wanted, *reversed(wanted)]
 
 
 def test_runner_records_a_failed_arm(cells, tmp_path):
