@@ -15,7 +15,7 @@ import pytest
 
 from gpuload.cache import SampleStore
 from tests.remotes import fill
-from tests.unit.test_cache import COST, full, on_disk, train
+from tests.sample_stores import COST, full, on_disk, train
 
 N, N_HELD = 60, 12
 

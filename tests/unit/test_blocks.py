@@ -17,7 +17,7 @@ from gpuload.cache.files import Folders
 from gpuload.errors import BusyError, PlanError, ReadError
 from gpuload.remote import FolderRemote
 from tests.remotes import CountingRemote
-from tests.unit.test_cache import full, lacks_descriptors, lose_catalogue, until
+from tests.sample_stores import full, lacks_descriptors, lose_catalogue, until
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,7 +21,7 @@ from gpuload.cache import BlockRemote, SampleStore
 from gpuload.errors import BusyError, MissingDependencyError, PlanError, ReadError
 from gpuload.remote import FolderRemote, ObjectRemote, RemoteObject, open_remote
 from tests.remotes import fill
-from tests.unit.test_cache import COST, N, full, train
+from tests.sample_stores import COST, N, full, train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
