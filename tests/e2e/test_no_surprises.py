@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import logging
 import os
@@ -13,6 +14,7 @@ import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import gpuload
@@ -122,7 +124,22 @@ def test_kernel_cache_falls_back_when_the_disk_is_full(
     assert "cannot be written (No space left on device)" in caplog.text
 
 
-def test_kernels_with_nowhere_to_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_is_kept_in_one_folder() -> None:
+    """Also those created later: elsewhere they would outlive a change to code that they inline."""
+    from numba.core.dispatcher import Dispatcher
+
+    importlib.import_module("gpuload.backends.tiledb")
+    copies = native.pieces._copier(np.dtype("u1"), np.dtype("f4"))._compiled
+    modules = [module for name, module in sys.modules.items() if name.startswith(native.__name__)]
+    kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Dispatcher)}
+    assert len(kernels) > 100
+    folders = {kernel.py_func.__qualname__: kernel._cache.cache_path for kernel in kernels}
+    folders["copy"] = copies._cache.cache_path
+    folder = native.cache_folder()
+    assert not {name: path for name, path in folders.items() if not Path(path).is_relative_to(folder)}
+
+
+def test_lack_of_a_kernel_cache_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: Any) -> None:
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 

@@ -78,7 +78,8 @@ def _remove_empty(folder: str) -> None:
 
 _MODULES = (
     *("words", "checksums", "huffman", "deflate", "inflate", "calls", "frames", "decoders", "chunks"),
-    *("parquet_pages", "parquet_encodings", "parquet", "tiledb_filters", "tiledb", "rows", "runs"),
+    *("parquet_pages", "parquet_encodings", "parquet", "tiledb_filters", "tiledb", "tiledb_bands"),
+    *("rows", "runs"),
 )
 
 _others, config.CACHE_DIR = config.CACHE_DIR, cache_folder()

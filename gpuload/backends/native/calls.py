@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
+from numba import config
 from numba.core import types
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
@@ -43,16 +44,28 @@ _compiling = threading.Lock()
 """Held while a `Callback` is compiled: a second compilation would replace code that another thread is calling."""
 
 
+_FOLDER = config.CACHE_DIR
+"""Folder of the compiled kernels, which numba is told of only while this package is imported."""
+
+_choosing = threading.Lock()
+"""Held while numba is told of the folder again."""
+
+
 class Callback:
     """A function from int64s to int64 that is called by address, compiled when the address is first requested.
 
-    Like all kernels, it is cached in the folder that `numba.config.CACHE_DIR` names when it is created.
+    Like all kernels, it is cached in the folder of the kernels, whenever it is created.
     """
 
     def __init__(self, function: Callable[..., int], n_parameters: int) -> None:
         signature = types.int64(*[types.int64] * n_parameters)
         self._compiled = CFunc(function, (signature.args, signature.return_type), {}, {"error_model": "numpy"})
-        self._compiled.enable_caching()
+        with _choosing:
+            others, config.CACHE_DIR = config.CACHE_DIR, _FOLDER
+            try:
+                self._compiled.enable_caching()
+            finally:
+                config.CACHE_DIR = others
 
     @property
     def address(self) -> int:
