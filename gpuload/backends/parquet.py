@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from gpuload.backends import codecs
+from gpuload.backends.native import decoders, parquet_pages
 from gpuload.backends.native import parquet as native
-from gpuload.backends.native import parquet_pages
 from gpuload.backends.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -29,13 +29,21 @@ class MissingError(codecs.DecodeError):
 
 
 class _Work(Workspace):
-    """Working memory of one thread, with what snappy needs."""
+    """Working memory of one thread, and the addresses that Parquet's codecs need."""
 
     @cached_property
-    def libraries(self) -> tuple[NDArray[np.uint8], NDArray[np.int64], int]:
-        """The inflater's workspace, and the addresses of libraries and of snappy."""
-        table = np.append(self.addresses.table, 0)  # one more slot, where snappy writes its output size
-        return self.tables, table, codecs.snappy_address()
+    def _table(self) -> NDArray[np.int64]:
+        table = np.zeros(parquet_pages.N_TABLE, dtype=np.int64)
+        table[: self.addresses.table.size] = self.addresses.table
+        table[parquet_pages.UNCOMPRESS] = codecs.snappy_address()
+        return table
+
+    def codecs(self, spec: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the table of addresses, with those that a column's codec needs."""
+        if spec[parquet_pages.CODEC] == parquet_pages.GZIP and not self._table[parquet_pages.GUNZIP]:
+            self._table[parquet_pages.GUNZIP] = decoders.addresses_of("gzip", may_pair=False)[0]
+            self._table[parquet_pages.TABLES] = self.tables.ctypes.data
+        return self._table
 
 
 _work = _Work()
@@ -81,7 +89,7 @@ def decode(stored: NDArray[np.uint8], spec: Sequence[int], nbytes: int, itemsize
             _work.memory("plain", n_plain * spec[parquet_pages.WIDTH] + SLACK),
             _work.memory("starts", n_rows, np.int64),
             _work.memory("dropped", n_rows, np.int64),
-            *_work.libraries,
+            _work.codecs(spec),
         )
     if code < 0:
         _raise(code)
@@ -122,7 +130,7 @@ def row_starts(
             _work.memory("front", native.FRONT + SLACK),
             _work.memory("stored", int(found[2]) + SLACK),
             _work.memory("whole", max(native.FRONT + SLACK, int(found[3]))),
-            *_work.libraries,
+            _work.codecs(spec),
         )
     _check_rows(code, int(found[0]), n_rows)
     return starts, int(found[1])
@@ -172,7 +180,7 @@ class RowFinder:
                 self._starts,
                 self._found,
                 _work.memory("whole", max(native.FRONT + SLACK, int(self._found[3]))),
-                *_work.libraries,
+                _work.codecs(self._spec),
             )
             if code == 0:
                 at += int(self._found[2])

@@ -94,9 +94,7 @@ def row_starts(
     front: Any,
     page: Any,
     whole: Any,
-    tables: Any,
     addresses: Any,
-    snappy: int,
 ) -> int:  # pragma: no cover - compiled
     """Find where the rows of a column chunk in a file begin, reading no more of its pages than necessary.
 
@@ -112,7 +110,7 @@ def row_starts(
         Scratch.
     page : uint8
         Scratch for a stored page and `SLACK`; see `found`.
-    spec, whole, tables, addresses, snappy
+    spec, whole, addresses
         As for `page_rows`.
 
     Returns
@@ -126,14 +124,14 @@ def row_starts(
         n = min(FRONT, nbytes - done)
         if not read_fully(fd, np.int64(front.ctypes.data), n, offset + done):
             return SHORT_READ
-        code = page_rows(front, n, nbytes - done, spec, starts, found, whole, tables, addresses, snappy)
+        code = page_rows(front, n, nbytes - done, spec, starts, found, whole, addresses)
         if code == 1:
             n = found[2]
             if n + SLACK > page.size or found[3] > whole.size:
                 return 1
             if not read_fully(fd, np.int64(page.ctypes.data), n, offset + done):
                 return SHORT_READ
-            code = page_rows(page, n, nbytes - done, spec, starts, found, whole, tables, addresses, snappy)
+            code = page_rows(page, n, nbytes - done, spec, starts, found, whole, addresses)
         if code != 0:
             return code
         done += found[2]
@@ -149,9 +147,7 @@ def page_rows(  # noqa: PLR0911 - one return per error
     starts: Any,
     found: Any,
     whole: Any,
-    tables: Any,
     addresses: Any,
-    snappy: int,
 ) -> int:  # pragma: no cover - compiled
     """Find the rows that begin in a page, of which only the front may be given.
 
@@ -170,7 +166,7 @@ def page_rows(  # noqa: PLR0911 - one return per error
         the entire page is needed.
     whole : (FRONT + SLACK,) uint8, or more
         Scratch for the decompressed page.
-    tables, addresses, snappy
+    addresses
         As for `decode_column`.
 
     Returns
@@ -206,7 +202,7 @@ def page_rows(  # noqa: PLR0911 - one return per error
             return 1
         if not is_open:
             size = page[FULL]
-            code = decompress(at, page[STORED], first, size, spec[CODEC], src, whole, tables, addresses, snappy)
+            code = decompress(at, page[STORED], first, size, spec[CODEC], addresses)
             if code < 0:
                 return code
             code = find_levels(first, first + size, page, spec, place)
@@ -342,7 +338,7 @@ def _values(  # noqa: PLR0911 - one return per error
     if n == 0:
         return 0
     done, out, k = 0, 0, 0
-    bits, left, is_packed, item, run = 0, 0, False, 0, 0
+    bits, left, is_packed, item, run = 0, 0, False, 0, np.int64(0)
     if is_plain:
         if n * spec[WIDTH] > end - at:
             return BAD_COUNT
@@ -417,9 +413,7 @@ def decode_column(  # noqa: PLR0911 - one return per error
     plain: Any,
     starts: Any,
     dropped: Any,
-    tables: Any,
     addresses: Any,
-    snappy: int,
 ) -> int:  # pragma: no cover - compiled
     """Decode a column chunk.
 
@@ -438,9 +432,8 @@ def decode_column(  # noqa: PLR0911 - one return per error
         converted to plain, as far as `out` and the first values of rows have room for them; see `scan_pages`.
     starts, dropped : int64
         Scratch with one element per row of the chunk; only for columns with a leader.
-    tables, addresses, snappy
-        Workspace of the inflater; table of addresses in the order that `frames` defines, plus one element; address of
-        ``snappy_uncompress``, or 0.
+    addresses : (N_TABLE,) int64
+        Of the codecs; see `parquet_pages`.
 
     Returns
     -------
@@ -459,7 +452,7 @@ def decode_column(  # noqa: PLR0911 - one return per error
     base = np.int64(src.ctypes.data)
     at, end = base, base + n
     to, first, page_at = np.int64(out.ctypes.data), np.int64(entries.ctypes.data), np.int64(buffer.ctypes.data)
-    n_out, n_entries, room = 0, 0, out.size // width
+    n_out, n_entries, room = 0, np.int64(0), out.size // width
     while at < end:
         at = page_header(at, end, page)
         if at < 0:
@@ -476,9 +469,7 @@ def decode_column(  # noqa: PLR0911 - one return per error
         head = page[REP_NBYTES] + page[DEF_NBYTES] if kind == DATA_V2 else 0
         codec = NO_CODEC if kind == DATA_V2 and not page[IS_PACKED] else spec[CODEC]
         copy_bytes(page_at, at, head)
-        code = decompress(
-            at + head, stored - head, page_at + head, full - head, codec, src, buffer, tables, addresses, snappy
-        )
+        code = decompress(at + head, stored - head, page_at + head, full - head, codec, addresses)
         if code < 0:
             return code
         at += stored
@@ -497,7 +488,7 @@ def decode_column(  # noqa: PLR0911 - one return per error
         values_at = find_levels(page_at, page_end, page, spec, place)
         if values_at < 0:
             return BAD_LEVELS if values_at == TRUNCATED else values_at
-        n_values, n_dropped, rows_before, before = page[N], 0, found[0], found[1]
+        n_values, n_dropped, rows_before, before = page[N], np.int64(0), found[0], found[1]
         if not spec[HAS_LEADER]:
             start_levels(cursors[1], place[2], place[3], spec[MAX_DEF])
         if spec[HAS_LEADER] or (spec[MAX_DEF] and n_values and not is_one_run(cursors[1], n_values, spec[MAX_DEF])):

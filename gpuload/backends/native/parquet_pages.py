@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from gpuload.backends.native.calls import caller
-from gpuload.backends.native.frames import gunzip, lz4_at, zstd_at
+from gpuload.backends.native.decoders import call_one
+from gpuload.backends.native.frames import N_ADDRESSES, lz4_at, zstd_at
 from gpuload.backends.native.words import I32, I64, copy_bytes, inline, load8, load32, native, shift_right, store8
 
 BAD_HEADER = -301
@@ -39,7 +40,15 @@ TRUNCATED = -399
 CODECS = {"UNCOMPRESSED": 0, "SNAPPY": 1, "GZIP": 2, "ZSTD": 6, "LZ4": 7}
 """Supported codecs, by pyarrow's names (LZ4 is what parquet.thrift calls LZ4_RAW), and their numbers."""
 
-NO_CODEC, SNAPPY, _GZIP, _ZSTD = 0, 1, 2, 6
+NO_CODEC, SNAPPY, GZIP, _ZSTD = 0, 1, 2, 6
+
+UNCOMPRESS, GUNZIP, TABLES, _SIZE = range(N_ADDRESSES, N_ADDRESSES + 4)
+"""Positions in the table of addresses after those of `frames`: ``snappy_uncompress``, or 0; gzip's decoder and the
+inflater's workspace, used only for that codec; a place to which snappy writes its output size."""
+
+N_TABLE = N_ADDRESSES + 4
+"""Elements of that table."""
+
 DATA, DICTIONARY, DATA_V2 = 0, 2, 3
 PLAIN, PLAIN_DICTIONARY, _RLE, DELTA_BINARY_PACKED, RLE_DICTIONARY, BYTE_STREAM_SPLIT = 0, 2, 3, 5, 8, 9
 
@@ -213,10 +222,8 @@ def page_header(at: int, end: int, page: Any) -> int:  # pragma: no cover - comp
 
 
 @native
-def decompress(
-    at: int, n: int, to: int, size: int, codec: int, src: Any, dst: Any, tables: Any, addresses: Any, snappy: int
-) -> int:  # pragma: no cover - compiled
-    """Decompress n bytes at an address in `src` to exactly `size` bytes at one in `dst`; return 0 or a code."""
+def decompress(at: int, n: int, to: int, size: int, codec: int, addresses: Any) -> int:  # pragma: no cover - compiled
+    """Decompress n bytes to exactly `size` bytes; return 0 or a code. Both are followed by room for 8 more bytes."""
     if codec == NO_CODEC:
         if n != size:
             return BAD_PAGE_SIZE
@@ -226,18 +233,19 @@ def decompress(
         return 0
     got = -1
     if codec == SNAPPY:
-        if snappy != 0:
-            addresses[-1] = size
-            place = np.int64(addresses.ctypes.data) + 8 * (addresses.size - 1)
+        if addresses[UNCOMPRESS] != 0:
+            addresses[_SIZE] = size
+            place = np.int64(addresses.ctypes.data) + 8 * _SIZE
             value, head = read_varint(at, at + n)
-            if head > 0 and value == size and _call_snappy(snappy, (at, n, to, place)) == 0:
-                got = addresses[-1]
+            if head > 0 and value == size and _call_snappy(addresses[UNCOMPRESS], (at, n, to, place)) == 0:
+                got = addresses[_SIZE]
         else:
             got = snappy_front(at, at + n, to, size, size)
-    elif codec == _GZIP:
-        start = np.int64(src.ctypes.data)
-        place = np.int64(dst.ctypes.data)
-        got = gunzip(src, at - start, n, dst[to - place :], size, size, tables, True)
+    elif (
+        codec == GZIP
+    ):  # by address: compiled in here, it would take longer than all the rest, for every other codec too
+        table = np.int64(addresses.ctypes.data)
+        got = call_one(addresses[GUNZIP], (at, n, to, size, 0, size, 1, 0, addresses[TABLES], table))
     elif codec == _ZSTD:
         got = zstd_at(at, n, to, size, addresses)
     else:
