@@ -15,7 +15,7 @@ References
 from __future__ import annotations
 
 import os
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from gpuload.sampling.classes import factorize
 from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -106,14 +106,6 @@ class Array:
         """Return a column of the latest schema."""
         return self.schema.fields[name]
 
-    def enumeration(self, name: str) -> tuple[Any, bool]:
-        """Return the values of an enumeration, and whether they are ordered."""
-        file = self.schema.enumerations.get(name)
-        if file is None:
-            raise damaged(self.where, f"it has no enumeration {name!r}")
-        key = self._at(_SCHEMA, _ENUMERATIONS, file)
-        return parse_enumeration(self.files.read([key])[0], os.path.join(self.files.name, key))
-
     def read(self, names: list[str], ids: str) -> tuple[NDArray[np.int64], dict[str, Any]]:
         """Return columns of a sparse array of one cell per id.
 
@@ -142,10 +134,14 @@ class Array:
             if known is None or (known.dtype is None and (name == ids or not known.is_text)):
                 wanted = "numbers" if name == ids else "numbers or text"
                 raise StoreError(f"{self.where}: column {name!r} does not hold {wanted}; leave it out, or write it so.")
+        words = self._enumerations(names)
         (every, _), *columns = self._columns([self.field(name) for name in (ids, *names)])
         every = every.astype(np.int64)
         chosen = None if bool(np.all(every[1:] > every[:-1])) else self._latest(every, ids)
-        found = {name: self._values(name, *column, chosen) for name, column in zip(names, columns, strict=True)}
+        found = {
+            name: self._values(name, words.get(name), *column, chosen)
+            for name, column in zip(names, columns, strict=True)
+        }
         return every if chosen is None else every[chosen], found
 
     def parts(
@@ -162,6 +158,17 @@ class Array:
     def _at(self, *names: str) -> str:
         """Return the key of something in its folder."""
         return "/".join((self.key, *names)) if self.key else "/".join(names)
+
+    def _enumerations(self, names: list[str]) -> dict[str, tuple[Any, bool]]:
+        """Return the values that columns number, and whether they are ordered, for those of the columns that do so."""
+        keys = {}
+        for name in names:
+            if own := self.field(name).enumeration:
+                if own not in self.schema.enumerations:
+                    raise damaged(self.where, f"it has no enumeration {own!r}")
+                keys[name] = self._at(_SCHEMA, _ENUMERATIONS, self.schema.enumerations[own])
+        raw = dict(zip(keys, self.files.read(list(keys.values())), strict=True))
+        return {name: parse_enumeration(raw[name], os.path.join(self.files.name, key)) for name, key in keys.items()}
 
     def _latest(self, every: NDArray[np.int64], ids: str) -> NDArray[np.int64]:
         """Return where the latest version of each cell is, in the order of their ids."""
@@ -194,20 +201,24 @@ class Array:
         return np.concatenate(found)
 
     def _values(
-        self, name: str, values: NDArray[Any], missing: NDArray[np.bool_], chosen: NDArray[np.int64] | None
+        self,
+        name: str,
+        words: tuple[Any, bool] | None,
+        values: NDArray[Any],
+        missing: NDArray[np.bool_],
+        chosen: NDArray[np.int64] | None,
     ) -> Any:
         """Return a column's values of chosen cells, or of all, as `read` does."""
         import pandas as pd
 
-        column = self.field(name)
         if chosen is not None:
             values, missing = values[chosen], missing[chosen]
-        if column.enumeration:
-            words, is_ordered = self.enumeration(column.enumeration)
+        if words is not None:
+            categories, is_ordered = words
             codes = np.where(missing, -1, values.astype(np.int64))
-            if codes.size and (codes.min() < -1 or codes.max() >= len(words)):
+            if codes.size and (codes.min() < -1 or codes.max() >= len(categories)):
                 raise damaged(self.where, f"column {name!r} has a number without a value")
-            return pd.Categorical.from_codes(codes, words, ordered=is_ordered)
+            return pd.Categorical.from_codes(codes, categories, ordered=is_ordered)
         if values.dtype == object:
             values[missing] = None
             return values
@@ -221,55 +232,64 @@ class Array:
 
     def _columns(self, columns: list[Field]) -> list[tuple[NDArray[Any], NDArray[np.bool_]]]:
         """Return the values of columns of the latest schema in all fragments, and which of them are missing."""
+        pairs = [(column, fragment) for column in columns for fragment in self.fragments]
+        calls = [self._reading(fragment, column) for column, fragment in pairs]
         pool = DaemonThreads(AT_A_TIME, "gpuload-tiledb")
         try:
-            pairs = [(fragment, column) for column in columns for fragment in self.fragments]
-            found = pool.map(lambda pair: self._column_of(*pair), pairs)
+            read = iter(pool.map(lambda call: call(), [call for own in calls for call in own]))
         finally:
             pool.close()
-        out, n = [], len(self.fragments)
-        for k, column in enumerate(columns):
-            parts = found[k * n : (k + 1) * n]
+        found: dict[str, list[Any]] = {column.name: [] for column in columns}
+        for (column, fragment), own in zip(pairs, calls, strict=True):
+            found[column.name].append(self._column_of(fragment, column, [next(read) for _ in own]))
+        out = []
+        for column in columns:
+            parts = found[column.name]
             empty = np.empty(0, dtype=object if column.dtype is None else column.dtype)
             values = np.concatenate([empty, *(values for values, _ in parts)])
             out.append((values, np.concatenate([np.empty(0, dtype=bool), *(missing for _, missing in parts)])))
         return out
 
-    def _column_of(self, fragment: Fragment, column: Field) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    def _own(self, fragment: Fragment, column: Field) -> Field | None:
+        """Return a column of the latest schema as a fragment has it; None if it was added later, or has no cells."""
         own = fragment.schema.fields.get(column.name)
-        if own is None or own.dtype != column.dtype:  # it was added later
+        return own if own is not None and own.dtype == column.dtype and fragment.cells.size else None
+
+    def _reading(self, fragment: Fragment, column: Field) -> list[Callable[[], NDArray[Any]]]:
+        """Return calls that read a column's files: of numbers, or of text and its offsets; and of which are missing."""
+        own = self._own(fragment, column)
+        if own is None:
+            return []
+        schema, file, cells = fragment.schema, f"{own.file}.tdb", fragment.cells
+        calls: list[Callable[[], NDArray[Any]]] = []
+        if own.dtype is not None:
+            sizes = cells * own.dtype.itemsize
+            calls.append(partial(self._whole, fragment, file, fragment.tiles(own), own.filters, sizes))
+        else:
+            edges, sizes = fragment.text_tiles(own)
+            text = f"{own.file}_var.tdb"
+            if own.filters.of_text:
+                calls.append(partial(self._stored, fragment, text, edges))
+            else:
+                calls.append(partial(self._whole, fragment, text, edges, own.filters, sizes))
+                calls.append(partial(self._whole, fragment, file, fragment.tiles(own), schema.offsets, cells * 8))
+        if own.is_nullable:
+            edges = fragment.validity_tiles(own)
+            calls.append(partial(self._whole, fragment, f"{own.file}_validity.tdb", edges, schema.validity, cells))
+        return calls
+
+    def _column_of(
+        self, fragment: Fragment, column: Field, read: list[NDArray[Any]]
+    ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+        """Return the values of a column in a fragment, and which are missing, from what `_reading` has read."""
+        own = self._own(fragment, column)
+        if own is None:
             filled = np.full(
                 fragment.n_cells, _fill_value(column), dtype=object if column.dtype is None else column.dtype
             )
             return filled, np.full(fragment.n_cells, column.is_filled_missing)
-        if own.dtype is None:
-            values = self._texts(fragment, own)
-        else:
-            values = np.concatenate([np.empty(0, dtype=own.dtype), *self.parts(fragment, own)])
-        if not own.is_nullable:
-            return values, np.zeros(fragment.n_cells, dtype=bool)
-        edges, validity = fragment.validity_tiles(own), fragment.schema.validity
-        return values, self._whole(fragment, f"{own.file}_validity.tdb", edges, validity, fragment.cells) == 0
-
-    def _texts(self, fragment: Fragment, own: Field) -> NDArray[np.object_]:
-        edges, sizes = fragment.text_tiles(own)
-        file, out = f"{own.file}_var.tdb", [np.empty(0, dtype=object)]
-        where = f"{fragment.where}/{file}"
-        if own.filters.of_text:
-            for first, last in runs_of(edges, READ):
-                stored = self._stored(fragment, file, edges[first : last + 1])
-                for k in range(first, last):
-                    tile = stored[edges[k] - edges[first] : edges[k + 1] - edges[first]]
-                    out.append(_words(tile, own.filters, int(sizes[k]), int(fragment.cells[k]), where))
-            return np.concatenate(out)
-        offsets, n_bytes = fragment.schema.offsets, fragment.cells * 8
-        starts = self._whole(fragment, f"{own.file}.tdb", fragment.tiles(own), offsets, n_bytes).view(np.int64)
-        values = self._whole(fragment, file, edges, own.filters, sizes)
-        cell, byte = 0, 0
-        for n, size in zip(fragment.cells.tolist(), sizes.tolist(), strict=True):
-            out.append(strings(values[byte : byte + size].tobytes(), starts[cell : cell + n], where))
-            cell, byte = cell + n, byte + size
-        return np.concatenate(out)
+        values = read[0].view(own.dtype) if own.dtype is not None else _texts(fragment, own, read)
+        return values, read[-1] == 0 if own.is_nullable else np.zeros(fragment.n_cells, dtype=bool)
 
     def _whole(
         self, fragment: Fragment, file: str, edges: NDArray[np.int64], filters: Filters, sizes: NDArray[np.int64]
@@ -318,6 +338,21 @@ def _fill_value(column: Field) -> Any:
     if column.dtype is None:
         return column.fill.decode(errors="replace").rstrip("\0")
     return np.frombuffer(column.fill, column.dtype)[0]
+
+
+def _texts(fragment: Fragment, own: Field, read: list[NDArray[Any]]) -> NDArray[np.object_]:
+    """Return the strings of a column of a fragment, from what `Array._reading` has read."""
+    edges, sizes = fragment.text_tiles(own)
+    out, where = [], f"{fragment.where}/{own.file}_var.tdb"
+    cell = byte = 0
+    for k, (n, size) in enumerate(zip(fragment.cells.tolist(), sizes.tolist(), strict=True)):
+        if own.filters.of_text:
+            out.append(_words(read[0][edges[k] : edges[k + 1]], own.filters, size, n, where))
+        else:
+            starts = read[1].view(np.int64)[cell : cell + n]
+            out.append(strings(read[0][byte : byte + size].tobytes(), starts, where))
+        cell, byte = cell + n, byte + size
+    return np.concatenate(out)
 
 
 def _words(tile: NDArray[np.uint8], filters: Filters, size: int, n: int, where: str) -> NDArray[np.object_]:
