@@ -80,7 +80,7 @@ class BlockRemote:
             )
         self.block_nbytes = parse_nbytes("block_nbytes", block_nbytes)
         if self.block_nbytes > 1 << 30:
-            raise PlanError(f"block_nbytes={block_nbytes}: expected at least 1, and at most 1 GiB.")
+            raise PlanError(f"block_nbytes={shown(block_nbytes)}: expected at most 1 GiB.")
         self.remote = remote
         self.name = f"{getattr(remote, 'identity', remote.name)} in blocks of {self.block_nbytes} bytes"
         self._keys = keys

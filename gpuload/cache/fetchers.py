@@ -21,6 +21,9 @@ _log = logging.getLogger("gpuload.cache")
 _MAX_DEATHS = 3
 """Number of ends of a fetcher process after which those waiting for it get an error."""
 
+_MAX_FAILED_STARTS = 10
+"""Number of attempts to start one, over most of a minute, after which they get another."""
+
 
 class Fetchers:
     """The fetchers of one store, which run from `start` until `close`.
@@ -71,12 +74,17 @@ class Fetchers:
         self._keeper = keeper
 
     def check(self) -> None:
-        """Raise ReadError if fetcher processes keep ending as soon as they are started."""
+        """Raise ReadError if a fetcher process keeps ending as soon as it is started, or cannot be started."""
         for process in self.processes:
             if process.n_died_in_a_row >= _MAX_DEATHS:
                 raise ReadError(
                     f"{self._remote.name}: the fetcher process has ended {process.n_died_in_a_row} times; its last "
                     f"output: {process.last_words()}"
+                )
+            if process.n_failed_starts >= _MAX_FAILED_STARTS:
+                raise ReadError(
+                    f"{self._remote.name}: a fetcher process could not be started {process.n_failed_starts} times in a "
+                    f"row ({process.start_error}); allow more processes or memory, or use n_processes=0."
                 )
 
     def close(self) -> None:

@@ -100,6 +100,10 @@ class FetcherProcess:
         self.n_died = 0
         self.n_died_in_a_row = 0
         """Number of ends since it last reported work."""
+        self.n_failed_starts = 0
+        """Number of times in a row that no process could be started."""
+        self.start_error: Exception | None = None
+        """Why not, the last time."""
         self._last_words: deque[str] = deque(maxlen=200)
         self._process: subprocess.Popen[bytes]
         self._start_at: float | None
@@ -113,7 +117,10 @@ class FetcherProcess:
         return self._process.pid
 
     def check(self) -> None:
-        """Log the stacks of a hung process and kill it; restart a dead one."""
+        """Log the stacks of a hung process and kill it; restart a dead one.
+
+        Raises the system's error if no process can be started; a later call tries again, at growing intervals.
+        """
         if self._process.poll() is None:
             if max(self._busy_s, time.monotonic() - self._heard_at - _REPORT_S) <= self._hung_s:
                 return
@@ -141,7 +148,13 @@ class FetcherProcess:
         if time.monotonic() >= self._start_at:
             self.close()
             self._last_words.clear()
-            self._start()
+            try:
+                self._start()
+            except Exception as error:
+                self.n_failed_starts, self.start_error = self.n_failed_starts + 1, error
+                self._start_at = time.monotonic() + min(10.0, 0.1 * 2**self.n_failed_starts)
+                raise
+            self.n_failed_starts = 0
 
     def last_words(self) -> str:
         """Return the last report of the process."""
@@ -166,14 +179,20 @@ class FetcherProcess:
             self._process.stdout.close()
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(  # noqa: S603  (our own code)
+        process = subprocess.Popen(  # noqa: S603  (our own code)
             [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-        self._start_at = None  # not before: if it could not be started, that is tried again
+        listener = threading.Thread(target=self._listen, args=(process,), daemon=True)
+        try:
+            listener.start()
+        except BaseException:
+            process.kill()
+            process.communicate()  # waits, and closes its pipes
+            raise
+        self._process, self._listener = process, listener
+        self._start_at = None  # not before: a start that failed is tried again
         self._busy_s = 0.0
         self._heard_at = time.monotonic() + 30.0  # time to import what the remote needs
-        self._listener = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
-        self._listener.start()
         assert self._process.stdin is not None  # noqa: S101
         with suppress(BrokenPipeError):  # it is already dead, which `check` will report
             self._process.stdin.write(self._orders)

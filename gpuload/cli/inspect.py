@@ -91,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
             column, form = store.obs[args.label], text.form_of(args.plot)
             page.save(Path(args.plot), figure.draw_inspection(advised, args.label, column, per_chunk, form))
     if args.json:
-        text.print_json({**found, "advice": {**asdict(advised), "label": args.label}})
+        candidates = [{**asdict(c), "is_whole_file": np.isposinf(c.n_blocks)} for c in advised.candidates]
+        text.print_json({**found, "advice": {**asdict(advised), "candidates": candidates, "label": args.label}})
     else:
         print(_report(found, advised, args.label))
         text.print_saved(args.plot)

@@ -270,6 +270,8 @@ def test_advice_keeps_the_fetch_small_and_the_minibatch_mixed(run, path):
     assert random["entropy_bits"] == pytest.approx(advice["random_entropy_bits"], rel=0.01)
     assert chosen["entropy_bits"] >= 0.99 * advice["random_entropy_bits"]
     assert chosen["amplification"] <= random["amplification"]
+    for candidate in advice["candidates"]:
+        assert candidate["is_whole_file"] == (candidate["n_blocks"] is None) == (8 * candidate["fetch_factor"] >= 1_500)
     assert any(c["entropy_bits"] < 0.5 * advice["random_entropy_bits"] for c in advice["candidates"])
 
 

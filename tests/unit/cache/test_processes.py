@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from gpuload.cache import SampleStore, files
+from gpuload.cache import SampleStore, fetchers, files
 from gpuload.cache import snapshot as snapshot_module
 from gpuload.cache import store as store_module
 from gpuload.cache.catalogue import Catalogue
@@ -341,7 +341,7 @@ def test_a_fetcher_that_cannot_be_replaced_at_once_has_ended_once(
     process = FetcherProcess(
         str(tmp_path / "store"), FolderRemote(fill(tmp_path / "remote", 1)), Settings(0, 0, "lru"), 60
     )
-    popen, left = subprocess.Popen, [None] * 4
+    popen, left = subprocess.Popen, [None] * 3
 
     def fail_at_first(*arguments: Any, **settings: Any) -> Any:
         if left:
@@ -356,9 +356,48 @@ def test_a_fetcher_that_cannot_be_replaced_at_once_has_ended_once(
             with suppress(BlockingIOError):
                 process.check()
             time.sleep(0.02)
-        assert (process.n_died, process.n_died_in_a_row) == (1, 1)
+        assert (process.n_died, process.n_died_in_a_row, process.n_failed_starts) == (1, 1, 0)
     finally:
         process.close()
+
+
+def test_a_fetcher_that_cannot_be_replaced_for_long_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: Any, **_settings: Any) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    fill(tmp_path / "remote", N)
+    (tmp_path / "remote.hang").touch()
+    monkeypatch.setattr(fetchers, "_MAX_FAILED_STARTS", 2)
+    with opened(tmp_path, HangingRemote(tmp_path / "remote"), n_processes=1) as store:
+        monkeypatch.setattr(subprocess, "Popen", fail)
+        os.kill(store._fetchers.processes[0].pid, signal.SIGKILL)
+        sentence = r"could not be started \d times in a row \(Resource temporarily unavailable\); allow more processes"
+        with pytest.raises(ReadError, match=sentence):
+            store.snapshot()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_fetcher_without_a_thread_to_listen_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = FetcherProcess(
+        str(tmp_path / "store"), FolderRemote(fill(tmp_path / "remote", 1)), Settings(0, 0, "lru"), 60
+    )
+    first = process._process
+
+    def fail(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    first.kill()
+    first.wait()
+    process.check()  # it is to be replaced in 0.2 s
+    time.sleep(0.3)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        process.check()
+    assert process._process is first
+    assert process.n_failed_starts == 1
+    process.close()
 
 
 def test_a_hung_fetcher_is_killed_and_its_stack_is_shown(tmp_path: Path, caplog: Any) -> None:
