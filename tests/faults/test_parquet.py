@@ -353,6 +353,23 @@ def test_random_bytes_raise_a_decode_error() -> None:
                 parquet.decode(stored, (codec, 4, 3, 1, 0, 0, 1, 10, 1), 4 * 7, 4)
 
 
+@pytest.mark.parametrize("missing", [None, 1, 2, 3, 4])
+def test_page_header_needs_its_required_fields(missing: int | None) -> None:
+    """Read as PLAIN or as holding no values, a page would give other values (parquet.thrift, DataPageHeader)."""
+    from gpuload.backends import codecs, parquet
+
+    fields = {1: 14, 2: 0, 3: 6, 4: 6}  # num_values, encoding, those of both levels; as zigzag varints
+    header, last = [0x15, 0, 0x15, 0, 0x15, 0, 0x2C], 0  # type and both sizes are 0; field 5 is a struct
+    for number, value in fields.items():
+        if number != missing:
+            header += [(number - last) << 4 | 5, value]
+            last = number
+    stored = np.array([*header, 0, 0], dtype=np.uint8)
+    found = "the levels of a page are malformed" if missing is None else "the header of a page is malformed"
+    with pytest.raises(codecs.DecodeError, match=found):
+        parquet.decode(stored, (0, 4, 3, 1, 0, 0, 1, 10, 1), 4 * 7, 4)
+
+
 def test_any_footer_is_read_or_refused(write: Callable[..., Path]) -> None:
     from gpuload.formats.parquet_footer import read_footer
 

@@ -180,7 +180,7 @@ def page_header(at: int, end: int, page: Any) -> int:  # pragma: no cover - comp
     """Read the header of a page into `page` (`N_PAGE`,) int64; return the address after it, or a code below 0."""
     page[:] = 0
     page[CRC] = page[TYPE] = page[FULL] = page[STORED] = -1
-    page[_DEF_ENCODING] = page[_REP_ENCODING] = _RLE
+    page[N] = page[ENCODING] = page[_DEF_ENCODING] = page[_REP_ENCODING] = -1
     page[IS_PACKED] = 1
     struct, field, outer = 0, 0, 0
     while True:
@@ -215,7 +215,11 @@ def page_header(at: int, end: int, page: Any) -> int:  # pragma: no cover - comp
             at = _skip(at, end, kind)
             if at < 0:
                 return at
-    is_sane = 0 <= page[FULL] <= MAX_PAGE and 0 <= page[STORED] <= MAX_PAGE and 0 <= page[N] <= MAX_PAGE
+    is_sane = 0 <= page[FULL] <= MAX_PAGE and 0 <= page[STORED] <= MAX_PAGE and page[N] <= MAX_PAGE
+    if page[TYPE] == DATA or page[TYPE] == DATA_V2 or page[TYPE] == DICTIONARY:
+        is_sane &= page[N] >= 0 and page[ENCODING] >= 0
+    if page[TYPE] == DATA:
+        is_sane &= page[_DEF_ENCODING] >= 0 and page[_REP_ENCODING] >= 0
     is_sane &= 0 <= page[DEF_NBYTES] <= MAX_PAGE and 0 <= page[REP_NBYTES] <= MAX_PAGE
     is_sane &= page[DEF_NBYTES] + page[REP_NBYTES] <= min(page[FULL], page[STORED])
     return at if is_sane and page[TYPE] >= 0 else BAD_HEADER
