@@ -274,10 +274,12 @@ def _together(parts: Sequence[Any]) -> list[Any]:
 
 def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str], fill: bool) -> Store:
     if isinstance(cells, tuple):
-        return open_parquet(cells, layer=layer, obs=obs, fill=fill)
-    if isinstance(cells, str):
-        return open_path(cells, layer=layer, obs=obs, fill=fill)
-    return open_memory(cells, place, layer=layer, obs=obs)
+        store = open_parquet(cells, layer=layer, obs=obs, fill=fill)
+    elif isinstance(cells, str):
+        store = open_path(cells, layer=layer, obs=obs, fill=fill)
+    else:
+        store = open_memory(cells, place, layer=layer, obs=obs)
+    return replace(store, paths=tuple(map(str, store.paths)))  # names alone: an Address holds how it is reached
 
 
 def _parts(paths: Any) -> list[Any]:

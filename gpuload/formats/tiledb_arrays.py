@@ -236,12 +236,12 @@ class Array:
         calls = [self._reading(fragment, column) for column, fragment in pairs]
         pool = DaemonThreads(AT_A_TIME, "gpuload-tiledb")
         try:
-            read = iter(pool.map(lambda call: call(), [call for own in calls for call in own]))
+            read = pool.map(lambda call: call(), [call for own in calls for call in own])[::-1]
         finally:
             pool.close()
         found: dict[str, list[Any]] = {column.name: [] for column in columns}
         for (column, fragment), own in zip(pairs, calls, strict=True):
-            found[column.name].append(self._column_of(fragment, column, [next(read) for _ in own]))
+            found[column.name].append(self._column_of(fragment, column, [read.pop() for _ in own]))
         out = []
         for column in columns:
             parts = found[column.name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 import shutil
 import threading
 import traceback
@@ -443,6 +444,27 @@ def test_signed_url_is_sent_unchanged_and_never_shown(
         pytest.raises(PlanError, match=r"/cells\.h5ad: a cache reads it as its own remote does, without what follows"),
     ):
         gpuload.open_loader(address, cache=store)
+
+
+@pytest.mark.filterwarnings("ignore:Writing zarr v2 data")
+@pytest.mark.parametrize("form", ["h5ad", "zarr", "parquet"])
+def test_source_file_keeps_no_credentials(server: Running, plain: Stored, tmp_path: Path, form: str) -> None:
+    """Categories are pickled into checkpoints and sent to other processes: names, not the way to the files."""
+    paths = [tmp_path / f"credentials{number}.{form}" for number in range(2)]
+    for path in paths:
+        if form == "h5ad":
+            shutil.copy(plain.path, path)
+        elif form == "zarr":
+            anndata.AnnData(counts(20, 9)).write_zarr(path)
+        else:
+            write_parquet(path, counts(20, 9), {})
+    addresses = [f"s3://data/{put(server, path)}" for path in paths]
+    secret = {"endpoint": server.url, "region": "us-east-1", "access_key_id": "AK", "secret_access_key": "TOP-SECRET"}
+    with gpuload.open_loader(addresses, obs="source_file", storage_options=secret) as loader:
+        found = loader.categories["source_file"]
+        assert [type(name) for name in found] == [str, str]
+        assert found.tolist() == addresses
+        assert b"TOP-SECRET" not in pickle.dumps(found)
 
 
 def test_query_string_distinguishes_files(bucket: str, plain: Stored, tmp_path: Path) -> None:
