@@ -38,7 +38,7 @@ class _Work(Workspace):
         table[parquet_pages.UNCOMPRESS] = codecs.snappy_address()
         return table
 
-    def codecs(self, spec: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    def addresses_for(self, spec: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the table of addresses, with those that a column's codec needs."""
         if spec[parquet_pages.CODEC] == parquet_pages.GZIP and not self._table[parquet_pages.GUNZIP]:
             self._table[parquet_pages.GUNZIP] = decoders.addresses_of("gzip", may_pair=False)[0]
@@ -89,7 +89,7 @@ def decode(stored: NDArray[np.uint8], spec: Sequence[int], nbytes: int, itemsize
             _work.memory("plain", n_plain * spec[parquet_pages.WIDTH] + SLACK),
             _work.memory("starts", n_rows, np.int64),
             _work.memory("dropped", n_rows, np.int64),
-            _work.codecs(spec),
+            _work.addresses_for(spec),
         )
     if code < 0:
         _raise(code)
@@ -130,7 +130,7 @@ def row_starts(
             _work.memory("front", native.FRONT + SLACK),
             _work.memory("stored", int(found[2]) + SLACK),
             _work.memory("whole", max(native.FRONT + SLACK, int(found[3]))),
-            _work.codecs(spec),
+            _work.addresses_for(spec),
         )
     _check_rows(code, int(found[0]), n_rows)
     return starts, int(found[1])
@@ -180,7 +180,7 @@ class RowFinder:
                 self._starts,
                 self._found,
                 _work.memory("whole", max(native.FRONT + SLACK, int(self._found[3]))),
-                _work.codecs(self._spec),
+                _work.addresses_for(self._spec),
             )
             if code == 0:
                 at += int(self._found[2])

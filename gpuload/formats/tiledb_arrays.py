@@ -236,7 +236,8 @@ class Array:
         calls = [self._reading(fragment, column) for column, fragment in pairs]
         pool = DaemonThreads(AT_A_TIME, "gpuload-tiledb")
         try:
-            read = pool.map(lambda call: call(), [call for own in calls for call in own])[::-1]
+            read = pool.map(lambda call: call(), [call for own in calls for call in own])
+            read.reverse()  # to be popped in order: each is let go once it is converted
         finally:
             pool.close()
         found: dict[str, list[Any]] = {column.name: [] for column in columns}
