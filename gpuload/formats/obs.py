@@ -56,10 +56,17 @@ def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
 
 
 def index_pieces(frame: Any, path: str, key: str) -> Iterator[NDArray[np.object_]]:
-    """Yield what `read_index` returns in pieces, in order, so that not all of it is in memory."""
+    """Yield what `read_index` returns in pieces, in order, so that not all of it is in memory.
+
+    It is all at once where a name is missing, and where the index is neither an array nor text with a mask.
+    """
     name = index_name(frame)
     stored: Any = frame[name] if hasattr(frame, "keys") and name is not None else None
     check_not_virtual(stored, f"{path}: /{key}/{name}")
+    if hasattr(stored, "keys") and stored.attrs.get("encoding-type") == "nullable-string-array":
+        values, mask = stored.get("values"), stored.get("mask")
+        if getattr(values, "shape", ()) == getattr(mask, "shape", None) and not mask[()].any():
+            stored = values
     if hasattr(stored, "asstr") and stored.ndim == 1:
         for start in range(0, len(stored), _PIECE):
             yield as_strings(stored[start : start + _PIECE])

@@ -292,7 +292,7 @@ def test_protein_names_unfit_for_a_mudata_are_refused(
     write_h5mu(tmp_path / "cite.h5mu", tables(cells), measured=N_TRAIN)
     with h5py.File(tmp_path / "cite.h5mu", "r+") as file:
         del file["mod/prot/var"]
-        write_elem(file, "mod/prot/var", pd.DataFrame(index=[*names, *PANEL[2:]]))
+        write_elem(file["mod/prot"], "var", pd.DataFrame(index=[*names, *PANEL[2:]]))
     code, _, err = run(tmp_path / "cite.h5mu", "--no-baselines")
     assert code == 1
     assert message in err
