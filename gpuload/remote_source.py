@@ -90,16 +90,10 @@ class _Errand:
 
 
 class Requests:
-    """Threads that request ranges from remotes.
+    """Threads that request ranges from remotes, at most `IN_FLIGHT` at once."""
 
-    Parameters
-    ----------
-    in_flight
-        Maximum concurrent requests.
-    """
-
-    def __init__(self, in_flight: int = IN_FLIGHT) -> None:
-        self._pool = DaemonThreads(in_flight, "gpuload-request")
+    def __init__(self) -> None:
+        self._pool = DaemonThreads(IN_FLIGHT, "gpuload-request")
         self._patience = Patience(at_least_s=OUTAGE_S)
         self._ended = threading.Event()
         self._lock = threading.Lock()

@@ -101,11 +101,6 @@ class Window:
         self._halved_at = 0.0
         self._changed = threading.Condition()
 
-    @property
-    def limit(self) -> float:
-        """Downloads currently allowed."""
-        return self._limit
-
     @contextmanager
     def slot(self, stop: threading.Event) -> Iterator[bool]:
         """Wait for a slot; False if it is time to stop."""

@@ -111,11 +111,6 @@ class FetcherProcess:
         self._heard_at: float
         self._start()
 
-    @property
-    def pid(self) -> int:
-        """The process's number."""
-        return self._process.pid
-
     def check(self) -> None:
         """Log the stacks of a hung process and kill it; restart a dead one.
 

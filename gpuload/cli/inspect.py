@@ -226,20 +226,27 @@ def obs_kinds(path: str, layer: str) -> dict[str, str]:
         with closing(open_store(path, layer=layer, obs=names)) as store:
             return {name: _kind(store.obs[name]) for name in names}
     except StoreError:
-        # One of them has an unsupported type: reading them one by one shows which.
-        return {name: _kind_of_one(path, layer, name) for name in names}
+        return _kinds_one_by_one(path, layer, names)
 
 
-def _kind_of_one(path: str, layer: str, name: str) -> str:
+def _kinds_one_by_one(path: str, layer: str, names: tuple[str, ...]) -> dict[str, str]:
+    """Return what `obs_kinds` does where one of the columns cannot be read, or is not in all data sets."""
     from gpuload.formats import open_store
+    from gpuload.formats.frames import columns_by_part
+    from gpuload.formats.recognise import expand
 
-    try:
-        with closing(open_store(path, layer=layer, obs=(name,))) as store:
-            return _kind(store.obs[name])
-    except StoreError as error:
-        if "obs has no column" in str(error):
-            return "in some of its data sets only"
-        return "cannot be delivered: not one category, text, number or boolean per cell"
+    parts = [set(known) for file in expand(path) for _, known in columns_by_part(file)]
+    kinds = {}
+    for name in names:
+        if not all(name in known for known in parts):
+            kinds[name] = "in some of its data sets only"
+            continue
+        try:
+            with closing(open_store(path, layer=layer, obs=(name,))) as store:
+                kinds[name] = _kind(store.obs[name])
+        except StoreError:
+            kinds[name] = "cannot be delivered: not one category, text, number or boolean per cell"
+    return kinds
 
 
 def _kind(column: ObsColumn) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from gpuload import packing
 from gpuload.cli import settings, text
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("storage")
     group.add_argument(
         "--codec",
-        choices=("lz4", "zstd", "none"),
+        choices=packing.CODECS,
         default="lz4",
         help="lz4 reads fastest, zstd is smallest (default: lz4)",
     )
@@ -70,12 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from gpuload.packing import pack
-
     text.say_of_compiling(is_quiet=args.quiet)
     start = time.perf_counter()
     with text.Progress(1.0, "packing", is_quiet=args.quiet, unit="s") as progress:
-        packed = pack(
+        packed = packing.pack(
             args.paths,
             args.target,
             layer=args.layer or "X",

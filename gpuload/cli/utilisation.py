@@ -55,8 +55,7 @@ class Utilisation:
         Of those that CUDA_VISIBLE_DEVICES lets this process see.
     """
 
-    def __init__(self, period_s: float = PERIOD_S) -> None:
-        self._period_s = period_s
+    def __init__(self) -> None:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._nvml: Any = None
@@ -85,7 +84,7 @@ class Utilisation:
             self._nvml.nvmlShutdown()
 
     def _ask(self, handles: list[Any]) -> None:
-        while not self._stop.wait(self._period_s):
+        while not self._stop.wait(PERIOD_S):
             for handle, gpu in zip(handles, self.gpus, strict=True):
                 try:
                     percent = float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)

@@ -342,7 +342,7 @@ def _kernel_matrix(engine: Engine, X: Any, gamma: float, alpha: float) -> Any:
     return K
 
 
-def cholesky(engine: Engine, A: Any, panel: int = PANEL) -> Any:
+def cholesky(engine: Engine, A: Any) -> Any:
     """Return the lower Cholesky factor of a positive matrix, computed in place, panel by panel.
 
     Only the lower half of A is read; above the diagonal the result is undefined, except for zeros inside the
@@ -354,7 +354,7 @@ def cholesky(engine: Engine, A: Any, panel: int = PANEL) -> Any:
         The matrix is not positive definite in its precision.
     """
     n = len(A)
-    for lo, hi in _panels(n, panel):
+    for lo, hi in _panels(n, PANEL):
         if lo:
             A[lo:, lo:hi] -= A[lo:, :lo] @ A[lo:hi, :lo].T
         try:
@@ -370,9 +370,9 @@ def cholesky(engine: Engine, A: Any, panel: int = PANEL) -> Any:
     return A
 
 
-def _solve(engine: Engine, lower: Any, right: Any, panel: int = PANEL) -> Any:
+def _solve(engine: Engine, lower: Any, right: Any) -> Any:
     """Return ``inv(L @ L.T) @ right``, panel by panel; entries above the diagonal panels of L are not read."""
-    panels = list(_panels(len(lower), panel))
+    panels = list(_panels(len(lower), PANEL))
     right = engine.xp.clone(right) if engine.name == "torch" else right.copy()
     for lo, hi in panels:
         if lo:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,7 +105,9 @@ def open_matrices(
         for name in modalities[1:]:
             cells = _of_modality(paths, name)
             add(f"modalities/{name}", cells, "X", (), None if isinstance(join, tuple) else join)
-            _check_cell_names((modalities[0], first, layers[0]), (name, cells, "X"))
+            _check_cell_names(
+                (modalities[0], first, layers[0], stores["X"]), (name, cells, "X", stores[f"modalities/{name}"])
+            )
         for store in stores.values():
             _check_cells(stores["X"], store)
         on_error.pop_all()
@@ -333,16 +336,17 @@ def _check_cells(first: Store, other: Store) -> None:
             )
 
 
-def _check_cell_names(first: tuple[str, Any, str], other: tuple[str, Any, str]) -> None:
-    """Refuse modalities whose cells are not in the same order; each is a name, cells as given, and a layer of them."""
+def _check_cell_names(first: tuple[str, Any, str, Store], other: tuple[str, Any, str, Store]) -> None:
+    """Refuse modalities whose cells are not in the same order; each is a name, cells as given, a layer and a store."""
     parts, parts_too = _parts(first[1]), _parts(other[1])
     if len(parts) != len(parts_too):
         raise StoreError(
             f"modality {other[0]!r} is in {len(parts_too)} files and {first[0]!r} in {len(parts)}; pass as many "
             "files of each, with the same cells in each pair."
         )
+    n_rows, n_rows_too = (dict(zip(store.paths, store.file_rows, strict=True)) for store in (first[3], other[3]))
     for one, two in zip(parts, parts_too, strict=True):
-        names, names_too = _own_names(one, first[0], first[2]), _own_names(two, other[0], other[2])
+        names, names_too = _own_names(one, first[0], first[2], n_rows), _own_names(two, other[0], other[2], n_rows_too)
         if names.size != names_too.size:
             found = f"modality {other[0]!r} has {names_too.size} cells but {first[0]!r} has {names.size}"
         elif (differing := np.flatnonzero(names != names_too)).size:
@@ -362,9 +366,9 @@ def _shown(part: Any, modality: str) -> str:
     return f"<AnnData {modality!r}>" if is_anndata(part) else str(part)
 
 
-def _own_names(part: Any, modality: str, layer: str) -> NDArray[np.object_]:
+def _own_names(part: Any, modality: str, layer: str, n_rows: Mapping[str, int]) -> NDArray[np.object_]:
     """Return the names of the cells of a part of a modality; refuse one that has none."""
-    names = _cell_names(part, layer)
+    names = _cell_names(part, layer, n_rows)
     if isinstance(names, int):
         raise StoreError(
             f"modality {modality!r}: its cells have no names, so they cannot be compared with those of the other "
@@ -373,12 +377,12 @@ def _own_names(part: Any, modality: str, layer: str) -> NDArray[np.object_]:
     return names
 
 
-def _cell_names(part: Any, layer: str) -> NDArray[np.object_] | int:
-    """Return the names of the cells of a part; their number if none are stored."""
+def _cell_names(part: Any, layer: str, n_rows: Mapping[str, int] = MappingProxyType({})) -> NDArray[np.object_] | int:
+    """Return the names of the cells of a part; their number if none are stored. `n_rows`: see `stored_cell_names`."""
     if is_anndata(part):
         return as_strings(part.obs_names)
     if isinstance(part, str):
         from gpuload.formats.frames import stored_cell_names
 
-        return stored_cell_names(part, layer)
+        return stored_cell_names(part, layer, n_rows)
     return open_memory(part, None, layer="X", obs=()).n_obs

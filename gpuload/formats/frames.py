@@ -7,6 +7,7 @@ categories, missing integers, names.
 from __future__ import annotations
 
 import os
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from gpuload.formats.recognise import anndata_groups, file_of, is_soma, obs_colu
 from gpuload.store import check_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -54,18 +55,24 @@ def cell_name_pieces(path: str, layer: str) -> Iterator[NDArray[np.object_]]:
         yield names
 
 
-def stored_cell_names(path: str, layer: str) -> NDArray[np.object_] | int:
+def stored_cell_names(
+    path: str, layer: str, n_rows: Mapping[str, int] = MappingProxyType({})
+) -> NDArray[np.object_] | int:
     """Return the index of obs, or, in a format without one, a column ``"barcode"`` (10x), or the number of cells.
 
     The names of the cells of a matrix are strings, (n_obs,) object; raise CorruptDataError if it has not as many rows.
+    `n_rows` are the rows of matrices that are open, by their paths in their store; those of others are looked up.
     """
     if is_soma(path):
         return soma.cell_names(file_of(path))
     with anndata_groups(path) as groups:
         if _have_obs(groups, path):
             parts = [read_index(group["obs"], path, "obs") for group in groups]
-            for group, part in zip(groups, parts, strict=True):
-                _check_length(part.size, group, path, layer, _INDEX, 0)
+            for name, group, part in zip(_paths_of(groups, path), groups, parts, strict=True):
+                if name in n_rows:
+                    check_length(f"{path}: {_INDEX}", part.size, n_rows[name], "cells")
+                else:
+                    _check_length(part.size, group, path, layer, _INDEX, 0)
             return np.concatenate(parts)
     named = [name for name in obs_columns(path) if name == "barcode"]
     store = _opened(path, layer, named)
@@ -89,6 +96,11 @@ def _check_length(n: int, group: Any, path: str, layer: str, where: str, axis: i
         check_length(f"{path}: {where}", n, shape[axis], ("cells", "genes")[axis])
 
 
+def _paths_of(groups: Sequence[Any], path: str) -> list[str]:
+    """Return the paths of the AnnData of a file, as its store has them."""
+    return [os.path.join(path, group.name.strip("/")) for group in groups] if len(groups) > 1 else [path]
+
+
 def _n_values(values: Any) -> int:
     return int(values.shape[0]) if values.ndim else 1
 
@@ -97,9 +109,8 @@ def columns_by_part(path: str) -> list[tuple[str, list[str]]]:
     """Return the columns of obs of each data set of a collection, after its name; of anything else, of the whole."""
     with anndata_groups(path) as groups:
         if len(groups) > 1:
-            names = [os.path.join(path, group.name.strip("/")) for group in groups]
             frames = [member(group, "obs", path) for group in groups]
-            return [(name, column_names(frame)) for name, frame in zip(names, frames, strict=True)]
+            return [(name, column_names(frame)) for name, frame in zip(_paths_of(groups, path), frames, strict=True)]
     return [(path, obs_columns(path))]
 
 

@@ -100,8 +100,7 @@ def name_in(root: Any, key: str) -> str:
 def shape_of(root: Any, layer: str, path: str) -> tuple[int, ...]:
     """Return the shape of a matrix without opening it, CSC or not; empty if it is of no form that can be opened."""
     node = root[keys_of(root, layer, path)[0]]
-    shape = node.shape if hasattr(node, "shape") else _sparse(node)[2]
-    return () if shape is None else tuple(map(int, shape))
+    return tuple(map(int, node.shape)) if hasattr(node, "shape") else _sparse(node)[2] or ()
 
 
 def keys_of(file: Any, layer: str, path: str) -> tuple[str, str]:
@@ -179,7 +178,7 @@ def _open_matrix(file: Any, key: str, path: str, access: Access) -> Matrix:
         raise StoreError(
             f"{path}: /{key} is neither a dense nor a CSR matrix; rewrite the file with anndata's {access.writer}."
         )
-    return access.csr(node, int(shape[0]), int(shape[1]))
+    return access.csr(node, *shape)
 
 
 def _packing(path: str, key: str) -> str:
@@ -199,10 +198,20 @@ def read_by_columns(root: Any, path: str, layer: str, access: Access) -> CsrMatr
     if access.is_array(node):
         return None
     _, kind, shape = _sparse(node)
-    return access.csr(node, int(shape[1]), int(shape[0])) if kind == "csc" and shape is not None else None
+    return access.csr(node, shape[1], shape[0]) if kind == "csc" and shape is not None else None
 
 
-def _sparse(node: Any) -> tuple[str, str | None, Any]:
+def _sparse(node: Any) -> tuple[str, str | None, tuple[int, int] | None]:
     """Return a group's encoding, ``"csr"`` or ``"csc"`` if it is sparse, and its shape."""
     encoding = as_text(node.attrs.get("encoding-type", node.attrs.get("h5sparse_format", "")))
-    return encoding, _SPARSE.get(encoding), node.attrs.get("shape", node.attrs.get("h5sparse_shape"))
+    shape = node.attrs.get("shape", node.attrs.get("h5sparse_shape"))
+    return encoding, _SPARSE.get(encoding), None if shape is None else _two(shape)
+
+
+def _two(shape: Any) -> tuple[int, int] | None:
+    """Return a shape as numbers of rows and columns; None if it is no such thing."""
+    try:
+        rows, columns = map(int, shape)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return rows, columns

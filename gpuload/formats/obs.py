@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line
-from gpuload.formats.arrays import as_strings, as_text, check_not_virtual, no_column
+from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line, shown
+from gpuload.formats.arrays import as_strings, as_text, check_not_virtual, member, no_column
 from gpuload.sampling.classes import factorize
 from gpuload.store import ObsColumn, check_whole
 
@@ -34,6 +34,9 @@ def column_names(frame: Any) -> list[str]:
         return []
     order = frame.attrs.get("column-order") if hasattr(frame, "keys") else None
     if order is not None:
+        order = [order] if isinstance(order, (str, bytes)) else order
+        if not hasattr(order, "__len__") or not all(isinstance(name, (str, bytes)) for name in order):
+            raise ValueError(f"the column-order of {frame.name} is {shown(order)}; expected names")
         return [as_text(name) for name in order]  # the index too, if it is also a column
     names = [k for k in frame if k != "__categories"] if hasattr(frame, "keys") else list(frame.dtype.names or ())
     return [name for name in names if name != index_name(frame)]
@@ -42,9 +45,9 @@ def column_names(frame: Any) -> list[str]:
 def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
     """Return the index of a stored data frame as strings, shape (n,) object."""
     name = index_name(frame)
-    if name is None:
+    stored = None if name is None else member(frame, name, path) if hasattr(frame, "keys") else frame[name]
+    if stored is None:
         raise StoreError(f"{path}: /{key} has no index; rewrite the file with anndata's write_h5ad.")
-    stored = frame[name]
     check_not_virtual(stored, f"{path}: /{key}/{name}")
     if getattr(stored, "ndim", 1) != 1:
         raise StoreError(
@@ -61,7 +64,7 @@ def index_pieces(frame: Any, path: str, key: str) -> Iterator[NDArray[np.object_
     It is all at once where a name is missing, and where the index is neither an array nor text with a mask.
     """
     name = index_name(frame)
-    stored: Any = frame[name] if hasattr(frame, "keys") and name is not None else None
+    stored: Any = member(frame, name, path) if hasattr(frame, "keys") and name is not None else None
     check_not_virtual(stored, f"{path}: /{key}/{name}")
     if hasattr(stored, "keys") and stored.attrs.get("encoding-type") == "nullable-string-array":
         values, mask = stored.get("values"), stored.get("mask")

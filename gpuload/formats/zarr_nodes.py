@@ -329,11 +329,11 @@ def open_node(tree: Tree, key: str) -> Group | Array | None:
     where = f"{tree.name}: /{key}"
     meta = _read_json(tree, f"{prefix}zarr.json")
     if meta is not None:
-        attrs = meta.get("attributes") or {}
-        if meta.get("node_type") == "array":
-            return Array(tree, key, attrs, parse_v3(meta, where))
-        if meta.get("node_type") != "group" or not isinstance(attrs, dict):
+        attrs = {} if meta.get("attributes") is None else meta["attributes"]
+        if meta.get("node_type") not in ("group", "array") or not isinstance(attrs, dict):
             raise CorruptDataError(f"{where}: its zarr.json describes neither a group nor an array. Restore the store.")
+        if meta["node_type"] == "array":
+            return Array(tree, key, attrs, parse_v3(meta, where))
         return Group(tree, key, attrs)
     attrs = _read_json(tree, f"{prefix}.zattrs") or {}
     meta = _read_json(tree, f"{prefix}.zarray")

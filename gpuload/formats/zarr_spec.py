@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 import re
 from base64 import b64decode
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from gpuload.errors import CorruptDataError, StoreError, first_line
+from gpuload.errors import CorruptDataError, StoreError, first_line, shown
 from gpuload.layout import Filter
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ _KEYS_V3 = {
 """Keys of an array's metadata. Any other is an extension, and must be understood unless it says otherwise."""
 
 _FLOATS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+_KINDS: dict[type[Any], str] = {str: "text", list: "list", dict: "object"}
 _TEXT = {"vlen-utf8": "utf8", "vlen-bytes": "bytes", "string": "utf8", "variable_length_bytes": "bytes"}
 
 
@@ -109,15 +110,17 @@ def parse_v2(meta: dict[str, Any], where: str) -> Spec:
         if meta["zarr_format"] != 2:
             _refuse(where, f"is of zarr format {meta['zarr_format']!r}", "only 2 and 3 can be read")
         shape, chunks = _sizes(meta["shape"]), _sizes(meta["chunks"])
-        steps = [*(meta.get("filters") or ()), *([meta["compressor"]] if meta.get("compressor") else [])]
-        text = _TEXT.get(steps[0]["id"], "") if steps and meta["dtype"] == "|O" else ""
-        dtype = np.dtype(meta["dtype"] if isinstance(meta["dtype"], str) else "V")
+        entries = [] if meta.get("filters") is None else _get(meta, "filters", list)
+        entries = entries if meta.get("compressor") is None else [*entries, meta["compressor"]]
+        steps = [(_get(entry, "id", str), entry) for entry in entries]
+        text = _TEXT.get(steps[0][0], "") if steps and meta["dtype"] == "|O" else ""
+        dtype = _v2_dtype(meta["dtype"])
         if dtype.kind == "O" and not text:
             _refuse(where, "holds Python objects", "rewrite it with anndata's write_zarr")
         if dtype.kind not in "biufOSU":
             _refuse(where, f"has dtype {meta['dtype']!r}", "only numbers, booleans and strings can be read")
         _check_order(where, dtype.byteorder != ">", meta["order"] == "C" or sum(n > 1 for n in chunks) < 2)
-        filters = tuple(_filter(step["id"], step, where) for step in (steps[1:] if text else steps))
+        filters = tuple(_filter(name, entry, where) for name, entry in (steps[1:] if text else steps))
         fill_value = _fill_value(meta.get("fill_value"), dtype)
         separator = meta.get("dimension_separator", ".")
         return _checked(Spec(shape, chunks, None, dtype, text, filters, fill_value, "", separator), where)
@@ -133,18 +136,18 @@ def parse_v3(meta: dict[str, Any], where: str) -> Spec:
         for name in meta.keys() - _KEYS_V3:
             if not (isinstance(meta[name], dict) and meta[name].get("must_understand") is False):
                 _refuse(where, f"has an extension {name!r}", "rewrite it without that")
-        grid, ((encoding, options),) = meta["chunk_grid"], _steps([meta["chunk_key_encoding"]])
-        if grid["name"] != "regular":
-            _refuse(where, f"has a chunk grid {grid['name']!r}", "rewrite it with chunks of one shape")
+        (grid, layout), (encoding, options) = _named(meta["chunk_grid"]), _named(meta["chunk_key_encoding"])
+        if grid != "regular":
+            _refuse(where, f"has a chunk grid {grid!r}", "rewrite it with chunks of one shape")
         dtype, text = _v3_dtype(meta["data_type"], where)
-        chunks, shards, index = _sizes(grid["configuration"]["chunk_shape"]), None, {}
-        steps = _without_transpose(_steps(meta["codecs"]), where)
+        chunks, shards, index = _sizes(layout["chunk_shape"]), None, {}
+        steps = _without_transpose(_steps(meta, "codecs"), where)
         if steps and steps[0][0] == "sharding_indexed":
             if len(steps) > 1:
                 _refuse(where, f"encodes whole shards with {steps[1][0]!r}", "rewrite it with that inside the shards")
             configuration = steps[0][1]
             shards, chunks = chunks, _sizes(configuration["chunk_shape"])
-            steps = _without_transpose(_steps(configuration["codecs"]), where)
+            steps = _without_transpose(_steps(configuration, "codecs"), where)
             index = _shard_index(configuration, where)
         filters = _v3_filters(steps, dtype, text, where)
         if encoding not in ("default", "v2"):
@@ -164,7 +167,7 @@ def _parsing(where: str) -> Iterator[None]:
         yield
     except (StoreError, CorruptDataError):  # both are ValueErrors
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (KeyError, ValueError) as error:
         words = f"there is no {error}" if isinstance(error, KeyError) else first_line(error)
         raise CorruptDataError(
             f"{where}: its metadata is invalid ({words}). Restore the store from its source."
@@ -188,22 +191,45 @@ def _sizes(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _steps(entries: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return name and configuration of codecs, or of encodings of keys; format 3 allows the name alone."""
-    each: list[dict[str, Any]] = [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
-    return [(entry["name"], entry.get("configuration") or {}) for entry in each]
+def _size(nbytes: Any) -> int:
+    (size,) = _sizes([nbytes])
+    if not 1 <= size <= MAX_NBYTES:
+        raise ValueError(f"{size} bytes are not the size of an element")
+    return size
+
+
+def _get(of: Any, key: str, kind: type[Any]) -> Any:
+    """Return a required value of a JSON object, which must be text, a list or an object."""
+    if not isinstance(of, dict):
+        raise ValueError(f"{shown(of)} is no object with {key!r}")  # noqa: TRY004 - wrong is what the file says
+    if not isinstance(of[key], kind):
+        raise ValueError(f"its {key!r} is {shown(of[key])}, which is no {_KINDS[kind]}")  # noqa: TRY004 - likewise
+    return of[key]
+
+
+def _named(entry: Any) -> tuple[str, dict[str, Any]]:
+    """Return name and configuration of a codec, a data type, a grid or an encoding of keys; the name may be alone."""
+    if isinstance(entry, str):
+        return entry, {}
+    name = _get(entry, "name", str)
+    return name, {} if entry.get("configuration") is None else _get(entry, "configuration", dict)
+
+
+def _steps(of: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
+    return [_named(entry) for entry in _get(of, key, list)]
 
 
 def _without_transpose(steps: list[tuple[str, Any]], where: str) -> list[tuple[str, Any]]:
     while steps and steps[0][0] == "transpose":
         order = steps[0][1].get("order")
-        _check_order(where, is_little=True, is_c=order == "C" or order == list(range(len(order))))
+        is_c = order == "C" or (isinstance(order, list) and order == list(range(len(order))))
+        _check_order(where, is_little=True, is_c=is_c)
         steps = steps[1:]
     return steps
 
 
 def _shard_index(configuration: dict[str, Any], where: str) -> dict[str, bool]:
-    steps = _steps(configuration["index_codecs"])
+    steps = _steps(configuration, "index_codecs")
     kinds = [name for name, _ in steps]
     if kinds not in (["bytes"], ["bytes", "crc32c"]):
         _refuse(where, f"encodes the index of its shards by {' + '.join(kinds)}", "rewrite it with the default")
@@ -214,18 +240,25 @@ def _shard_index(configuration: dict[str, Any], where: str) -> dict[str, bool]:
     return {"index_is_first": location == "start", "index_has_crc": "crc32c" in kinds}
 
 
-def _v3_dtype(name: Any, where: str) -> tuple[np.dtype[Any], str]:
+def _v2_dtype(name: Any) -> np.dtype[Any]:
+    """Return the dtype; a void one, which has no values, if it is of fields or NumPy does not know it."""
+    try:
+        return np.dtype(name if isinstance(name, str) else "V")
+    except (TypeError, ValueError):
+        return np.dtype("V")
+
+
+def _v3_dtype(data_type: Any, where: str) -> tuple[np.dtype[Any], str]:
     """Return the dtype and, for variable-length strings, their kind."""
-    configuration = name.get("configuration") or {} if isinstance(name, dict) else {}
-    name = name["name"] if isinstance(name, dict) else name
+    name, configuration = _named(data_type)
     if name in _NUMBERS:
         return np.dtype(name), ""
     if name in ("string", "variable_length_bytes"):
         return np.dtype(object), _TEXT[name]
     if name == "fixed_length_utf32":
-        return np.dtype(f"<U{int(configuration['length_bytes']) // 4}"), ""
+        return np.dtype(f"<U{_size(configuration['length_bytes']) // 4}"), ""
     if name == "null_terminated_bytes":
-        return np.dtype(f"S{int(configuration['length_bytes'])}"), ""
+        return np.dtype(f"S{_size(configuration['length_bytes'])}"), ""
     _refuse(where, f"has data type {name!r}", "only numbers, booleans and strings can be read")
 
 
@@ -245,24 +278,31 @@ def _v3_filters(steps: list[tuple[str, Any]], dtype: np.dtype[Any], text: str, w
 def _filter(name: str, configuration: dict[str, Any], where: str) -> Filter:
     if name not in _FILTERS or configuration.get("location", "end") != "end":
         _refuse(where, f"is encoded with {name!r}", f"codecs that can be read are {', '.join(_FILTERS)}")
-    return Filter(_FILTERS[name], (int(configuration.get("elementsize", 4)),) if name == "shuffle" else ())
+    return Filter(_FILTERS[name], (_size(configuration.get("elementsize", 4)),) if name == "shuffle" else ())
 
 
 def _fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
     if dtype.kind in "OSU":
         text = value if isinstance(value, str) else ""
-        return b64decode(text) if dtype.kind == "S" else text
+        return _decoded(text) if dtype.kind == "S" else text
     if value is None:
         return 0
     if isinstance(value, str) and dtype.kind == "f":
         if re.fullmatch(f"0x[0-9a-fA-F]{{{2 * dtype.itemsize}}}", value):
             return np.array(int(value, 16), dtype=f"<u{dtype.itemsize}").view(dtype)[()]
         value = _FLOATS.get(value, value)
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"), suppress(OverflowError):
         found = np.array(value).astype(dtype) if isinstance(value, (bool, int, float)) else None
-    if found is None or (dtype.kind != "f" and found != value):
-        raise ValueError(f"its fill_value {value!r} is no {dtype}")
-    return found[()]
+        if found is not None and (dtype.kind == "f" or found == value):
+            return found[()]
+    raise ValueError(f"its fill_value {shown(value)} is no {dtype}")
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return b64decode(text)
+    except ValueError:
+        raise ValueError(f"its fill_value {shown(text)} is no base64") from None
 
 
 def _checked(spec: Spec, where: str) -> Spec:

@@ -13,13 +13,14 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
 import gpuload
 from gpuload.backends.cuda import nvcomp
-from gpuload.backends.cuda.nvcomp import C_NAMES, Alignments, Nvcomp, Options, Properties
+from gpuload.backends.cuda.nvcomp import C_NAMES, Nvcomp, Options, Properties
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +31,18 @@ DECODE = ("in_ptrs", "in_nbytes", "out_capacity", "out_nbytes", "out_ptrs", "sta
 """Parameters of `Nvcomp.decode` between the algorithm and the stream."""
 
 GPU_PRESENT = Path("/dev/nvidiactl").exists()
+
+
+class Alignments(ctypes.Structure):
+    """``nvcompAlignmentRequirements_t``: in bytes, of a compressed chunk, of its output, of the temporary memory."""
+
+    _fields_ = (("input", ctypes.c_size_t), ("output", ctypes.c_size_t), ("temp", ctypes.c_size_t))
+
+
+def opened(path: Path) -> Nvcomp:
+    """Return the binding over a file, as if that were of the installed package."""
+    with mock.patch.object(nvcomp, "_installed", return_value=[str(path)]):
+        return Nvcomp()
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +127,6 @@ nvcompStatus_t nvcompGetProperties(nvcompProperties_t *p) {
   NOTE(o); KEEP(n); KEEP(max); KEEP(total); *temp = 12345678901; return answer; }
 #endif
 #define ALGORITHM(A) TEMP_SIZE(A) \\
-nvcompStatus_t nvcompBatched##A##DecompressGetRequiredAlignments( \\
-    nvcompBatched##A##DecompressOpts_t o, nvcompAlignmentRequirements_t *found) { \\
-  NOTE(o); found->input = 2; found->output = 3; found->temp = 5; return answer; } \\
 nvcompStatus_t nvcompBatched##A##DecompressAsync( \\
     const void *const *in_ptrs, const size_t *in_nbytes, const size_t *out_capacity, size_t *out_nbytes, size_t n, \\
     void *const temp_ptr, size_t temp_nbytes, void *const *out_ptrs, nvcompBatched##A##DecompressOpts_t o, \\
@@ -142,8 +152,8 @@ class Record(ctypes.Structure):
 class Recorder:
     """The binding over a recording library of some version, and its last call."""
 
-    def __init__(self, path: Path, **settings: Any) -> None:
-        self.nvcomp = Nvcomp(path=str(path), **settings)
+    def __init__(self, path: Path) -> None:
+        self.nvcomp = opened(path)
         self._raw = ctypes.CDLL(str(path))
         self._last = Record.in_dll(self._raw, "last")
         self.answer(0)
@@ -196,21 +206,14 @@ def test_every_status_of_the_header_is_known(headers: Path) -> None:
     assert found == nvcomp.STATUSES
 
 
-@pytest.mark.parametrize("backend", nvcomp.BACKENDS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("version", [5100, 5300, 6000])
-def test_every_argument_arrives_where_it_belongs(
-    compiled: Callable[[int], Path], version: int, algorithm: str, backend: str
-) -> None:
-    recorder = Recorder(compiled(version), backend=backend)
+def test_every_argument_arrives_where_it_belongs(compiled: Callable[[int], Path], version: int, algorithm: str) -> None:
+    recorder = Recorder(compiled(version))
     library, prefix = recorder.nvcomp, f"nvcompBatched{C_NAMES[algorithm]}Decompress"
-    # Blackwell's decompression engine accepts damaged lz4 as intact: the CUDA kernels are the default.
-    chosen = "cuda" if (algorithm, backend) == ("lz4", "default") else backend
-    options = bytes(Options(nvcomp.BACKENDS[chosen]))
+    # Blackwell's decompression engine accepts damaged lz4 as intact, so CUDA kernels decode it.
+    options = bytes(Options(2 if algorithm == "lz4" else 0))
     assert library.version == f"{version // 1000}.{version // 100 % 10}.0"
-
-    assert library.alignment(algorithm) == (2, 3, 5)
-    assert recorder.call() == (f"{prefix}GetRequiredAlignments", [], options)
 
     sizes, stream = [(1 << 40) + k for k in range(3)], (1 << 45) + 7
     assert library.temp_nbytes(algorithm, *sizes, stream=stream) == 12_345_678_901
@@ -226,32 +229,28 @@ def test_every_argument_arrives_where_it_belongs(
 
 def test_nothing_is_enqueued_without_chunks(compiled: Callable[[int], Path]) -> None:
     recorder = Recorder(compiled(5300))
-    recorder.nvcomp.alignment("zstd")
+    recorder.nvcomp.temp_nbytes("zstd", 1, 1, 1)
     recorder.answer(1000)
     recorder.nvcomp.decode("lz4", *[0] * len(DECODE), 0)
-    assert recorder.call()[0] == "nvcompBatchedZstdDecompressGetRequiredAlignments"
+    assert recorder.call()[0] == "nvcompBatchedZstdDecompressGetTempSizeAsync"
 
 
 @pytest.mark.parametrize(
-    ("status", "backend", "parts"),
+    ("status", "parts"),
     [
-        (10, "default", ["nvcompErrorInvalidValue (10)", "use device='cpu'"]),
-        (10, "hardware", ["use the default backend instead of 'hardware'"]),
-        (11, "cuda", ["nvcompErrorNotSupported (11)", "use the default backend instead of 'cuda'"]),
-        (18, "default", ["nvcompErrorChunkSizeTooLarge (18)", "smaller chunks"]),
-        (1000, "hardware", ["nvcompErrorCudaError (1000)", "nvidia-smi", "CUDA 13 ", "use device='cpu'"]),
-        (777, "default", ["an unknown status (777)", "use device='cpu'"]),
+        (10, ["nvcompErrorInvalidValue (10)", "use device='cpu'"]),
+        (11, ["nvcompErrorNotSupported (11)", "use device='cpu'"]),
+        (18, ["nvcompErrorChunkSizeTooLarge (18)", "smaller chunks"]),
+        (1000, ["nvcompErrorCudaError (1000)", "nvidia-smi", "CUDA 13 ", "use device='cpu'"]),
+        (777, ["an unknown status (777)", "use device='cpu'"]),
     ],
 )
-def test_a_refusal_is_one_sentence(
-    compiled: Callable[[int], Path], status: int, backend: str, parts: list[str]
-) -> None:
-    recorder = Recorder(compiled(5300), backend=backend)
+def test_a_refusal_is_one_sentence(compiled: Callable[[int], Path], status: int, parts: list[str]) -> None:
+    recorder = Recorder(compiled(5300))
     recorder.answer(status)
     calls: list[tuple[str, Callable[[], object]]] = [
         ("DecompressAsync", lambda: recorder.nvcomp.decode("gzip", *[16] * (len(DECODE) - 1), 3, 0)),
         ("DecompressGetTempSizeAsync", lambda: recorder.nvcomp.temp_nbytes("gzip", 3, 10, 30)),
-        ("DecompressGetRequiredAlignments", lambda: recorder.nvcomp.alignment("gzip")),
     ]
     for name, call in calls:
         with pytest.raises(gpuload.DeviceError) as caught:
@@ -260,8 +259,7 @@ def test_a_refusal_is_one_sentence(
         assert text.startswith(f"nvCOMP's nvcompBatchedGzip{name} refused ")
         assert text.endswith(".")
         assert "\n" not in text
-        assert ("3 chunks" in text) == (name != "DecompressGetRequiredAlignments")
-        for part in parts:
+        for part in ["3 chunks", *parts]:
             assert part in text
 
 
@@ -272,7 +270,7 @@ def test_a_refusal_is_one_sentence(
 def test_unsupported_version_is_refused(compiled: Callable[[int], Path], version: int) -> None:
     path = compiled(version)
     with pytest.raises(gpuload.DeviceError) as caught:
-        Nvcomp(path=str(path))
+        opened(path)
     name = f"{version // 1000}.{version // 100 % 10}.{version % 100}"
     for part in (str(path), f"nvCOMP {name}", "versions 5 and 6", "pip install 'gpuload[cuda13]'"):
         assert part in str(caught.value)
@@ -283,7 +281,7 @@ def test_a_library_that_is_not_nvcomp_is_refused(compiler: str, tmp_path: Path) 
     code.write_text("int nothing(void) { return 0; }")
     subprocess.run([compiler, "-shared", "-fPIC", str(code), "-o", str(path)], check=True, timeout=60)
     with pytest.raises(gpuload.DeviceError, match="has no function nvcompGetProperties"):
-        Nvcomp(path=str(path))
+        opened(path)
 
 
 def test_file_that_is_not_a_library_is_refused(tmp_path: Path) -> None:
@@ -292,7 +290,7 @@ def test_file_that_is_not_a_library_is_refused(tmp_path: Path) -> None:
         if content is not None:
             path.write_bytes(content)
         with pytest.raises(gpuload.DeviceError, match="cannot be loaded") as caught:
-            Nvcomp(path=str(path))
+            opened(path)
         assert str(path) in str(caught.value)
         assert "pip install" in str(caught.value)
 
@@ -316,18 +314,11 @@ def test_system_library_is_used_without_the_package(
             assert Nvcomp().version == "6.0.0"
 
 
-@pytest.mark.parametrize("backend", ["gpu", "", None, "CUDA"])
-def test_an_unknown_backend_is_refused(backend: Any) -> None:
-    with pytest.raises(gpuload.PlanError, match="expected one of 'default', 'hardware', 'cuda'"):
-        Nvcomp(backend=backend)
-
-
 # --- the real library, on the host
 
 
 def test_an_unknown_algorithm_is_refused(library: Nvcomp) -> None:
     calls: list[Callable[[], object]] = [
-        lambda: library.alignment("bzip2"),
         lambda: library.temp_nbytes("bzip2", 1, 1, 1),
         lambda: library.decode("bzip2", *[0] * len(DECODE), 0),
     ]
@@ -342,17 +333,20 @@ def test_library_reports_its_version(library: Nvcomp) -> None:
     assert Path(library.path).name.startswith("libnvcomp.so")
 
 
-@pytest.mark.parametrize("backend", ["default", "cuda"])
 @pytest.mark.parametrize(
     ("algorithm", "alignment"),
     [("deflate", (4, 1, 1)), ("gzip", (1, 1, 1)), ("zstd", (1, 1, 8)), ("lz4", (1, 1, 1)), ("snappy", (1, 1, 1))],
 )
 def test_alignments_are_those_the_backend_relies_on(
-    library: Nvcomp, algorithm: str, alignment: tuple[int, int, int], backend: str
+    library: Nvcomp, algorithm: str, alignment: tuple[int, int, int]
 ) -> None:
-    found = Nvcomp(backend=backend).alignment(algorithm)
-    assert found == alignment
-    assert all(16 % nbytes == 0 for nbytes in found)  # slots of 16 bytes fit them all
+    function = ctypes.CDLL(library.path)[f"nvcompBatched{C_NAMES[algorithm]}DecompressGetRequiredAlignments"]
+    function.argtypes = (Options, ctypes.POINTER(Alignments))
+    for options in (Options(number) for number in nvcomp.BACKENDS.values()):
+        found = Alignments()
+        assert function(options, ctypes.byref(found)) == 0
+        assert (found.input, found.output, found.temp) == alignment
+    assert all(16 % nbytes == 0 for nbytes in alignment)  # slots of 16 bytes fit them all
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -373,14 +367,6 @@ def test_oversized_chunk_is_refused_before_any_work(library: Nvcomp) -> None:
             library.temp_nbytes(algorithm, 1, 1 << 32, 1 << 32)
 
 
-def test_the_hardware_does_not_decode_zstd(library: Nvcomp) -> None:
-    hardware = Nvcomp(backend="hardware")
-    assert hardware.alignment("deflate") == (4, 1, 1)
-    with pytest.raises(gpuload.DeviceError, match="use the default backend instead of 'hardware'"):
-        hardware.alignment("zstd")
-
-
-@pytest.mark.parametrize("backend", ["default", "cuda"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(
     ("address", "n", "reason"),
@@ -395,14 +381,14 @@ def test_the_hardware_does_not_decode_zstd(library: Nvcomp) -> None:
     ],
 )
 def test_invalid_call_raises_and_does_not_crash(
-    library: Nvcomp, algorithm: str, address: int, n: int, reason: str, backend: str
+    library: Nvcomp, algorithm: str, address: int, n: int, reason: str
 ) -> None:
     code = (
         "from gpuload.backends.cuda.nvcomp import Nvcomp\n"
         "from gpuload import DeviceError\n"
         f"a = {address}\n"
         "try:\n"
-        f"    Nvcomp(backend={backend!r}).decode({algorithm!r}, a, a, a, a, a, a, a, 1 << 20, {n}, 0)\n"
+        f"    Nvcomp().decode({algorithm!r}, a, a, a, a, a, a, a, 1 << 20, {n}, 0)\n"
         "except DeviceError as error:\n"
         f"    assert {reason!r} in str(error), error\n"
         "else:\n"

@@ -320,13 +320,36 @@ def test_inspect_marks_unsupported_obs_columns(run, tmp_path):
     writers.write_plain(path)
     with h5py.File(path, "r+") as file:
         del file["obs/depth"]
-        file["obs/depth"] = np.zeros((writers.N_OBS, 2), dtype=[("a", "f4")])
-        file["obs/depth"].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+        names = "depth", "obs has no column"  # which is what the error of a missing one says
+        for name in names:
+            file["obs"][name] = np.zeros((writers.N_OBS, 2), dtype=[("a", "f4")])
+            file["obs"][name].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+        file["obs"].attrs["column-order"] = [*file["obs"].attrs["column-order"], names[1]]
     code, out, _ = run("inspect", path, "--json")
     kinds = json.loads(out)["obs"]
     assert code == 0
-    assert kinds["depth"].startswith("cannot be delivered")
+    assert all(kinds[name].startswith("cannot be delivered") for name in names)
     assert kinds["n_counts"] == "int32"
+
+
+def test_inspect_marks_obs_columns_of_some_data_sets_only(run, tmp_path):
+    pytest.importorskip("zarr", minversion="3.0")
+    from tests import zarr_writers
+
+    path = tmp_path / "collection.zarr"
+    zarr_writers.collection(path, 2)
+    frame = path / "dataset_1/obs/zarr.json"
+    meta = json.loads(frame.read_text())
+    meta["attributes"]["column-order"].remove("depth")
+    frame.write_text(json.dumps(meta))
+    obs = zarr_writers.zarr.open_group(str(path), mode="r+")["dataset_0/obs"]
+    zarr_writers.add_array(obs, "n_counts", np.zeros((20, 2)), overwrite=True)
+    code, out, _ = run("inspect", path, "--json")
+    kinds = json.loads(out)["obs"]
+    assert code == 0
+    assert kinds["depth"] == "in some of its data sets only"
+    assert kinds["n_counts"].startswith("cannot be delivered: not one category")
+    assert kinds["depth32"] == "float32"
 
 
 # --- bench ---

@@ -205,6 +205,34 @@ def test_modalities_in_a_different_order_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_modalities_with_too_few_names_are_refused(tmp_path: Path) -> None:
+    """Though both have as many: the names that are there may be of other cells."""
+    paths = {name: write(tmp_path / name, [cells])[0] for name, cells in pair().items()}
+    for path in paths.values():
+        with h5py.File(path, "r+") as file:
+            names, attributes = file["obs/_index"][:20], dict(file["obs/_index"].attrs)
+            del file["obs/_index"]
+            file["obs/_index"] = names
+            file["obs/_index"].attrs.update(attributes)
+    assert refusal(paths, gpuload.CorruptDataError) == (
+        f"{paths['rna']}: the index of obs has 20 entries but the matrix has 23 cells; rewrite the file."
+    )
+
+
+@pytest.mark.usefixtures("zarr_store")
+def test_modalities_with_too_few_names_in_a_collection_are_refused(tmp_path: Path) -> None:
+    from tests import zarr_writers
+
+    paths = {name: tmp_path / f"{name}.zarr" for name in ("rna", "prot")}
+    for path in paths.values():
+        zarr_writers.collection(path, 2)
+        frame = zarr_writers.zarr.open_group(str(path), mode="r+")["dataset_1/obs"]
+        frame[frame.attrs["_index"]].resize((20,))
+    assert refusal(paths, gpuload.CorruptDataError) == (
+        f"{paths['rna']}: the index of obs has 20 entries but the matrix has 21 cells; rewrite the file."
+    )
+
+
 def test_modalities_need_the_same_number_of_files(tmp_path: Path) -> None:
     cells = pair()
     paths = {"rna": write(tmp_path, [cells["rna"][:9], cells["rna"][9:]]), "prot": cells["prot"]}

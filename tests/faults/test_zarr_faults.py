@@ -6,8 +6,10 @@ import errno
 import json
 import os
 import shutil
+import traceback
 import warnings
 import zipfile
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -20,13 +22,15 @@ zarr = pytest.importorskip("zarr", minversion="3.0")
 import zarr.codecs as zc  # noqa: E402
 
 import gpuload  # noqa: E402
+from gpuload.formats import open_store  # noqa: E402
+from gpuload.formats.zarr_spec import parse_v2, parse_v3  # noqa: E402
 from tests import zarr_writers as writers  # noqa: E402
 from tests.faults.test_refusals import assert_refused, assert_says  # noqa: E402
 from tests.writers import N_OBS, N_VARS, counts  # noqa: E402
 from tests.zarr_writers import CODECS_V3, LZ4_SHUFFLED  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("zarr_is_awake", "no_leaks")
@@ -510,6 +514,85 @@ def test_unsupported_metadata_is_refused_in_one_sentence(tmp_path: Path, name: s
     writers.csr(path, compressors=CODECS_V3["zstd"])
     edit(path, key, change)
     assert_refused(kind, path, str(path), *words, obs=["depth"])
+
+
+VALUES = (None, True, 0, -1, 1 << 70, float("inf"), "", "x", [], [[]], {}, {"name": []})
+"""Values of every JSON type."""
+
+
+def replaced(node: Any) -> Iterator[Any]:
+    """Yield metadata with every value in it, and in that, and so on, replaced by each of `VALUES`."""
+    yield from VALUES
+    inner = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in inner:
+        for other in replaced(value):
+            changed = node.copy()
+            changed[key] = other
+            yield changed
+
+
+def assert_own_words(error: gpuload.GpuloadError) -> None:
+    """Check that a message was written by gpuload, and not by Python about whatever it stumbled upon."""
+    cause = error.__cause__
+    if cause is not None:
+        last = traceback.extract_tb(cause.__traceback__)[-1]
+        assert isinstance(cause, KeyError) or (last.line or "").startswith("raise ValueError"), (
+            f"{error} in {last.line}"
+        )
+    assert_says(error)
+
+
+OF_ARRAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "v2": ("v2-lz4", {"filters": [{"id": "shuffle", "elementsize": 4}]}),
+    "v2-bytes": ("v2-none", {"dtype": "|S2", "fill_value": "YWI="}),
+    "v3": ("v3-gzip-crc32c", {}),
+    "v3-sharded": ("v3-sharded-blosc", {}),
+    "v3-bytes": (
+        "v3-zstd",
+        {
+            "data_type": {"name": "null_terminated_bytes", "configuration": {"length_bytes": 2}},
+            "fill_value": "YWI=",
+            "codecs": [{"name": "transpose", "configuration": {"order": [0]}}, "bytes"],
+        },
+    ),
+}
+"""Metadata: a form of `BASES`, and what is changed in that of its first array."""
+
+
+@pytest.mark.parametrize("name", OF_ARRAYS)
+def test_values_of_any_json_type_in_the_metadata_of_an_array(tmp_path: Path, name: str) -> None:
+    base, changes = OF_ARRAYS[name]
+    BASES[base](tmp_path)
+    parse, file = (parse_v2, ".zarray") if name.startswith("v2") else (parse_v3, "zarr.json")
+    meta = json.loads((tmp_path / ("X" if base == "v2-none" else "X/data") / file).read_text()) | changes
+    filters = parse(meta, "store.zarr").filters
+    n_refused = 0
+    for changed in replaced(meta):
+        if isinstance(changed, dict):
+            try:
+                found = parse(changed, "store.zarr").filters
+                assert found == filters or any(changed.get(key) in (None, []) for key in ("filters", "compressor"))
+            except (gpuload.StoreError, gpuload.CorruptDataError) as error:
+                n_refused += 1
+                assert_own_words(error)
+    assert n_refused > 100
+
+
+@pytest.mark.parametrize("key", ["zarr.json", "X/zarr.json", "obs/zarr.json", "obs/depth/zarr.json"])
+def test_values_of_any_json_type_in_attributes(tmp_path: Path, key: str) -> None:
+    writers.csr(tmp_path)
+    expected = gpuload.obs_names(tmp_path).tolist()
+    meta = json.loads((tmp_path / key).read_text())
+    if key == "obs/zarr.json":
+        meta["attributes"]["column-order"] = ["depth"]
+    for changed in replaced({name: meta[name] for name in ("attributes", "node_type")}):
+        (tmp_path / key).write_text(json.dumps(meta | changed if isinstance(changed, dict) else changed))
+        try:
+            with closing(open_store(tmp_path, layer="X", obs=["depth"])) as store:
+                assert (store.n_obs, store.n_vars) == (N_OBS, N_VARS)
+            assert gpuload.obs_names(tmp_path).tolist() == expected
+        except gpuload.GpuloadError as error:
+            assert_own_words(error)
 
 
 def test_compressed_or_nested_shards_are_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import shutil
 import threading
 import traceback
 import zlib
+from collections import Counter
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -213,6 +214,26 @@ def test_modality_reads_the_same_as_on_disk(server: Running, tmp_path: Path, suf
         assert_same(batches(f"{at}/data/{key}/{suffix}", **how), batches(f"{path}/{suffix}"))
         with pytest.raises(StoreError, match="there is no modality 'none'"):
             batches(f"{at}/data/{key}/none", **how)
+
+
+def test_metadata_of_modalities_matrices_is_requested_once(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Comparing the names of the cells requests no more of a matrix, whose rows its open store knows."""
+    keys: Counter[str] = Counter()
+    get = zarr_remote.RemoteTree._bytes
+    monkeypatch.setattr(
+        zarr_remote.RemoteTree, "_bytes", lambda self, found: keys.update([found.key]) or get(self, found)
+    )
+    paths = {}
+    for name in ("rna", "prot"):
+        zarr_writers.by_anndata(tmp_path / f"{name} of {tmp_path.name}.zarr", 3, is_csr=True)
+        paths[name] = f"s3://data/{put(server, tmp_path / f'{name} of {tmp_path.name}.zarr')}"
+    with gpuload.open_loader(paths, storage_options=options(server)):
+        pass
+    of_matrices = {key: n for key, n in keys.items() if "/X/" in key and "/raw/" not in key}
+    assert len(of_matrices) == 2 * len(["X", "data", "indices", "indptr"])
+    assert set(of_matrices.values()) == {1}
 
 
 PARQUET = (

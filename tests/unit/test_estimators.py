@@ -276,7 +276,8 @@ def test_an_ensemble_is_the_mean_of_its_models(regression: tuple[np.ndarray, ...
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("panel", [1, 7, 32, 100])
-def test_cholesky_by_panels(engine: str, panel: int) -> None:
+def test_cholesky_by_panels(monkeypatch: pytest.MonkeyPatch, engine: str, panel: int) -> None:
+    monkeypatch.setattr(kernel_ridge, "PANEL", panel)
     rng = np.random.default_rng(4)
     half = rng.standard_normal((71, 71))
     positive = half @ half.T + 71 * np.eye(71)
@@ -284,7 +285,7 @@ def test_cholesky_by_panels(engine: str, panel: int) -> None:
     given = np.tril(positive) + np.triu(np.full((71, 71), np.nan), 1)  # the upper half is not to be read
     for lo in range(0, 71, panel):
         given[lo : lo + panel, lo : lo + panel] = positive[lo : lo + panel, lo : lo + panel]
-    found = used.host(cholesky(used, used.put(given, "float64"), panel))
+    found = used.host(cholesky(used, used.put(given, "float64")))
     np.testing.assert_allclose(np.tril(found), np.linalg.cholesky(positive), rtol=1e-9, atol=1e-9)
 
 
@@ -294,17 +295,15 @@ def test_nothing_larger_than_a_panel_is_factorised_at_once(
     regression: tuple[np.ndarray, ...], monkeypatch: pytest.MonkeyPatch, engine: str, solver: str
 ) -> None:
     """A large potrf crashes with some builds of OpenBLAS; panels give the same result."""
+    assert kernel_ridge.PANEL <= 12_000
+    monkeypatch.setattr(kernel_ridge, "PANEL", 99)
     used = open_engine(engine_or_skip(engine), "cpu")
     as_it_is, sizes = used.xp.linalg.cholesky, []
     monkeypatch.setattr(used.xp.linalg, "cholesky", lambda A: (sizes.append(A.shape), as_it_is(A))[1])
-    for of in (kernel_ridge.cholesky, kernel_ridge._solve):
-        assert of.__defaults__ == (kernel_ridge.PANEL,)
-        monkeypatch.setattr(of, "__defaults__", (99,))
     X, y, test = regression
     model = KernelRidge(0.3, gamma=0.05, solver=solver, n_landmarks=500, engine=engine).fit(X, y)
     assert sizes == [*5 * [(99, 99)], (5, 5)] * (1 if solver == "exact" else 2)
     np.testing.assert_allclose(model.predict(test), closed_form(X, y, test, 0.3, 0.05), atol=2e-2)
-    assert kernel_ridge.PANEL <= 12_000
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -248,14 +248,15 @@ def test_late_responses_are_discarded() -> None:
         Requests._take(piece, BusyError("503"))
 
 
-def test_closing_ends_waiting_reads() -> None:
+def test_closing_ends_waiting_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_source, "IN_FLIGHT", 2)
     release = threading.Event()
 
     def hang(_: int, data: bytes) -> bytes:
         release.wait(20)
         return data
 
-    requests = Requests(2)
+    requests = Requests()
     remote = FakeRemote({"a": DATA}, hang)
     wanted = RemoteObject("a", len(DATA), "1")
     errors: list[BaseException] = []

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from gpuload.cli import utilisation
 from gpuload.cli.utilisation import Busy, Utilisation
 from gpuload.stats import Span
 
@@ -64,13 +65,14 @@ class Nvml(ModuleType):
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
     found = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", found)
+    monkeypatch.setattr(utilisation, "PERIOD_S", 0.005)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return found
 
 
 def watched(is_enough: Callable[[list[Busy]], bool]) -> list[Busy]:
     """Poll until enough was seen, and return it."""
-    with Utilisation(period_s=0.005) as busy:
+    with Utilisation() as busy:
         deadline = time.monotonic() + 20
         while not is_enough(busy.gpus) and time.monotonic() < deadline:
             time.sleep(0.001)

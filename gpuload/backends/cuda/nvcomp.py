@@ -6,8 +6,8 @@ chunks, a status for each, and no waiting. The library's Python codec first read
 Requirements this module answers
 --------------------------------
 - It touches no memory: it takes device addresses, and returns small numbers.
-- No call waits for the device. Alignments and temporary sizes come from the host alone, so they can be queried, and
-  tested, without a GPU.
+- No call waits for the device. Temporary sizes come from the host alone, so they can be queried, and tested, without a
+  GPU.
 - Importing it loads nothing; `Nvcomp()` loads the library, version 5 or 6, which differ in one function.
 
 Notes
@@ -26,7 +26,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpuload.checks import check_choice
 from gpuload.errors import DeviceError, MissingDependencyError
@@ -35,9 +35,9 @@ C_NAMES = {"deflate": "Deflate", "gzip": "Gzip", "zstd": "Zstd", "lz4": "LZ4", "
 """Formats, as named in the C functions of each: raw deflate (no zlib frame), gzip members, zstd frames, LZ4 blocks (no
 frame), raw snappy."""
 
-BACKENDS = {"default": 0, "hardware": 1, "cuda": 2}
-"""What decodes: by default the library's choice, but CUDA kernels for lz4; the decompression engine of Blackwell GPUs
-(not zstd), which reports success for damaged lz4 (nvcomp/lz4.h, ``nvcompBatchedLZ4DecompressAsync``); CUDA kernels."""
+BACKENDS = {"default": 0, "cuda": 2}
+"""What decodes: the library's choice, which may be the decompression engine of Blackwell GPUs; or CUDA kernels. For lz4
+these, as the engine reports success for damaged chunks (nvcomp/lz4.h, ``nvcompBatchedLZ4DecompressAsync``)."""
 
 STATUSES = {
     0: "nvcompSuccess",
@@ -79,16 +79,9 @@ class Properties(ctypes.Structure):
     _fields_ = (("version", ctypes.c_uint32), ("cudart_version", ctypes.c_uint32))
 
 
-class Alignments(ctypes.Structure):
-    """``nvcompAlignmentRequirements_t``."""
-
-    _fields_ = (("input", _SIZE), ("output", _SIZE), ("temp", _SIZE))
-
-
 _TEMP_SIZE = (_SIZE, _SIZE, Options, ctypes.POINTER(_SIZE), _SIZE)
 
 SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "DecompressGetRequiredAlignments": (Options, ctypes.POINTER(Alignments)),
     "DecompressGetTempSizeAsync": _TEMP_SIZE,  # version 5
     "DecompressGetTempSize": (*_TEMP_SIZE, _ADDRESS),  # version 6
     "DecompressAsync": (
@@ -108,30 +101,15 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 """Parameters of ``nvcompBatched<Name><key>``; each returns an ``nvcompStatus_t``."""
 
 
-class Alignment(NamedTuple):
-    """Required alignment in bytes: of a compressed chunk, of its output, of the temporary memory."""
-
-    input: int
-    output: int
-    temp: int
-
-
 class Nvcomp:
     """The batched decoders of the installed nvCOMP.
-
-    Parameters
-    ----------
-    backend
-        ``"default"``, ``"hardware"`` or ``"cuda"``; see `BACKENDS`.
-    path
-        The library's file; None searches the installed packages, then the loader's search path.
 
     Attributes
     ----------
     version, cuda_version
         Versions of the library (``"5.3.0"``) and of the CUDA runtime that it was built with (``"13.3"``).
     path
-        The library's file, as loaded.
+        The library's file, as loaded from the installed packages, or else the loader's search path.
 
     Raises
     ------
@@ -139,17 +117,11 @@ class Nvcomp:
         nvCOMP is not installed.
     DeviceError
         The library cannot be loaded, or its version is not 5 or 6.
-    PlanError
-        `backend` is not one of `BACKENDS`.
     """
 
-    def __init__(self, *, backend: str = "default", path: str | None = None) -> None:
-        check_choice("nvCOMP backend", backend, BACKENDS)
-        self.backend = backend
-        self._options = dict.fromkeys(C_NAMES, Options(BACKENDS[backend]))
-        if backend == "default":
-            self._options["lz4"] = Options(BACKENDS["cuda"])
-        self._library = _load(path)
+    def __init__(self) -> None:
+        self._options = {name: Options(BACKENDS["cuda" if name == "lz4" else "default"]) for name in C_NAMES}
+        self._library = _load()
         self.path = self._library._name  # noqa: SLF001 - ctypes has no public name for it
         found = self._properties()
         major = found.version // 1000
@@ -162,24 +134,8 @@ class Nvcomp:
             )
         self._takes_stream = major == 6
         temp_size = "DecompressGetTempSize" if self._takes_stream else "DecompressGetTempSizeAsync"
-        self._alignments = self._functions("DecompressGetRequiredAlignments")
         self._temp_sizes = self._functions(temp_size)
         self._decoders = self._functions("DecompressAsync")
-
-    def alignment(self, algorithm: str) -> Alignment:
-        """Return the alignment in bytes required of the addresses given to `decode`.
-
-        Raises
-        ------
-        DeviceError
-            The library refuses, as it does for zstd with the hardware backend.
-        PlanError
-            `algorithm` is not one of `C_NAMES`.
-        """
-        found = Alignments()
-        function = self._choose(self._alignments, algorithm)
-        self._check(function(self._options[algorithm], ctypes.byref(found)), function, "")
-        return Alignment(found.input, found.output, found.temp)
 
     def temp_nbytes(
         self, algorithm: str, n_chunks: int, max_out_nbytes: int, total_out_nbytes: int, stream: int = 0
@@ -203,7 +159,7 @@ class Nvcomp:
         Raises
         ------
         DeviceError
-            The library refuses: a chunk of more than 2 or 4 GiB, or zstd with the hardware backend.
+            The library refuses: a chunk of more than 2 or 4 GiB.
         PlanError
             `algorithm` is not one of `C_NAMES`.
         """
@@ -316,17 +272,14 @@ class Nvcomp:
                 "check with nvidia-smi that there is a GPU, that its driver is new enough for CUDA "
                 f"{self.cuda_version.split('.')[0]} and that nothing failed on it before, or use device='cpu'"
             )
-        if self.backend != "default":
-            return f"use the default backend instead of {self.backend!r}, or device='cpu'"
         if status == 18:
             return "rewrite the file with smaller chunks, or use device='cpu'"
         return "use device='cpu'"
 
 
-def _load(path: str | None) -> ctypes.CDLL:
+def _load() -> ctypes.CDLL:
     """Load the library, preferably from an installed package, since that is the version that was chosen."""
-    files = _installed() if path is None else [path]
-    for file in files:
+    for file in _installed():
         try:
             return ctypes.CDLL(file)
         except OSError as error:

@@ -64,11 +64,6 @@ class PinnedReader:
         self.read_nbytes = 0
         """Bytes read so far."""
 
-    @property
-    def pinned_nbytes(self) -> int:
-        """Page-locked memory held, in bytes."""
-        return self._ring.n_buffers * self._buffer_nbytes
-
     def start(
         self,
         source: Source,
@@ -133,19 +128,19 @@ class _Ring:
         self._nbytes = nbytes
         self._idle: queue.SimpleQueue[tuple[NDArray[np.uint8], Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self.n_buffers = 0
+        self._n_buffers = 0
 
     def take(self) -> NDArray[np.uint8]:
         """Return a buffer that is not in use; a new one until the maximum number exists."""
         with self._lock:
-            is_new = self.n_buffers < self._max_buffers
-            self.n_buffers += is_new
+            is_new = self._n_buffers < self._max_buffers
+            self._n_buffers += is_new
         if is_new:
             try:
                 return self._device.pinned(self._nbytes)
             except BaseException:
                 with self._lock:
-                    self.n_buffers -= 1
+                    self._n_buffers -= 1
                 raise
         host, event = self._idle.get()  # never blocks for long: there are more buffers than threads
         try:
@@ -164,7 +159,7 @@ class _Ring:
         """Release the buffers once their copies are done."""
         while not self._idle.empty():
             _, event = self._idle.get()
-            self.n_buffers -= 1
+            self._n_buffers -= 1
             if event is not None:
                 with contextlib.suppress(DeviceError):  # reported to those who wait for the bytes
                     self._device.wait(event)

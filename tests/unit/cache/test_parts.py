@@ -27,10 +27,10 @@ def test_the_window_halves_and_grows() -> None:
     window = Window(16)
     window.was_busy()
     window.was_busy()  # the same moment
-    assert window.limit == 8
+    assert window._limit == 8
     for _ in range(8):
         window.went_well()
-    assert 8.9 < window.limit < 9.1
+    assert 8.9 < window._limit < 9.1
     ended, running, most = threading.Event(), [0], [0]
 
     def work() -> None:
@@ -61,7 +61,7 @@ def test_patience_has_bounds() -> None:
     wanted, window, never = RemoteObject("a", 5, ""), Window(16), threading.Event()
     settings = Settings(0, 0, "fifo", tries=4, first_wait_s=0.001)
     assert get_patiently(Busy(), wanted, (1, 3), settings.patience, never, window) == b"xx"  # type: ignore[arg-type]
-    assert window.limit < 9  # it was halved
+    assert window._limit < 9  # it was halved
     with pytest.raises(ConnectionResetError):
         get_patiently(Busy(), wanted, (1, 3), replace(settings.patience, tries=3), never, window)  # type: ignore[arg-type]
     busy = Busy()

@@ -46,7 +46,7 @@ def test_a_fetcher_process_fetches_and_ends(tmp_path: Path) -> None:
     with opened(tmp_path, fill(tmp_path / "remote", N), n_held=N, n_processes=2) as store:
         full(store, N)
         assert sorted(train(store)) == list(range(N))
-        pids = [process.pid for process in store._fetchers.processes]
+        pids = [process._process.pid for process in store._fetchers.processes]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -328,7 +328,7 @@ def test_a_store_closes_even_if_a_snapshot_cannot(
 
 def test_a_killed_fetcher_is_replaced(tmp_path: Path, caplog: Any) -> None:
     with opened(tmp_path, HangingRemote(fill(tmp_path / "remote", N)), n_held=N, n_processes=1) as store:
-        os.kill(store._fetchers.processes[0].pid, signal.SIGKILL)
+        os.kill(store._fetchers.processes[0]._process.pid, signal.SIGKILL)
         full(store, N)
         assert store.stats()["n_fetchers_died"] == 1
         assert sorted(train(store)) == list(range(N))
@@ -351,7 +351,7 @@ def test_a_fetcher_that_cannot_be_replaced_at_once_has_ended_once(
 
     monkeypatch.setattr(subprocess, "Popen", fail_at_first)
     try:
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process._process.pid, signal.SIGKILL)
         while left or process._process.poll() is not None:
             with suppress(BlockingIOError):
                 process.check()
@@ -372,7 +372,7 @@ def test_a_fetcher_that_cannot_be_replaced_for_long_is_reported(
     monkeypatch.setattr(fetchers, "_MAX_FAILED_STARTS", 2)
     with opened(tmp_path, HangingRemote(tmp_path / "remote"), n_processes=1) as store:
         monkeypatch.setattr(subprocess, "Popen", fail)
-        os.kill(store._fetchers.processes[0].pid, signal.SIGKILL)
+        os.kill(store._fetchers.processes[0]._process.pid, signal.SIGKILL)
         sentence = r"could not be started \d times in a row \(Resource temporarily unavailable\); allow more processes"
         with pytest.raises(ReadError, match=sentence):
             store.snapshot()
@@ -432,7 +432,7 @@ store = SampleStore(sys.argv[1], sys.argv[2], budget=int(sys.argv[3]), n_process
 snapshot = store.snapshot(min_samples=10)
 batches = snapshot.batches(2)
 next(batches)
-print(store._fetchers.processes[0].pid, flush=True)
+print(store._fetchers.processes[0]._process.pid, flush=True)
 time.sleep(60)
 """
 
