@@ -27,7 +27,7 @@ from gpuload.formats.arrays import OBSM, as_strings, no_column, no_obsm, numbere
 from gpuload.formats.soma_matrices import open_matrix
 from gpuload.formats.tiledb_arrays import open_arrays, read_tables
 from gpuload.formats.tiledb_files import files_of
-from gpuload.formats.tiledb_fragments import until_now
+from gpuload.formats.tiledb_fragments import date_of, time_of, until_now
 from gpuload.formats.tiledb_schema import parse_group
 from gpuload.store import Store
 
@@ -186,9 +186,15 @@ class _Experiment:
     def _members(self, key: str) -> dict[str, str]:
         """Return the members of a group, name to key; none if it is not a group."""
         folder = f"{key}/{_GROUP}" if key else _GROUP
-        names = until_now(n for n in self._files.names(folder) if n.startswith("__") and not n.endswith(".vac"))
-        raw = self._contents([f"{folder}/{name}" for name in names])
         where = os.path.join(self._files.name, folder)
+        known = [n for n in self._files.names(folder) if n.startswith("__") and not n.endswith(".vac")]
+        names = until_now(known)
+        if known and not names:
+            raise StoreError(
+                f"{where}: its files are dated later than now, from {date_of(min(known, key=time_of))} on; set this "
+                "machine's clock right, or write the experiment again on one whose clock is."
+            )
+        raw = self._contents([f"{folder}/{name}" for name in names])
         found = {}
         for name, path in parse_group([(one, f"{where}/{file}") for one, file in zip(raw, names, strict=True)]).items():
             own = self._relative(path, key)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LISTS = (".con", ".ign", ".vac")
 """Suffixes of files that list commits kept in one file, those of them to ignore, and fragments that were replaced."""
 
-_MAX_CELLS = 1 << 40
+_MAX_CELLS, _LATEST = 1 << 40, (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,3 +267,8 @@ def time_of(name: str) -> tuple[int, int, str]:
         return int(parts[2]), int(parts[3]), name
     except (IndexError, ValueError):
         return 0, 0, name
+
+
+def date_of(name: str) -> str:
+    """Return when a timestamped name begins, for errors."""
+    return f"{np.datetime64(min(time_of(name)[0], _LATEST) // 1000, 's')} UTC".replace("T", " ", 1)

@@ -696,6 +696,19 @@ def test_group_that_is_not_an_experiment_is_refused(tmp_path: Path) -> None:
         gpuload.open_loader(tmp_path / "census" / "human" / "ms")
 
 
+@pytest.mark.parametrize("group", ["cells", "cells/ms", "cells/ms/RNA/X"])
+@pytest.mark.parametrize(
+    ("when", "date"), [(9999999999999, "2286-11-20 17:46:39"), (2**64, "292278994-08-17 07:12:55")]
+)
+def test_group_dated_later_than_now_is_refused(tmp_path: Path, group: str, when: int, date: str) -> None:
+    path = write_experiment(tmp_path / "cells")
+    for file in (tmp_path / group / "__group").iterdir():
+        file.rename(file.with_name(f"__{when}_{when}_{file.name.split('_', 4)[4]}"))
+    words = rf"/{group}/__group: its files are dated later than now, from {date} UTC on; set this machine's clock right"
+    with pytest.raises(gpuload.StoreError, match=words):
+        gpuload.open_loader(path)
+
+
 def test_member_outside_the_experiment_is_refused(tmp_path: Path) -> None:
     write_experiment(tmp_path / "other")
     tiledb.Group.create(str(tmp_path / "cells"))
