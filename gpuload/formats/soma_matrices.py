@@ -80,6 +80,8 @@ def open_matrix(array: Array, n_obs: int, n_vars: int | None) -> tuple[CsrMatrix
     if value.dtype is None or value.is_time:
         raise StoreError(f"{array.where}: its values are neither numbers nor booleans; choose another layer.")
     check_dtype(f"{array.where}: its values", value.dtype)
+    for field in array.schema.fields.values():
+        field.filters.check()
     _check_fragments(array)
     if n_vars is None:
         n_vars = _width(array)

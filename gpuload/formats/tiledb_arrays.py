@@ -104,12 +104,13 @@ class Array:
         return self.schema.fields[name]
 
     def check(self, names: Sequence[str], ids: str) -> None:
-        """Raise StoreError if there is no such column of ids, or a column is neither numbers nor text."""
+        """Raise StoreError if there is no such column of ids, or a column cannot be read."""
         for name in (ids, *names):
             known = self.schema.fields.get(name)
             if known is None or (known.dtype is None and (name == ids or not known.is_text)):
                 wanted = "numbers" if name == ids else "numbers or text"
                 raise StoreError(f"{self.where}: column {name!r} does not hold {wanted}; leave it out, or write it so.")
+            known.filters.check()
 
     def table(self, columns: Mapping[str, _Column], ids: str) -> Table:
         """Return ids and columns as `read_tables` does, given all that their fragments hold."""
@@ -204,7 +205,8 @@ class Array:
     def _own(self, fragment: Fragment, column: Field) -> Field | None:
         """Return a column of the latest schema as a fragment has it; None if it was added later, or has no cells."""
         own = fragment.schema.fields.get(column.name)
-        return own if own is not None and own.dtype == column.dtype and fragment.cells.size else None
+        is_same = own is not None and (own.dtype, own.is_text) == (column.dtype, column.is_text)
+        return own if is_same and fragment.cells.size else None
 
     def reading(self, fragment: Fragment, column: Field) -> list[Callable[[], NDArray[Any]]]:
         """Return calls that read a column's files: of numbers, or of text and its offsets; and of which are missing."""
@@ -310,7 +312,7 @@ def read_tables(tables: Mapping[Array, Sequence[str]], ids: str, *others: Array)
     Raises
     ------
     StoreError
-        There is no such column of ids, or a column is neither numbers nor text.
+        There is no such column of ids, or a column is neither numbers nor text, or not stored in a supported way.
     CorruptDataError
         An id occurs twice, or files are damaged.
     ReadError

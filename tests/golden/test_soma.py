@@ -12,6 +12,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
+from gpuload.formats.recognise import obs_columns
 from tests import writers
 from tests.golden.test_columns import assert_columns
 from tests.several import dense
@@ -749,6 +750,38 @@ def test_unsupported_filters_are_refused(tmp_path: Path, name: str, words: str) 
     path = write_experiment(tmp_path / "cells", values=(name,))
     with pytest.raises(gpuload.StoreError, match=rf"encoded with {words}, which cannot be decoded here; supported are"):
         gpuload.open_loader(path)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "words"),
+    [
+        (
+            {"dtype": np.int32, "filters": ("bzip2",)},
+            r"column 'odd' is encoded with bzip2, which cannot be decoded here",
+        ),
+        ({"dtype": np.int32, "filters": ("md5", "zstd")}, "column 'odd' is encoded with an MD5 checksum, which cannot"),
+        ({"dtype": [("", np.int32)] * 2}, "column 'odd' does not hold numbers or text; leave it out, or write it so"),
+        ({"dtype": "S3"}, "column 'odd' does not hold numbers or text; leave it out, or write it so"),
+    ],
+    ids=["bzip2", "md5", "two numbers", "three characters"],
+)
+def test_unsupported_column_is_refused_only_if_wanted(tmp_path: Path, attribute: Any, words: str) -> None:
+    path = write_experiment(tmp_path / "cells")
+    shutil.rmtree(path / "obs")
+    frame = cells_frame()[["depth"]]
+    known = {"filters": filters(ZSTD), "dtype": np.float64}
+    attributes = [
+        tiledb.Attr("odd", **{**attribute, "filters": filters(attribute.get("filters", ()))}),
+        tiledb.Attr("depth", **known),
+    ]
+    dim = tiledb.Dim("soma_joinid", domain=(0, 999), tile=100, dtype=np.int64)
+    tiledb.Array.create(str(path / "obs"), tiledb.ArraySchema(tiledb.Domain(dim), attributes, sparse=True))
+    odd = np.zeros(N_OBS, dtype=attribute["dtype"])
+    write_cells(path / "obs", [np.arange(N_OBS)], {"odd": odd, "depth": frame["depth"].to_numpy()})
+    assert_columns(path, ["depth"], frame)
+    assert obs_columns(str(path)) == ["odd", "depth"]
+    with pytest.raises(gpuload.StoreError, match=words):
+        gpuload.open_loader(path, obs=["depth", "odd"])
 
 
 def test_column_of_times_is_refused(tmp_path: Path) -> None:
