@@ -191,8 +191,8 @@ class _Experiment:
         names = until_now(known)
         if known and not names:
             raise StoreError(
-                f"{where}: its files are dated later than now, from {date_of(min(known, key=time_of))} on; set this "
-                "machine's clock right, or write the experiment again on one whose clock is."
+                f"{where}: its files are dated later than now, from {date_of(min(map(time_of, known))[0])} on; set "
+                "this machine's clock right, or write the experiment again on one whose clock is."
             )
         raw = self._contents([f"{folder}/{name}" for name in names])
         found = {}

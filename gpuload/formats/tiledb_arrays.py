@@ -3,7 +3,7 @@
 Requirements this module answers
 --------------------------------
 - What is read is what TileDB reads now: committed fragments, without those that a consolidation has replaced; of a cell
-  written twice, the later version, unless the array allows duplicates.
+  written twice, the later version, unless the array allows duplicates; nothing that is dated later.
 - What cannot be read right is refused: deleted cells, encryption, dimension labels.
 
 References
@@ -25,7 +25,7 @@ from gpuload.backends import tiledb
 from gpuload.backends.codecs import DecodeError
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.tiledb_files import at_once
-from gpuload.formats.tiledb_fragments import LISTS, committed, parse_fragment, time_of, until_now
+from gpuload.formats.tiledb_fragments import LISTS, committed, now, parse_fragment, time_of, until_now
 from gpuload.formats.tiledb_schema import parse_enumeration, parse_schema
 from gpuload.formats.tiledb_text import texts
 from gpuload.formats.tiledb_tiles import damaged
@@ -83,7 +83,9 @@ class Array:
         names = sorted(by_name.keys() - lists.keys(), key=time_of)
         self._schemas = {name: parse_schema(by_name[name], f"{self.where}/{_SCHEMA}/{name}") for name in names}
         self.schema = self._schemas[[names[0], *until_now(names)][-1]]
-        self._committed = committed(files.names(_at(key, _COMMITS)), files.names(key), lists, self.where)
+        self._committed = committed(
+            files.names(_at(key, _COMMITS)), files.names(key), lists, self.where, is_dense=self.schema.is_dense
+        )
 
     def located_by(self, names: Sequence[str]) -> list[str]:
         """Return the files that tell where its columns are, and which values some of them number."""
@@ -115,7 +117,8 @@ class Array:
     def table(self, columns: Mapping[str, _Column], ids: str) -> Table:
         """Return ids and columns as `read_tables` does, given all that their fragments hold."""
         every = columns[ids][0].astype(np.int64)
-        chosen = None if bool(np.all(every[1:] > every[:-1])) else self._latest(every, ids)
+        is_plain = not any(fragment.is_late for fragment in self.fragments) and bool(np.all(every[1:] > every[:-1]))
+        chosen = None if is_plain else self._latest(every, ids)
         found = {name: self._values(name, *column, chosen) for name, column in columns.items() if name != ids}
         return every if chosen is None else every[chosen], found
 
@@ -144,17 +147,19 @@ class Array:
         return keys
 
     def _latest(self, every: NDArray[np.int64], ids: str) -> NDArray[np.int64]:
-        """Return where the latest version of each cell is, in the order of their ids."""
+        """Return where the latest version of each cell now is, in the order of their ids."""
         turn = np.repeat(np.arange(len(self.fragments)), [fragment.n_cells for fragment in self.fragments])
-        chosen = np.arange(every.size)
+        stamps = self._stamps()
+        chosen = np.flatnonzero(stamps <= now())
         if not self.schema.allows_duplicates:
-            dims = [values for values, _ in _columns(self.files, [(self, dim) for dim in self.schema.dims])]
+            dims = [values[chosen] for values, _ in _columns(self.files, [(self, dim) for dim in self.schema.dims])]
             keys = [dim if dim.dtype.kind in "iu" else factorize(dim)[0] for dim in dims]
-            order = np.lexsort((turn, self._stamps(), *keys))
-            is_same = np.ones(max(0, every.size - 1), dtype=bool)
+            order = np.lexsort((turn[chosen], stamps[chosen], *keys))
+            is_last = np.zeros(chosen.size, dtype=bool)
+            is_last[-1:] = True
             for key in keys:
-                is_same &= key[order][1:] == key[order][:-1]
-            chosen = order[np.append(~is_same, True)]
+                is_last[:-1] |= key[order][1:] != key[order][:-1]
+            chosen = chosen[order[is_last]]
         chosen = chosen[np.argsort(every[chosen], kind="stable")]
         found = every[chosen]
         if np.any(found[1:] == found[:-1]):
