@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 from gpuload.errors import StoreError, listing
 from gpuload.formats.arrays import OBSM, as_strings, no_column, no_obsm, numbered
 from gpuload.formats.soma_matrices import open_matrix
-from gpuload.formats.tiledb_arrays import Array
+from gpuload.formats.tiledb_arrays import open_arrays, read_tables
 from gpuload.formats.tiledb_files import files_of
-from gpuload.formats.tiledb_fragments import until_now
+from gpuload.formats.tiledb_fragments import date_of, time_of, until_now
 from gpuload.formats.tiledb_schema import parse_group
 from gpuload.store import Store
 
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from gpuload.formats.tiledb_arrays import Array
     from gpuload.formats.tiledb_files import Files
 
-_ID, _RAW, _MEASUREMENTS = "soma_joinid", "raw", "ms"
+_ID, _RAW, _MEASUREMENTS, _GROUP = "soma_joinid", "raw", "ms", "__group"
 
 _LAYERS = ("data", _RAW)
 _CELL_NAMES = ("obs_id",)
@@ -70,18 +71,21 @@ def open_soma(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
     from gpuload.formats.obs import encode
 
     with _opened(path) as experiment:
-        cells = experiment.obs()
-        ids, columns = _columns(cells, obs, path)
+        cells, array, genes = experiment.arrays(modality, layer)
+        _check_columns(cells, obs, path)
+        tables = {cells: obs}
+        if genes is not None:
+            tables[genes] = [name for name in _GENE_NAMES if name in genes.schema.fields]
+        read = read_tables(tables, _ID, array)
+        ids, columns = read[cells]
         n_obs = _checked(ids, cells)
         encoded = {name: encode(values, name, path) for name, values in columns.items()}
-        own = experiment.measurement(modality, layer)
-        array, var = experiment.matrix(own, layer)
-        if var is None:
+        if genes is None:
             matrix, source = open_matrix(array, n_obs, None)
             names, gene_ids = numbered(matrix.n_vars), None
         else:
-            gene_numbers, named = var.read([name for name in _GENE_NAMES if name in var.schema.fields], _ID)
-            n_vars = _checked(gene_numbers, var)
+            gene_numbers, named = read[genes]
+            n_vars = _checked(gene_numbers, genes)
             names, gene_ids = _gene_names(named, n_vars)
             matrix, source = open_matrix(array, n_obs, n_vars)
     return Store((matrix,), (path,), names, encoded, (source,), gene_ids)
@@ -98,7 +102,7 @@ def cell_names(path: str) -> NDArray[np.object_] | int:
     with _opened(path) as experiment:
         cells = experiment.obs()
         name = next((name for name in _CELL_NAMES if name in cells.schema.fields), None)
-        ids, found = cells.read([] if name is None else [name], _ID)
+        ids, found = read_tables({cells: [] if name is None else [name]}, _ID)[cells]
         n_obs = _checked(ids, cells)
         return n_obs if name is None else as_strings(found[name])
 
@@ -107,7 +111,8 @@ def cell_column(path: str, name: str) -> Any:
     """Return a column of obs as stored: a NumPy or pandas array of length n_obs."""
     with _opened(path) as experiment:
         cells = experiment.obs()
-        ids, found = _columns(cells, [name], path)
+        _check_columns(cells, [name], path)
+        ids, found = read_tables({cells: [name]}, _ID)[cells]
         _checked(ids, cells)
         return found[name]
 
@@ -117,6 +122,7 @@ class _Experiment:
 
     def __init__(self, files: Files) -> None:
         self._files = files
+        self._read: dict[str, bytes] = {}
         members = self._members("")
         if "obs" not in members or _MEASUREMENTS not in members:
             inside = [name for name in members if "obs" in self._members(members[name])]
@@ -125,15 +131,22 @@ class _Experiment:
                 f"{listing(sorted(members)) if members else 'nothing'}."
                 + (f" Pass one of its experiments, such as {os.path.join(files.name, inside[0])}." if inside else "")
             )
-        self._obs = members["obs"]
-        self._measurements = self._members(members[_MEASUREMENTS])
+        self._obs, self._measurements = members["obs"], members[_MEASUREMENTS]
 
     def obs(self) -> Array:
-        return Array(self._files, self._obs)
+        return open_arrays(self._files, [self._obs])[0]
 
-    def measurement(self, name: str, layer: str) -> str:
+    def arrays(self, modality: str, layer: str) -> tuple[Array, Array, Array | None]:
+        """Return obs, the array of a layer or an embedding, and the genes that are its columns."""
+        below = self._files.below(self._measurements)
+        self._contents([key for key in below if os.path.basename(os.path.dirname(key)) == _GROUP])
+        keys = self._keys(self._measurement(modality, layer), layer)
+        cells, array, *genes = open_arrays(self._files, [self._obs, *keys])
+        return cells, array, genes[0] if genes else None
+
+    def _measurement(self, name: str, layer: str) -> str:
         """Return the key of a measurement."""
-        known = self._measurements
+        known = self._members(self._measurements)
         if layer == "raw.X":
             name = _RAW
         others = [other for other in known if other != _RAW]
@@ -150,15 +163,15 @@ class _Experiment:
             )
         return known[name]
 
-    def matrix(self, measurement: str, layer: str) -> tuple[Array, Array | None]:
-        """Return the array of a layer or an embedding, and of the genes that are its columns."""
+    def _keys(self, measurement: str, layer: str) -> list[str]:
+        """Return the keys of a layer and of the genes that are its columns; or of an embedding."""
         members = self._members(measurement)
         if layer.startswith(OBSM):
             known = self._members(members["obsm"]) if "obsm" in members else {}
             key = known.get(layer.removeprefix(OBSM))
             if key is None:
                 raise no_obsm(self._files.name, layer, known)
-            return Array(self._files, key), None
+            return [key]
         known = self._members(members["X"]) if "X" in members else {}
         name = layer
         if layer in ("X", "raw.X"):
@@ -168,14 +181,20 @@ class _Experiment:
                 f"{self._files.name}: there is no layer {layer!r} in {measurement}; "
                 + (f"its layers are {listing(list(known))}. Name one with layer=." if known else "it has no layers.")
             )
-        return Array(self._files, known[name]), Array(self._files, members["var"])
+        return [known[name], members["var"]]
 
     def _members(self, key: str) -> dict[str, str]:
         """Return the members of a group, name to key; none if it is not a group."""
-        folder = f"{key}/__group" if key else "__group"
-        names = until_now(n for n in self._files.names(folder) if n.startswith("__") and not n.endswith(".vac"))
-        raw = self._files.read([f"{folder}/{name}" for name in names])
+        folder = f"{key}/{_GROUP}" if key else _GROUP
         where = os.path.join(self._files.name, folder)
+        known = [n for n in self._files.names(folder) if n.startswith("__") and not n.endswith(".vac")]
+        names = until_now(known)
+        if known and not names:
+            raise StoreError(
+                f"{where}: its files are dated later than now, from {date_of(min(map(time_of, known))[0])} on; set "
+                "this machine's clock right, or write the experiment again on one whose clock is."
+            )
+        raw = self._contents([f"{folder}/{name}" for name in names])
         found = {}
         for name, path in parse_group([(one, f"{where}/{file}") for one, file in zip(raw, names, strict=True)]).items():
             own = self._relative(path, key)
@@ -186,6 +205,12 @@ class _Experiment:
                 )
             found[name] = own
         return dict(sorted(found.items()))
+
+    def _contents(self, keys: list[str]) -> list[bytes]:
+        """Return the contents of files of groups, each of which is read once."""
+        new = [key for key in keys if key not in self._read]
+        self._read |= zip(new, self._files.read(new), strict=True)
+        return [self._read[key] for key in keys]
 
     def _relative(self, path: str, key: str) -> str | None:
         """Return the key of a member of a group, given its path as stored; None if it is not in the experiment."""
@@ -206,7 +231,8 @@ def _opened(path: str) -> Iterator[_Experiment]:
         files.close()
 
 
-def _columns(cells: Array, names: Sequence[str], path: str) -> tuple[NDArray[np.int64], dict[str, Any]]:
+def _check_columns(cells: Array, names: Sequence[str], path: str) -> None:
+    """Raise StoreError if obs lacks columns, or they cannot be delivered."""
     known = [name for name in cells.schema.fields if name != _ID]
     for name in names:
         if name not in known:
@@ -216,7 +242,6 @@ def _columns(cells: Array, names: Sequence[str], path: str) -> tuple[NDArray[np.
                 f"{path}: obs column {name!r} holds dates or times; only categorical, string, numeric and boolean "
                 "columns can be delivered."
             )
-    return cells.read(list(names), _ID)
 
 
 def _checked(ids: NDArray[np.int64], array: Array) -> int:

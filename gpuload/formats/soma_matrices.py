@@ -23,6 +23,7 @@ from gpuload.formats.arrays import check_dtype, check_n_vars
 from gpuload.formats.index import indptr_of
 from gpuload.formats.soma_bands import Bands, BandSource, Tiles
 from gpuload.formats.soma_rows import COLUMN, ROW, count_values
+from gpuload.formats.tiledb_fragments import date_of
 from gpuload.formats.tiledb_tiles import damaged
 from gpuload.layout import ArrayLayout, Filter
 from gpuload.store import CsrMatrix, DenseMatrix
@@ -80,6 +81,8 @@ def open_matrix(array: Array, n_obs: int, n_vars: int | None) -> tuple[CsrMatrix
     if value.dtype is None or value.is_time:
         raise StoreError(f"{array.where}: its values are neither numbers nor booleans; choose another layer.")
     check_dtype(f"{array.where}: its values", value.dtype)
+    for field in array.schema.fields.values():
+        field.filters.check()
     _check_fragments(array)
     if n_vars is None:
         n_vars = _width(array)
@@ -98,7 +101,7 @@ def _width(array: Array) -> int:
 
 
 def _check_fragments(array: Array) -> None:
-    """Refuse fragments that were written with other columns or filters, and values that are missing."""
+    """Refuse fragments of other columns or filters, values that are missing, and those that are not there yet."""
 
     def form(schema: Schema) -> tuple[Any, ...]:
         columns = {name: (field.file, field.dtype, field.filters) for name, field in schema.fields.items()}
@@ -109,6 +112,11 @@ def _check_fragments(array: Array) -> None:
         if form(fragment.schema) != now:
             raise StoreError(
                 f"{array.where}: its fragments are encoded differently; consolidate the array, or write it again."
+            )
+        if fragment.is_late:
+            raise StoreError(
+                f"{array.where}: some of its values are dated later than now, up to {date_of(fragment.ends)}, and were "
+                "consolidated with the others; set this machine's clock right, or write the layer again as a new one."
             )
         if value.is_nullable and (n_missing := fragment.n_missing(value)):
             raise StoreError(

@@ -22,9 +22,9 @@ from gpuload.backends.codecs import DecodeError
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.index import Index
 from gpuload.formats.progress import Progress
-from gpuload.formats.tiledb_arrays import AT_A_TIME, READ, runs_of
+from gpuload.formats.tiledb_arrays import READ, runs_of
+from gpuload.formats.tiledb_files import at_once
 from gpuload.formats.tiledb_tiles import damaged
-from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -81,8 +81,8 @@ def _agree(array: Array, fragments: list[Fragment], counts: NDArray[np.int64], i
     if is_ordered and np.any(bounds[1:, 0] < bounds[:-1, 1]):
         return False
     places = [(fragment, k) for fragment in fragments for k in (0, fragment.cells.size // 2, fragment.cells.size - 1)]
-    for fragment, k in {places[0], places[len(places) // 2], places[-1]} if places else ():
-        rows = np.concatenate(list(array.parts(fragment, array.field(ROW), k, k + 1)))
+    some = dict.fromkeys([places[0], places[len(places) // 2], places[-1]] if places else [])
+    for rows in at_once(array.files, lambda at: _rows_of_tile(array, *at), some):
         if rows.min() < 0 or rows.max() >= n_obs or (is_ordered and np.any(rows[1:] < rows[:-1])):
             return False
         found, n_each = np.unique(rows, return_counts=True)
@@ -90,6 +90,10 @@ def _agree(array: Array, fragments: list[Fragment], counts: NDArray[np.int64], i
         if np.any(n_each > counts[found]) or np.any(n_each[inner] != counts[found[inner]]):
             return False
     return True
+
+
+def _rows_of_tile(array: Array, fragment: Fragment, k: int) -> NDArray[np.int64]:
+    return np.concatenate(list(array.parts(fragment, array.field(ROW), k, k + 1)))
 
 
 class _Count:
@@ -113,11 +117,7 @@ class _Count:
         self._progress = Progress(len(tasks), "values of cells were counted in %d of %d parts")
         for fragment in fragments:
             self._check_bounds(fragment)
-        pool = DaemonThreads(AT_A_TIME, "gpuload-soma")
-        try:
-            ends = pool.map(lambda task: self._count(*task), tasks)
-        finally:
-            pool.close()
+        ends = at_once(array.files, lambda task: self._count(*task), tasks)
         self.is_ordered = all(end is not None for end in ends) and all(
             a is not None and b is not None and a[1] <= b[0] for a, b in pairwise(ends)
         )

@@ -3,7 +3,7 @@
 Requirements this module answers
 --------------------------------
 - What is read is what TileDB reads now: committed fragments, without those that a consolidation has replaced; of a cell
-  written twice, the later version, unless the array allows duplicates.
+  written twice, the later version, unless the array allows duplicates; nothing that is dated later.
 - What cannot be read right is refused: deleted cells, encryption, dimension labels.
 
 References
@@ -15,7 +15,7 @@ References
 from __future__ import annotations
 
 import os
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +23,16 @@ import numpy as np
 
 from gpuload.backends import tiledb
 from gpuload.backends.codecs import DecodeError
-from gpuload.backends.native.tiledb_filters import RLE
 from gpuload.errors import CorruptDataError, StoreError
-from gpuload.formats.tiledb_fragments import LISTS, committed, parse_fragment, time_of, until_now
-from gpuload.formats.tiledb_schema import parse_enumeration, parse_schema, strings
-from gpuload.formats.tiledb_tiles import Bytes, damaged
+from gpuload.formats.tiledb_files import at_once
+from gpuload.formats.tiledb_fragments import LISTS, committed, now, parse_fragment, time_of, until_now
+from gpuload.formats.tiledb_schema import parse_enumeration, parse_schema
+from gpuload.formats.tiledb_text import texts
+from gpuload.formats.tiledb_tiles import damaged
 from gpuload.sampling.classes import factorize
-from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -41,26 +41,27 @@ if TYPE_CHECKING:
     from gpuload.formats.tiledb_schema import Field
     from gpuload.formats.tiledb_tiles import Filters
 
+    _Column = tuple[NDArray[Any], NDArray[np.bool_]]
+    """The values of a column, and which of them are missing."""
+
+    Table = tuple[NDArray[np.int64], dict[str, Any]]
+
 _FRAGMENTS, _COMMITS, _SCHEMA, _ENUMERATIONS = "__fragments", "__commits", "__schema", "__enumerations"
 _METADATA = "__fragment_metadata.tdb"
-
-_WIDTHS = (1, 2, 4, 8)
-"""Bytes of the integers that filters of text write."""
 
 READ, DECODED = 8 << 20, 32 << 20
 """Bytes of a column that are read, and decoded, at a time; the rows of a matrix decode to a thousand times as many."""
 
-AT_A_TIME = 8
-"""Columns, or parts of one, that are read concurrently."""
-
 
 class Array:
-    """A TileDB array.
+    """A TileDB array; see `open_arrays`.
 
     Parameters
     ----------
     files, key
         Where it is.
+    raw
+        The contents of the files that tell its schemas and fragments, by key.
 
     Attributes
     ----------
@@ -68,80 +69,57 @@ class Array:
         Its name in errors.
     schema
         Its latest schema; that of its creation if all are of later than now.
-
-    Raises
-    ------
-    ReadError, StoreError, CorruptDataError
-        It cannot be read, or is damaged.
+    fragments
+        Its fragments, in the order in which they were written; once it is located.
     """
 
-    def __init__(self, files: Files, key: str) -> None:
+    fragments: list[Fragment]
+
+    def __init__(self, files: Files, key: str, raw: Mapping[str, bytes]) -> None:
         self.files, self.key = files, key
         self.where = os.path.join(files.name, key)
-        names = [n for n in files.names(self._at(_SCHEMA)) if n.startswith("__") and n != _ENUMERATIONS]
-        if not names:
-            raise StoreError(f"{self.where}: it is not a TileDB array, or one of before TileDB 2.4; write it again.")
-        names.sort(key=time_of)
-        commits = files.names(self._at(_COMMITS))
-        lists = [name for name in commits if name.endswith(LISTS)]
-        raw = files.read([*(self._at(_SCHEMA, name) for name in names), *(self._at(_COMMITS, name) for name in lists)])
-        self._schemas = {
-            n: parse_schema(one, f"{self.where}/{_SCHEMA}/{n}") for n, one in zip(names, raw, strict=False)
-        }
+        by_name = {os.path.basename(one): content for one, content in raw.items()}
+        lists = {name: content for name, content in by_name.items() if name.endswith(LISTS)}
+        names = sorted(by_name.keys() - lists.keys(), key=time_of)
+        self._schemas = {name: parse_schema(by_name[name], f"{self.where}/{_SCHEMA}/{name}") for name in names}
         self.schema = self._schemas[[names[0], *until_now(names)][-1]]
-        listed = dict(zip(lists, raw[len(names) :], strict=True))
-        self._committed = committed(commits, files.names(key), listed, self.where)
+        self._committed = committed(
+            files.names(_at(key, _COMMITS)), files.names(key), lists, self.where, is_dense=self.schema.is_dense
+        )
 
-    @cached_property
-    def fragments(self) -> list[Fragment]:
-        """Its fragments, in the order in which they were written."""
-        keys = [self._at(_FRAGMENTS, name) for name in self._committed]
-        footers = self.files.read([f"{one}/{_METADATA}" for one in keys])
-        return [
-            parse_fragment(one, os.path.join(self.files.name, place), place, self._schemas)
-            for place, one in zip(keys, footers, strict=True)
+    def located_by(self, names: Sequence[str]) -> list[str]:
+        """Return the files that tell where its columns are, and which values some of them number."""
+        return [*(f"{key}/{_METADATA}" for key in self._folders()), *self._enumerations(names).values()]
+
+    def locate(self, names: Sequence[str], raw: Mapping[str, bytes]) -> None:
+        """Take the contents of the files that `located_by` names."""
+        root = self.files.name
+        self.fragments = [
+            parse_fragment(raw[f"{key}/{_METADATA}"], os.path.join(root, key), key, self._schemas)
+            for key in self._folders()
         ]
+        keys = self._enumerations(names)
+        self._words = {name: parse_enumeration(raw[key], os.path.join(root, key)) for name, key in keys.items()}
 
     def field(self, name: str) -> Field:
         """Return a column of the latest schema."""
         return self.schema.fields[name]
 
-    def read(self, names: list[str], ids: str) -> tuple[NDArray[np.int64], dict[str, Any]]:
-        """Return columns of a sparse array of one cell per id.
-
-        Parameters
-        ----------
-        names
-            Columns.
-        ids
-            The column of ids.
-
-        Returns
-        -------
-        tuple
-            The ids, (n,) int64, ascending and unique; the values of each column by name: numbers, strings with None
-            where one is missing, or a pandas array.
-
-        Raises
-        ------
-        StoreError
-            There is no such column of ids, or a column is neither numbers nor text.
-        CorruptDataError
-            An id occurs twice.
-        """
+    def check(self, names: Sequence[str], ids: str) -> None:
+        """Raise StoreError if there is no such column of ids, or a column cannot be read."""
         for name in (ids, *names):
             known = self.schema.fields.get(name)
             if known is None or (known.dtype is None and (name == ids or not known.is_text)):
                 wanted = "numbers" if name == ids else "numbers or text"
                 raise StoreError(f"{self.where}: column {name!r} does not hold {wanted}; leave it out, or write it so.")
-        words = self._enumerations(names)
-        (every, _), *columns = self._columns([self.field(name) for name in (ids, *names)])
-        every = every.astype(np.int64)
-        chosen = None if bool(np.all(every[1:] > every[:-1])) else self._latest(every, ids)
-        found = {
-            name: self._values(name, words.get(name), *column, chosen)
-            for name, column in zip(names, columns, strict=True)
-        }
+            known.filters.check()
+
+    def table(self, columns: Mapping[str, _Column], ids: str) -> Table:
+        """Return ids and columns as `read_tables` does, given all that their fragments hold."""
+        every = columns[ids][0].astype(np.int64)
+        is_plain = not any(fragment.is_late for fragment in self.fragments) and bool(np.all(every[1:] > every[:-1]))
+        chosen = None if is_plain else self._latest(every, ids)
+        found = {name: self._values(name, *column, chosen) for name, column in columns.items() if name != ids}
         return every if chosen is None else every[chosen], found
 
     def parts(
@@ -155,33 +133,33 @@ class Array:
         for plain in self._decoded(fragment, f"{column.file}.tdb", edges, column.filters, sizes):
             yield plain.view(column.dtype)
 
-    def _at(self, *names: str) -> str:
-        """Return the key of something in its folder."""
-        return "/".join((self.key, *names)) if self.key else "/".join(names)
+    def _folders(self) -> list[str]:
+        return [_at(self.key, _FRAGMENTS, name) for name in self._committed]
 
-    def _enumerations(self, names: list[str]) -> dict[str, tuple[Any, bool]]:
-        """Return the values that columns number, and whether they are ordered, for those of the columns that do so."""
+    def _enumerations(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the file of the values that a column numbers, for those of the columns that do so."""
         keys = {}
         for name in names:
             if own := self.field(name).enumeration:
                 if own not in self.schema.enumerations:
                     raise damaged(self.where, f"it has no enumeration {own!r}")
-                keys[name] = self._at(_SCHEMA, _ENUMERATIONS, self.schema.enumerations[own])
-        raw = dict(zip(keys, self.files.read(list(keys.values())), strict=True))
-        return {name: parse_enumeration(raw[name], os.path.join(self.files.name, key)) for name, key in keys.items()}
+                keys[name] = _at(self.key, _SCHEMA, _ENUMERATIONS, self.schema.enumerations[own])
+        return keys
 
     def _latest(self, every: NDArray[np.int64], ids: str) -> NDArray[np.int64]:
-        """Return where the latest version of each cell is, in the order of their ids."""
+        """Return where the latest version of each cell now is, in the order of their ids."""
         turn = np.repeat(np.arange(len(self.fragments)), [fragment.n_cells for fragment in self.fragments])
-        chosen = np.arange(every.size)
+        stamps = self._stamps()
+        chosen = np.flatnonzero(stamps <= now())
         if not self.schema.allows_duplicates:
-            dims = [values for values, _ in self._columns(list(self.schema.dims))]
+            dims = [values[chosen] for values, _ in _columns(self.files, [(self, dim) for dim in self.schema.dims])]
             keys = [dim if dim.dtype.kind in "iu" else factorize(dim)[0] for dim in dims]
-            order = np.lexsort((turn, self._stamps(), *keys))
-            is_same = np.ones(max(0, every.size - 1), dtype=bool)
+            order = np.lexsort((turn[chosen], stamps[chosen], *keys))
+            is_last = np.zeros(chosen.size, dtype=bool)
+            is_last[-1:] = True
             for key in keys:
-                is_same &= key[order][1:] == key[order][:-1]
-            chosen = order[np.append(~is_same, True)]
+                is_last[:-1] |= key[order][1:] != key[order][:-1]
+            chosen = chosen[order[is_last]]
         chosen = chosen[np.argsort(every[chosen], kind="stable")]
         found = every[chosen]
         if np.any(found[1:] == found[:-1]):
@@ -203,7 +181,6 @@ class Array:
     def _values(
         self,
         name: str,
-        words: tuple[Any, bool] | None,
         values: NDArray[Any],
         missing: NDArray[np.bool_],
         chosen: NDArray[np.int64] | None,
@@ -213,8 +190,8 @@ class Array:
 
         if chosen is not None:
             values, missing = values[chosen], missing[chosen]
-        if words is not None:
-            categories, is_ordered = words
+        if name in self._words:
+            categories, is_ordered = self._words[name]
             codes = np.where(missing, -1, values.astype(np.int64))
             if codes.size and (codes.min() < -1 or codes.max() >= len(categories)):
                 raise damaged(self.where, f"column {name!r} has a number without a value")
@@ -230,33 +207,13 @@ class Array:
             return pd.arrays.IntegerArray(values, missing)
         return np.where(missing, np.nan, values)
 
-    def _columns(self, columns: list[Field]) -> list[tuple[NDArray[Any], NDArray[np.bool_]]]:
-        """Return the values of columns of the latest schema in all fragments, and which of them are missing."""
-        pairs = [(column, fragment) for column in columns for fragment in self.fragments]
-        calls = [self._reading(fragment, column) for column, fragment in pairs]
-        pool = DaemonThreads(AT_A_TIME, "gpuload-tiledb")
-        try:
-            read = pool.map(lambda call: call(), [call for own in calls for call in own])
-            read.reverse()  # to be popped in order: each is let go once it is converted
-        finally:
-            pool.close()
-        found: dict[str, list[Any]] = {column.name: [] for column in columns}
-        for (column, fragment), own in zip(pairs, calls, strict=True):
-            found[column.name].append(self._column_of(fragment, column, [read.pop() for _ in own]))
-        out = []
-        for column in columns:
-            parts = found[column.name]
-            empty = np.empty(0, dtype=object if column.dtype is None else column.dtype)
-            values = np.concatenate([empty, *(values for values, _ in parts)])
-            out.append((values, np.concatenate([np.empty(0, dtype=bool), *(missing for _, missing in parts)])))
-        return out
-
     def _own(self, fragment: Fragment, column: Field) -> Field | None:
         """Return a column of the latest schema as a fragment has it; None if it was added later, or has no cells."""
         own = fragment.schema.fields.get(column.name)
-        return own if own is not None and own.dtype == column.dtype and fragment.cells.size else None
+        is_same = own is not None and (own.dtype, own.is_text) == (column.dtype, column.is_text)
+        return own if is_same and fragment.cells.size else None
 
-    def _reading(self, fragment: Fragment, column: Field) -> list[Callable[[], NDArray[Any]]]:
+    def reading(self, fragment: Fragment, column: Field) -> list[Callable[[], NDArray[Any]]]:
         """Return calls that read a column's files: of numbers, or of text and its offsets; and of which are missing."""
         own = self._own(fragment, column)
         if own is None:
@@ -279,17 +236,17 @@ class Array:
             calls.append(partial(self._whole, fragment, f"{own.file}_validity.tdb", edges, schema.validity, cells))
         return calls
 
-    def _column_of(
+    def column_of(
         self, fragment: Fragment, column: Field, read: list[NDArray[Any]]
     ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """Return the values of a column in a fragment, and which are missing, from what `_reading` has read."""
+        """Return the values of a column in a fragment, and which are missing, from what `reading` has read."""
         own = self._own(fragment, column)
         if own is None:
             filled = np.full(
                 fragment.n_cells, _fill_value(column), dtype=object if column.dtype is None else column.dtype
             )
             return filled, np.full(fragment.n_cells, column.is_filled_missing)
-        values = read[0].view(own.dtype) if own.dtype is not None else _texts(fragment, own, read)
+        values = read[0].view(own.dtype) if own.dtype is not None else texts(fragment, own, read)
         return values, read[-1] == 0 if own.is_nullable else np.zeros(fragment.n_cells, dtype=bool)
 
     def _whole(
@@ -327,6 +284,60 @@ class Array:
             source.close()
 
 
+def open_arrays(files: Files, keys: Sequence[str]) -> list[Array]:
+    """Open arrays; what tells their schemas and fragments is read at once.
+
+    Raises
+    ------
+    ReadError, StoreError, CorruptDataError
+        One cannot be read, or is damaged.
+    """
+    wanted = [_described_by(files, key) for key in keys]
+    return [Array(files, key, raw) for key, raw in zip(keys, _read_each(files, wanted), strict=True)]
+
+
+def read_tables(tables: Mapping[Array, Sequence[str]], ids: str, *others: Array) -> dict[Array, Table]:
+    """Return columns of sparse arrays of one cell per id; the files of all of them are read concurrently.
+
+    Parameters
+    ----------
+    tables
+        For each array, the names of the columns.
+    ids
+        The column of ids.
+    others
+        Further arrays, which are only to be located.
+
+    Returns
+    -------
+    dict
+        For each array, the ids, (n,) int64, ascending and unique; and the values of each column by name: numbers,
+        strings with None where one is missing, or a pandas array.
+
+    Raises
+    ------
+    StoreError
+        There is no such column of ids, or a column is neither numbers nor text, or not stored in a supported way.
+    CorruptDataError
+        An id occurs twice, or files are damaged.
+    ReadError
+        Files cannot be read.
+    """
+    for array, names in tables.items():
+        array.check(names, ids)
+    wanted = {**tables, **dict.fromkeys(others, ())}
+    located_by = [array.located_by(names) for array, names in wanted.items()]
+    files = next(iter(wanted)).files  # they are the same of all
+    for (array, names), raw in zip(wanted.items(), _read_each(files, located_by), strict=True):
+        array.locate(names, raw)
+    every = [(array, name) for array, names in tables.items() for name in (ids, *names)]
+    found: dict[Array, dict[str, _Column]] = {array: {} for array in tables}
+    columns = _columns(files, [(array, array.field(name)) for array, name in every])
+    for (array, name), column in zip(every, columns, strict=True):
+        found[array][name] = column
+    return {array: array.table(own, ids) for array, own in found.items()}
+
+
 def runs_of(edges: NDArray[np.int64], nbytes: int) -> list[tuple[int, int]]:
     """Return ranges of consecutive tiles of about `nbytes` together, given where they begin and end."""
     number = (edges[1:] - 1 - edges[:1]).clip(0) // nbytes
@@ -334,58 +345,46 @@ def runs_of(edges: NDArray[np.int64], nbytes: int) -> list[tuple[int, int]]:
     return list(pairwise([*starts, number.size])) if number.size else []
 
 
+def _at(*names: str) -> str:
+    """Return the key of something in the folder whose key comes first."""
+    return "/".join(name for name in names if name)
+
+
+def _described_by(files: Files, key: str) -> list[str]:
+    """Return the files that tell an array's schemas and fragments."""
+    names = [name for name in files.names(_at(key, _SCHEMA)) if name.startswith("__") and name != _ENUMERATIONS]
+    if not names:
+        where = os.path.join(files.name, key)
+        raise StoreError(f"{where}: it is not a TileDB array, or one of before TileDB 2.4; write it again.")
+    lists = [name for name in files.names(_at(key, _COMMITS)) if name.endswith(LISTS)]
+    return [*(_at(key, _SCHEMA, name) for name in names), *(_at(key, _COMMITS, name) for name in lists)]
+
+
+def _read_each(files: Files, wanted: Sequence[Sequence[str]]) -> list[dict[str, bytes]]:
+    """Return the contents of files by key, for each of several lists of keys; all are read at once."""
+    raw = iter(files.read([key for keys in wanted for key in keys]))
+    return [dict(zip(keys, raw, strict=False)) for keys in wanted]
+
+
+def _columns(files: Files, columns: Sequence[tuple[Array, Field]]) -> list[_Column]:
+    """Return the values of columns of arrays' latest schemas in all fragments, and which of them are missing."""
+    pairs = [(array, column, fragment) for array, column in columns for fragment in array.fragments]
+    calls = [array.reading(fragment, column) for array, column, fragment in pairs]
+    read = at_once(files, lambda call: call(), [call for own in calls for call in own])
+    read.reverse()  # to be popped in order: each is let go once it is converted
+    own_calls, out = iter(calls), []
+    for array, column in columns:
+        parts = [
+            array.column_of(fragment, column, [read.pop() for _ in next(own_calls)]) for fragment in array.fragments
+        ]
+        empty = np.empty(0, dtype=object if column.dtype is None else column.dtype)
+        values = np.concatenate([empty, *(values for values, _ in parts)])
+        out.append((values, np.concatenate([np.empty(0, dtype=bool), *(missing for _, missing in parts)])))
+    return out
+
+
 def _fill_value(column: Field) -> Any:
     """Return the value of cells that were written before a column was added."""
     if column.dtype is None:
         return column.fill.decode(errors="replace").rstrip("\0")
     return np.frombuffer(column.fill, column.dtype)[0]
-
-
-def _texts(fragment: Fragment, own: Field, read: list[NDArray[Any]]) -> NDArray[np.object_]:
-    """Return the strings of a column of a fragment, from what `Array._reading` has read."""
-    edges, sizes = fragment.text_tiles(own)
-    out, where = [], f"{fragment.where}/{own.file}_var.tdb"
-    cell = byte = 0
-    for k, (n, size) in enumerate(zip(fragment.cells.tolist(), sizes.tolist(), strict=True)):
-        if own.filters.of_text:
-            out.append(_words(read[0][edges[k] : edges[k + 1]], own.filters, size, n, where))
-        else:
-            starts = read[1].view(np.int64)[cell : cell + n]
-            out.append(strings(read[0][byte : byte + size].tobytes(), starts, where))
-        cell, byte = cell + n, byte + size
-    return np.concatenate(out)
-
-
-def _words(tile: NDArray[np.uint8], filters: Filters, size: int, n: int, where: str) -> NDArray[np.object_]:
-    """Return the n strings, `size` bytes in all, of a tile whose first filter works on strings.
-
-    That filter writes integers with their highest byte first.
-    """
-    out: list[bytes] = []
-    try:
-        for data, about in tiledb.chunks_of(tile, filters.steps, size):
-            cursor = Bytes(about, where)
-            cursor.read("IIIII")
-            n_first, n_second = cursor.read("BB")
-            if n_first not in _WIDTHS or n_second not in _WIDTHS:
-                raise DecodeError("integers of text in it have an unknown size")
-            if filters.of_text == RLE:
-                runs = Bytes(data, where)
-                while runs.at < len(data) and len(out) <= n:
-                    length, nbytes = (int.from_bytes(runs.take(width), "big") for width in (n_first, n_second))
-                    out += [runs.take(nbytes)] * min(length, n + 1)
-                continue
-            known, words = Bytes(cursor.take(cursor.read("I")), where), []
-            while known.at < len(known.raw):
-                words.append(known.take(int.from_bytes(known.take(n_second), "big")))
-            ids = np.frombuffer(data, dtype=f">u{n_first}")
-            out += [words[number] for number in ids.tolist()]
-        if len(out) != n:
-            raise DecodeError(f"text of {len(out)} cells in it, not of {n}")
-        made = np.empty(n, dtype=object)
-        made[:] = [word.decode() for word in out]
-    except CorruptDataError:
-        raise
-    except (DecodeError, IndexError, ValueError) as error:
-        raise damaged(where, str(error)) from error
-    return made

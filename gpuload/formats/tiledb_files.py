@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Protocol
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -11,18 +12,26 @@ from gpuload.errors import ReadError
 from gpuload.folder_source import FolderSource
 from gpuload.formats.addresses import as_address
 from gpuload.remote_source import RemoteSource
+from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
     from gpuload.formats.addresses import Address
     from gpuload.remote import RemoteObject
 
+T = TypeVar("T")
+
+_AT_A_TIME, _FAR_AT_A_TIME = 8, 16
+"""Columns, or parts of one, that are read concurrently; more if each has latency."""
+
 
 class Files(Protocol):
     """Files by key: a path with slashes relative to the root."""
+
+    is_far: bool
 
     @property
     def name(self) -> str:
@@ -30,6 +39,9 @@ class Files(Protocol):
 
     def names(self, key: str) -> list[str]:
         """Return the sorted names of the files and folders in a folder; none if there is no such folder."""
+
+    def below(self, key: str) -> list[str]:
+        """Return the keys of all files below a folder, if each read has latency and they are known; else none."""
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """Return the bytes of small files; raise ReadError if one does not exist."""
@@ -47,8 +59,16 @@ def files_of(path: str) -> Files:
     return NearFiles(path) if address is None else FarFiles(address)
 
 
+def at_once(files: Files, read: Callable[[Any], T], values: Iterable[Any]) -> list[T]:
+    """Return what a function that reads data files returns for each value, in order; it is called concurrently."""
+    with closing(DaemonThreads(_FAR_AT_A_TIME if files.is_far else _AT_A_TIME, "gpuload-tiledb")) as pool:
+        return pool.map(read, values)
+
+
 class NearFiles:
     """Files of a folder; see `Files`."""
+
+    is_far = False
 
     def __init__(self, path: str) -> None:
         self.name = path
@@ -62,6 +82,10 @@ class NearFiles:
             return []
         except OSError as error:
             raise ReadError(f"{path}: cannot be listed: {error.strerror}. Check its permissions.") from error
+
+    def below(self, key: str) -> list[str]:  # noqa: ARG002 - to list folders takes as long as to read such files
+        """Return none; see `Files.below`."""
+        return []
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """Read files; see `Files.read`."""
@@ -94,6 +118,8 @@ class NearFiles:
 class FarFiles:
     """Objects at an address; see `Files`."""
 
+    is_far = True
+
     def __init__(self, address: Address) -> None:
         self.name = str(address)
         self._address = address
@@ -117,6 +143,10 @@ class FarFiles:
     def names(self, key: str) -> list[str]:
         """List a folder; see `Files.names`."""
         return sorted(self._names.get(key.strip("/"), ()))
+
+    def below(self, key: str) -> list[str]:
+        """Return the keys of all objects of a folder; see `Files.below`."""
+        return [one for one in self._listed if one.startswith(f"{key}/") and not one.endswith("/")]
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """Read objects concurrently; see `Files.read`."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LISTS = (".con", ".ign", ".vac")
 """Suffixes of files that list commits kept in one file, those of them to ignore, and fragments that were replaced."""
 
-_MAX_CELLS = 1 << 40
+_MAX_CELLS, _LATEST = 1 << 40, (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +74,16 @@ class Fragment:
     def written(self) -> int:
         """When it was written, in ms; the first time if it is a consolidation."""
         return time_of(os.path.basename(self.key))[0]
+
+    @property
+    def ends(self) -> int:
+        """When it was written, in ms; the last time if it is a consolidation."""
+        return time_of(os.path.basename(self.key))[1]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether some of its cells may be dated later than now."""
+        return self.has_timestamps and self.ends > now()
 
     @property
     def stamps(self) -> Field:
@@ -203,7 +213,9 @@ def _dense_cells(schema: Schema, domain: NDArray[np.int64], where: str) -> NDArr
     return np.full(n_tiles, n_cells, dtype=np.int64)
 
 
-def committed(names: Sequence[str], old: Sequence[str], lists: Mapping[str, bytes], where: str) -> list[str]:
+def committed(
+    names: Sequence[str], old: Sequence[str], lists: Mapping[str, bytes], where: str, *, is_dense: bool
+) -> list[str]:
     """Return the names of the fragments that an array consists of now, in the order in which they were written.
 
     Parameters
@@ -214,6 +226,9 @@ def committed(names: Sequence[str], old: Sequence[str], lists: Mapping[str, byte
         The bytes of the former whose names end in `LISTS`.
     where
         The array's name in errors.
+    is_dense
+        Whether the array is dense. Consolidations of others keep the time of each cell, so those that end later than
+        now count too.
 
     Raises
     ------
@@ -233,14 +248,26 @@ def committed(names: Sequence[str], old: Sequence[str], lists: Mapping[str, byte
     commits = [*names, *(os.path.basename(line) for line in together if line not in ignored)]
     if any(name.endswith(".ok") for name in (*old, *commits)):
         raise StoreError(f"{where}: parts of it were written by a TileDB before 2.8; write it again with a newer one.")
-    replaced = {os.path.basename(line.rstrip("/")) for line in lines(".vac")}
-    return until_now({name.removesuffix(".wrt") for name in commits if name.endswith(".wrt")} - replaced)
+    vacuums = until_now((name for name in lists if name.endswith(".vac")), is_whole=is_dense)
+    replaced = {os.path.basename(line.rstrip("/")) for name in vacuums for line in _lines(lists[name])}
+    written = {name.removesuffix(".wrt") for name in commits if name.endswith(".wrt")}
+    return until_now(written - replaced, is_whole=is_dense)
 
 
-def until_now(names: Iterable[str]) -> list[str]:
-    """Return timestamped names in the order of time, without those of later than now."""
-    now = time.time_ns() // 10**6
-    return sorted((name for name in names if time_of(name)[1] <= now), key=time_of)
+def until_now(names: Iterable[str], *, is_whole: bool = True) -> list[str]:
+    """Return timestamped names in the order of time, without those that end, or if not `is_whole` begin, later."""
+    latest = now()
+
+    def is_there(name: str) -> bool:
+        first, last, _ = time_of(name)
+        return (last if is_whole else first) <= latest
+
+    return sorted(filter(is_there, names), key=time_of)
+
+
+def now() -> int:
+    """Return the time, in ms."""
+    return time.time_ns() // 10**6
 
 
 def _lines(raw: bytes) -> list[str]:
@@ -267,3 +294,8 @@ def time_of(name: str) -> tuple[int, int, str]:
         return int(parts[2]), int(parts[3]), name
     except (IndexError, ValueError):
         return 0, 0, name
+
+
+def date_of(when: int) -> str:
+    """Return a time in ms for errors."""
+    return f"{np.datetime64(min(when, _LATEST) // 1000, 's')} UTC".replace("T", " ", 1)

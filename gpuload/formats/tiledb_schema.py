@@ -49,9 +49,9 @@ class Field:
     index
         Its position in a fragment's metadata.
     dtype
-        Dtype of a value; None for text and bytes.
+        Dtype of a value; None for text, bytes, and several values in a cell.
     is_text
-        Whether it is text, as opposed to bytes.
+        Whether it is text.
     is_nullable
         Whether values may be missing.
     fill
@@ -129,7 +129,7 @@ def parse_schema(raw: bytes, where: str) -> Schema:
     Raises
     ------
     StoreError
-        Its version, or a filter, is not supported.
+        Its version, or something other than a column, is not supported.
     CorruptDataError
         It is damaged.
     """
@@ -244,9 +244,10 @@ def _read_dim(cursor: Bytes, version: int, where: str, k: int, at_coords: int) -
     kind, per_cell = cursor.read("BI")
     is_var = per_cell == _VAR
     nbytes, at = 0 if is_var else size_of(kind), cursor.at
-    filters = read_pipeline(cursor, version, kind, nbytes, where)
+    what = f"column {name!r}"
+    filters = read_pipeline(cursor, version, kind, nbytes, where, what)
     if cursor.at == at + NO_FILTERS:
-        filters = read_pipeline(Bytes(cursor.raw, where, at_coords), version, kind, nbytes, where)
+        filters = read_pipeline(Bytes(cursor.raw, where, at_coords), version, kind, nbytes, where, what)
     domain = cursor.take(cursor.read("Q"))
     dtype = None if is_var else DTYPES.get(kind)
     bounds, extent = (0, -1), 0
@@ -277,9 +278,7 @@ def _read_attribute(cursor: Bytes, version: int, where: str, k: int) -> Field:
     name = cursor.text()
     kind, per_cell = cursor.read("BI")
     is_var = per_cell == _VAR
-    if not is_var and (per_cell != 1 or kind not in DTYPES):
-        raise StoreError(f"{where}: attribute {name!r} has {per_cell} values of type {kind} in a cell; expected one.")
-    filters = read_pipeline(cursor, version, kind, 0 if is_var else size_of(kind), where)
+    filters = read_pipeline(cursor, version, kind, 0 if is_var else size_of(kind), where, f"column {name!r}")
     fill = cursor.take(cursor.read("Q"))
     is_nullable, validity = cursor.read("?B")
     if version >= 17:
@@ -289,8 +288,8 @@ def _read_attribute(cursor: Bytes, version: int, where: str, k: int) -> Field:
         name,
         f"a{k}",
         k,
-        None if is_var else np.dtype(DTYPES[kind]),
-        kind in (ASCII, UTF8, CHAR),
+        np.dtype(DTYPES[kind]) if per_cell == 1 and kind in DTYPES else None,
+        is_var and kind in (ASCII, UTF8, CHAR),
         bool(is_nullable),
         fill,
         bool(is_nullable) and not validity,

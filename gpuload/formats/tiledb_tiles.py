@@ -134,14 +134,28 @@ class Filters:
 
     Attributes
     ----------
-    steps
+    known
         The filters that `backends.tiledb` undoes, as it describes them.
     of_text
         The filter before them, which works on whole strings: `RLE` or `DICTIONARY`; else 0.
+    refusal
+        The error for a filter that is not supported; empty if all are.
     """
 
-    steps: tuple[int, ...]
+    known: tuple[int, ...]
     of_text: int = 0
+    refusal: str = ""
+
+    def check(self) -> None:
+        """Raise StoreError if a filter is not supported."""
+        if self.refusal:
+            raise StoreError(self.refusal)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """What is known, if that is all; else raise StoreError."""
+        self.check()
+        return self.known
 
 
 def check_version(version: int, where: str) -> None:
@@ -153,16 +167,18 @@ def check_version(version: int, where: str) -> None:
         )
 
 
-def read_pipeline(cursor: Bytes, version: int, kind: int, cell_nbytes: int, where: str) -> Filters:
-    """Return a filter pipeline for a column of type `kind` of TileDB."""
+def read_pipeline(
+    cursor: Bytes, version: int, kind: int, cell_nbytes: int, where: str, what: str = "a column"
+) -> Filters:
+    """Return a filter pipeline for a column, named `what` in errors, of type `kind` of TileDB."""
     _, n_filters = cursor.read("II")
     steps: list[int] = []
-    of_text = 0
+    of_text, refusal = 0, ""
     for place in range(n_filters):
         number, n_options = cursor.read("BI")
         options = Bytes(cursor.take(n_options), where)
         item = size_of(kind)
-        if number == 0:
+        if number == 0 or refusal:
             continue
         if number == RLE and kind in (ASCII, UTF8) and place == 0 and cell_nbytes == 0:
             of_text = RLE
@@ -171,11 +187,12 @@ def read_pipeline(cursor: Bytes, version: int, kind: int, cell_nbytes: int, wher
             of_text = DICTIONARY
             continue
         if not tiledb.can_decode(number):
-            raise StoreError(
-                f"{where}: a column is encoded with {_NAMES.get(number, f'filter {number}')}, which cannot be decoded "
+            refusal = (
+                f"{where}: {what} is encoded with {_NAMES.get(number, f'filter {number}')}, which cannot be decoded "
                 "here; supported are gzip, zstd, lz4, run lengths, (double) delta, bit width reduction, byte and bit "
                 "shuffle, float scaling and XOR."
             )
+            continue
         step = [number, item, 0, 0, 0]
         after = kind
         if number in (DELTA, DOUBLE_DELTA):
@@ -200,7 +217,7 @@ def read_pipeline(cursor: Bytes, version: int, kind: int, cell_nbytes: int, wher
                 continue
         steps += step
         kind = after
-    return Filters(tuple(steps), of_text)
+    return Filters(tuple(steps), of_text, refusal)
 
 
 def size_of(kind: int) -> int:

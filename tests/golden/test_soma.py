@@ -12,6 +12,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
+from gpuload.formats.recognise import obs_columns
 from tests import writers
 from tests.golden.test_columns import assert_columns
 from tests.several import dense
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 tiledb: Any = pytest.importorskip("tiledb")
 
 COLUMNS = list(cells_frame(1).columns)
+LATER = 9999999999999
+"""The 20th of November 2286."""
 NUMBERS = [
     ("gzip",),
     ("zstd",),
@@ -337,14 +340,65 @@ def test_fragments_dated_in_the_future_are_ignored(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells")
     folder = path / "ms" / "RNA" / "X" / "data"
     at = [np.array([0]), np.array([5])]
-    write_cells(folder, at, {"soma_data": np.array([7], np.float32)}, 9999999999999)
-    evolve(folder, lambda evolution: evolution.add_attribute(tiledb.Attr("other", dtype=np.float32)), 9999999999999)
-    with tiledb.Group(str(path), "w", config=tiledb.Config({"sm.group.timestamp_end": 9999999999999})) as group:
+    write_cells(folder, at, {"soma_data": np.array([7], np.float32)}, LATER)
+    evolve(folder, lambda evolution: evolution.add_attribute(tiledb.Attr("other", dtype=np.float32)), LATER)
+    with tiledb.Group(str(path), "w", config=tiledb.Config({"sm.group.timestamp_end": LATER})) as group:
         group.remove("obs")
     with tiledb.open(str(folder)) as array:
         assert array[:]["soma_data"].size == counts().nnz
         assert array.nattr == 1
     assert_rows(path, counts())
+
+
+@pytest.mark.parametrize("is_vacuumed", [True, False])
+@pytest.mark.parametrize("allows_duplicates", [True, False])
+def test_cells_consolidated_with_later_ones_are_read(
+    tmp_path: Path, is_vacuumed: bool, allows_duplicates: bool
+) -> None:
+    """As in TileDB: what was written later is not there yet, neither changes of a cell nor further ones."""
+    frame = cells_frame()[["n_counts"]]
+    path = write_experiment(
+        tmp_path / "cells", obs=frame, frames={"allows_duplicates": allows_duplicates, "parts": (40,)}
+    )
+    folder, rows = path / "obs", np.array([3, 77, N_OBS])
+    new = {"obs_id": np.array(["a", "b", "c"], object), "n_counts": np.full(3, 1000, np.int32)}
+    write_cells(folder, [rows], new, LATER)
+    tiledb.consolidate(str(folder))
+    if is_vacuumed:
+        tiledb.vacuum(str(folder))
+    with tiledb.open(str(folder)) as array:
+        found = array[:]
+        order = np.argsort(found["soma_joinid"])
+        assert found["n_counts"][order].tolist() == frame["n_counts"].tolist()
+    assert_columns(path, ["n_counts"], frame)
+    assert gpuload.obs_names(path).tolist() == frame.index.tolist()
+
+
+@pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)])
+def test_values_consolidated_with_later_ones_are_refused(tmp_path: Path, tiles: Any) -> None:
+    path = write_experiment(tmp_path / "cells", tiles=tiles)
+    folder = path / "ms" / "RNA" / "X" / "data"
+    write_cells(folder, [np.array([0]), np.array([5])], {"soma_data": np.array([7], np.float32)}, LATER)
+    tiledb.consolidate(str(folder))
+    words = r"X/data: some of its values are dated later than now, up to 2286-11-20 17:46:39 UTC, and were consolidated"
+    with pytest.raises(gpuload.StoreError, match=words):
+        gpuload.open_loader(path)
+
+
+def test_dense_consolidated_with_later_values(tmp_path: Path) -> None:
+    """As in TileDB, which reads the parts instead, as long as they are there."""
+    X = counts().toarray()
+    path = write_experiment(tmp_path / "cells", {"data": X}, parts=(32,))
+    folder = str(path / "ms" / "RNA" / "X" / "data")
+    with tiledb.open(folder, "w", timestamp=LATER) as array:
+        array[:32] = X[:32] + 1
+    tiledb.consolidate(folder)
+    with tiledb.open(folder) as array:
+        np.testing.assert_array_equal(array[:]["soma_data"], X)
+    assert_rows(path, X)
+    tiledb.vacuum(folder)
+    with pytest.raises(gpuload.StoreError, match="it has 0 cells x 0 columns, where 131 x 53 are expected"):
+        gpuload.open_loader(path)
 
 
 @pytest.mark.parametrize("is_consolidated", [True, False])
@@ -696,6 +750,17 @@ def test_group_that_is_not_an_experiment_is_refused(tmp_path: Path) -> None:
         gpuload.open_loader(tmp_path / "census" / "human" / "ms")
 
 
+@pytest.mark.parametrize("group", ["cells", "cells/ms", "cells/ms/RNA/X"])
+@pytest.mark.parametrize(("when", "date"), [(LATER, "2286-11-20 17:46:39"), (2**64, "292278994-08-17 07:12:55")])
+def test_group_dated_later_than_now_is_refused(tmp_path: Path, group: str, when: int, date: str) -> None:
+    path = write_experiment(tmp_path / "cells")
+    for file in (tmp_path / group / "__group").iterdir():
+        file.rename(file.with_name(f"__{when}_{when}_{file.name.split('_', 4)[4]}"))
+    words = rf"/{group}/__group: its files are dated later than now, from {date} UTC on; set this machine's clock right"
+    with pytest.raises(gpuload.StoreError, match=words):
+        gpuload.open_loader(path)
+
+
 def test_member_outside_the_experiment_is_refused(tmp_path: Path) -> None:
     write_experiment(tmp_path / "other")
     tiledb.Group.create(str(tmp_path / "cells"))
@@ -736,6 +801,38 @@ def test_unsupported_filters_are_refused(tmp_path: Path, name: str, words: str) 
     path = write_experiment(tmp_path / "cells", values=(name,))
     with pytest.raises(gpuload.StoreError, match=rf"encoded with {words}, which cannot be decoded here; supported are"):
         gpuload.open_loader(path)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "words"),
+    [
+        (
+            {"dtype": np.int32, "filters": ("bzip2",)},
+            r"column 'odd' is encoded with bzip2, which cannot be decoded here",
+        ),
+        ({"dtype": np.int32, "filters": ("md5", "zstd")}, "column 'odd' is encoded with an MD5 checksum, which cannot"),
+        ({"dtype": [("", np.int32)] * 2}, "column 'odd' does not hold numbers or text; leave it out, or write it so"),
+        ({"dtype": "S3"}, "column 'odd' does not hold numbers or text; leave it out, or write it so"),
+    ],
+    ids=["bzip2", "md5", "two numbers", "three characters"],
+)
+def test_unsupported_column_is_refused_only_if_wanted(tmp_path: Path, attribute: Any, words: str) -> None:
+    path = write_experiment(tmp_path / "cells")
+    shutil.rmtree(path / "obs")
+    frame = cells_frame()[["depth"]]
+    known = {"filters": filters(ZSTD), "dtype": np.float64}
+    attributes = [
+        tiledb.Attr("odd", **{**attribute, "filters": filters(attribute.get("filters", ()))}),
+        tiledb.Attr("depth", **known),
+    ]
+    dim = tiledb.Dim("soma_joinid", domain=(0, 999), tile=100, dtype=np.int64)
+    tiledb.Array.create(str(path / "obs"), tiledb.ArraySchema(tiledb.Domain(dim), attributes, sparse=True))
+    odd = np.zeros(N_OBS, dtype=attribute["dtype"])
+    write_cells(path / "obs", [np.arange(N_OBS)], {"odd": odd, "depth": frame["depth"].to_numpy()})
+    assert_columns(path, ["depth"], frame)
+    assert obs_columns(str(path)) == ["odd", "depth"]
+    with pytest.raises(gpuload.StoreError, match=words):
+        gpuload.open_loader(path, obs=["depth", "odd"])
 
 
 def test_column_of_times_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import threading
+import time
 from collections import Counter
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
@@ -35,6 +39,17 @@ def server(tmp_path: Path) -> Iterator[Running]:
     (tmp_path / "served" / "data").mkdir(parents=True)
     with start(tmp_path / "served") as running:
         yield running
+
+
+@pytest.fixture
+def no_threads() -> Iterator[None]:
+    """Fail if threads outlive the test; obstore keeps its own, and connections, for the next request."""
+    yield
+    deadline, names = time.monotonic() + 20, ["?"]
+    while names and time.monotonic() < deadline:
+        time.sleep(0.01)
+        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("gpuload")]
+    assert not names
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +104,7 @@ def test_dense(server: Running) -> None:
 def test_inspect_requests_nothing_more_than_twice(
     server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Groups and column listings are read again before the columns; all else, except for cells, is read once."""
+    """What names the columns is read again before the columns; all else, except for cells, is read once."""
     monkeypatch.setenv("GPULOAD_INDEX", "off")
     for name, value in (("ENDPOINT_URL", server.url), ("SKIP_SIGNATURE", "true"), ("REGION", "us-east-1")):
         monkeypatch.setenv(f"AWS_{name}", value)
@@ -108,10 +123,117 @@ def test_inspect_requests_nothing_more_than_twice(
     assert (counts["HEAD 404"], counts["GET 200"]) == (1, 1)  # GET 200 is a listing
     kept = {key: n for key, n in asked.items() if not fnmatch(key, "ms/RNA/X/data/__fragments/*/[ad][01].tdb")}
     twice = sorted(key for key, n in kept.items() if n > 1)
-    expected = ["__group/*", "ms/__group/*", "obs/__schema/__[0-9]*"]
+    expected = ["__group/*", "obs/__schema/__[0-9]*"]
     assert len(twice) == len(expected)
     assert all(map(fnmatch, twice, expected))
     assert max(kept.values()) == 2
+
+
+class Rounds:
+    """Requests of remotes are held back until no further one has begun for a while, and then let through together.
+
+    Attributes
+    ----------
+    n
+        Round trips in sequence so far. A busy machine can only make them more: a request that waits for the answer of
+        another cannot begin with it.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, quiet_s: float) -> None:
+        self.n = 0
+        self._quiet_s, self._held = quiet_s, 0
+        self._changed = threading.Condition()
+        for name in ("list", "head", "get"):
+            monkeypatch.setattr(ObjectRemote, name, self._holding(getattr(ObjectRemote, name)))
+
+    def _holding(self, request: Any) -> Any:
+        def held(*args: Any) -> Any:
+            self._hold()
+            return request(*args)
+
+        return held
+
+    def _hold(self) -> None:
+        with self._changed:
+            self._held += 1
+            self._changed.notify_all()
+            mine, before = self.n, -1
+            while self.n == mine and before != self._held:
+                before = self._held
+                self._changed.wait(self._quiet_s)
+            if self.n == mine:
+                self.n, self._held = self.n + 1, 0
+                self._changed.notify_all()
+
+
+@pytest.mark.parametrize("is_kept", [False, True], ids=["counted", "kept"])
+@pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)], ids=["as wide as rows", "narrow"])
+def test_what_is_independent_is_requested_together(
+    server: Running, monkeypatch: pytest.MonkeyPatch, tiles: Any, is_kept: bool
+) -> None:
+    """One after another: is it an object, listing, group, groups in it, schemas, fragments, columns, rows of values."""
+    write_experiment(server.root / "data" / "cells", tiles=tiles, parts=(90, 50))
+    if not is_kept:
+        monkeypatch.setenv("GPULOAD_INDEX", "off")
+    with open_loader("s3://data/cells", storage_options=options(server)):
+        pass
+    found = []
+    for quiet_s in (0.05, 0.2, 0.8):
+        with monkeypatch.context() as patched:
+            rounds = Rounds(patched, quiet_s)
+            with open_loader("s3://data/cells", obs=["donor", "n_counts"], storage_options=options(server)):
+                found.append(rounds.n)
+        if found[-1] <= 8:
+            break
+    assert found[-1] <= 8, found
+
+
+@pytest.mark.parametrize("slow", ["obs", "ms/RNA/var", "ms/RNA/X/data"])
+@pytest.mark.parametrize("part", ["__schema", "__fragments"])
+def test_the_error_of_what_comes_first_is_raised(
+    server: Running, monkeypatch: pytest.MonkeyPatch, part: str, slow: str, no_threads: None
+) -> None:
+    """Not of what answers first: obs, then the matrix, then the genes."""
+    write_experiment(server.root / "data" / "cells")
+    get = ObjectRemote.get
+
+    def failing(remote: ObjectRemote, wanted: RemoteObject, start: int, stop: int) -> Any:
+        if f"/{part}/" in wanted.key:
+            time.sleep(0.2 if f"/{slow}/" in wanted.key else 0)
+            raise ReadError(wanted.key)
+        return get(remote, wanted, start, stop)
+
+    monkeypatch.setattr(ObjectRemote, "get", failing)
+    with pytest.raises(ReadError, match=f"^cells/obs/{part}/"):
+        open_loader("s3://data/cells", obs=["donor"], storage_options=options(server))
+
+
+@pytest.mark.parametrize("part", ["__group", "__schema", "__fragment_metadata.tdb", "d0.tdb"])
+def test_opening_can_be_interrupted(
+    server: Running, monkeypatch: pytest.MonkeyPatch, part: str, no_threads: None
+) -> None:
+    write_experiment(server.root / "data" / "cells")
+    get, is_under_way, is_over = ObjectRemote.get, threading.Event(), threading.Event()
+
+    def hanging(remote: ObjectRemote, wanted: RemoteObject, start: int, stop: int) -> Any:
+        if part in wanted.key:
+            is_under_way.set()
+            is_over.wait(60)
+        return get(remote, wanted, start, stop)
+
+    def interrupt() -> None:
+        is_under_way.wait(60)
+        time.sleep(0.5)  # so that it is waiting, whatever the machine does otherwise
+        os.kill(os.getpid(), signal.SIGINT)
+        is_over.wait(30)
+        is_over.set()
+
+    monkeypatch.setattr(ObjectRemote, "get", hanging)
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        open_loader("s3://data/cells", obs=["donor"], storage_options=options(server))
+    assert not is_over.is_set()
+    is_over.set()
 
 
 def test_missing_or_damaged_objects_are_reported(server: Running) -> None:
