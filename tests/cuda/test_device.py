@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import gpuload
 from gpuload import backends
 from gpuload.backends.cuda.device import CupyDevice, n_gpus
 
@@ -35,6 +36,12 @@ def test_cupys_csr_constructor_would_query_the_device() -> None:
     data, indices = on_device(np.ones(5, dtype=np.float32)), on_device(np.arange(5, dtype=np.int32))
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
         csr_matrix((data, indices, on_device(np.array([0, 2, 5], dtype=np.int32))), shape=(2, 9))
+
+
+def test_a_cupy_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(cupy.cuda.Stream, "from_external")  # as in CuPy 13
+    with pytest.raises(gpuload.MissingDependencyError, match=r"^device='cuda' needs cupy-cuda13x>=14\.1\.1, which"):
+        CupyDevice(0)
 
 
 @pytest.mark.parametrize(

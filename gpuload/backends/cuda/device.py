@@ -117,7 +117,7 @@ class CupyDevice:
     Raises
     ------
     MissingDependencyError
-        CuPy is not installed.
+        CuPy is not installed, or older than 14.
     DeviceError
         There is no such GPU, no driver, or the kernels cannot be compiled for it.
     """
@@ -127,6 +127,8 @@ class CupyDevice:
             import cupy
         except ImportError as error:
             raise MissingDependencyError("cupy-cuda13x", "device='cuda'", "cuda13") from error
+        if not hasattr(cupy.cuda.Stream, "from_external"):  # before CuPy 14
+            raise MissingDependencyError("cupy-cuda13x>=14.1.1", "device='cuda'", "cuda13")
         self._cupy = cupy
         self._number = number
         self.name = f"cuda:{number}"
