@@ -187,9 +187,11 @@ def _path() -> list[Finding]:
         return [Finding("device='auto'", device, "broken", "Install gpuload again in a fresh virtual environment.")]
     cure = ""
     if gpus and device == "cpu":
+        from gpuload.backends import first_gpu
+
         cure = (
-            "A GPU is present but is not used: pip install 'gpuload[cuda13]', or with CUDA 12 'gpuload[cuda12]', "
-            "installs what the CUDA backend needs."
+            f"A GPU is present but is not used ({first_gpu()[1]}): pip install 'gpuload[cuda13]', or with CUDA 12 "
+            "'gpuload[cuda12]', installs what the CUDA backend needs."
         )
     return [
         Finding("GPUs", ", ".join(gpus) or "none seen"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -42,6 +46,27 @@ def test_a_cupy_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delattr(cupy.cuda.Stream, "from_external")  # as in CuPy 13
     with pytest.raises(gpuload.MissingDependencyError, match=r"^device='cuda' needs cupy-cuda13x>=14\.1\.1, which"):
         CupyDevice(0)
+
+
+def test_a_folder_of_kernels_that_cannot_be_made_is_named() -> None:
+    """CuPy makes it on import: under a home that cannot be written, that is no ImportError."""
+    program = "from gpuload.backends.cuda.device import CupyDevice, n_gpus; assert n_gpus() == 0; CupyDevice(0)"
+    environment = {**os.environ, "CUPY_CACHE_DIR": "/proc/kernels"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    told = (
+        r"DeviceError: device='cuda': CuPy cannot keep compiled kernels \(.*'/proc/kernels'\); set CUPY_CACHE_DIR to a"
+    )
+    assert re.search(told, done.stderr.splitlines()[-1]), done.stderr
+
+
+def test_auto_says_why_cupy_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuload.backends.ctypes.CDLL", lambda name: None)
+    monkeypatch.setattr(backends, "_is_installed", lambda package: True)
+    assert backends.first_gpu() == (None, "no GPU is visible")
+    monkeypatch.delattr(cupy.cuda.Stream, "from_external")
+    number, why = backends.first_gpu()
+    assert number is None
+    assert "cupy-cuda13x>=14.1.1" in why
 
 
 @pytest.mark.parametrize(
