@@ -115,7 +115,9 @@ def test_kernels_that_cannot_be_kept_are_a_device_error(plain: Stored, monkeypat
 
     monkeypatch.setattr("gpuload.backends.cuda.device.source_of_kernels", lambda: "// not compiled before")
     monkeypatch.setattr(compiler._kernel_cache_backend, "save", save)
-    with pytest.raises(gpuload.DeviceError, match=r"^device='cuda': CuPy cannot keep compiled kernels \(.*/home/kernels"):
+    with pytest.raises(
+        gpuload.DeviceError, match=r"^device='cuda': CuPy cannot keep compiled kernels \(.*/home/kernels"
+    ):
         gpuload.open_loader(plain.path, device="cuda:0")
 
 
