@@ -19,7 +19,7 @@ import sys
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks import frame, machine
+from benchmarks.job import LABEL
 from benchmarks.measure import set_cache
 from gpuload.backends.cuda.device import n_gpus
 
@@ -149,9 +150,18 @@ def ceiling_decode(options: Options) -> dict[str, Any]:
 
 
 def loader(
-    options: Options, *, output: str = "dense", epoch: int = 0, step_s: float = 0.0, **more: Any
+    options: Options,
+    *,
+    store: Path | None = None,
+    output: str = "dense",
+    epoch: int = 0,
+    step_s: float = 0.0,
+    **more: Any,
 ) -> dict[str, Any]:
-    """Time minibatches as torch tensors on the device, in whole fetches, with a clock that waits for the device."""
+    """Time minibatches as torch tensors on the device, in whole fetches, with a clock that waits for the device.
+
+    They are read from the file, or from a store that was made of it.
+    """
     import torch
 
     import gpuload
@@ -159,15 +169,14 @@ def loader(
 
     settings = {"batch_size": options.batch_size, "fetch_factor": options.fetch_factor, "block_size": BLOCK_SIZE}
     settings["prefetch"] = PREFETCH
-    set_cache(options.file, options.cache)
-    with gpuload.open_loader(options.file, device="cuda", obs=["plate"], output=output, **settings, **more) as opened:
+    source, obs = store or options.file, [LABEL] if _has_label(options.file) else []
+    set_cache(source, options.cache)
+    with gpuload.open_loader(source, device="cuda", obs=obs, output=output, **settings, **more) as opened:
         # Start at the end of the first fetch, which waits for an empty pipeline, and take an even number of fetches,
         # as they load in pairs.
         first, n_fetches = options.fetch_factor, len(opened) // options.fetch_factor
         if n_fetches < 4:
-            raise ValueError(
-                f"{options.file}: {n_fetches} fetches of cells; expected at least 4. Lower --fetch-factor."
-            )
+            raise ValueError(f"{source}: {n_fetches} fetches of cells; expected at least 4. Lower --fetch-factor.")
         last = first * (1 + 2 * ((n_fetches - 2) // 2))
         dataset = CellDataset(opened)
         for _ in range(epoch):
@@ -210,7 +219,7 @@ def packed(options: Options, **more: Any) -> dict[str, Any]:
     store = options.file.with_name(f"{options.file.stem}-packed.zarr")
     if not store.exists():
         gpuload.pack(options.file, store)
-    return loader(replace(options, file=store), **more)
+    return loader(options, store=store, **more)
 
 
 def annbatch(options: Options) -> dict[str, Any]:
@@ -304,6 +313,14 @@ def _n_vars(file: Path) -> int:
 
     with h5py.File(file) as opened:
         return int(opened["X"].attrs["shape"][1])
+
+
+def _has_label(file: Path) -> bool:
+    """Return whether an .h5ad file of the user's has the label that made files have."""
+    import h5py
+
+    with h5py.File(file) as opened:
+        return LABEL in opened["obs"]
 
 
 def _make_file(path: Path, n_obs: int) -> Path:

@@ -70,8 +70,9 @@ def steps(wheels: Path, results: Path) -> list[Step]:
 
 
 HAS_GPU = """import sys
+from gpuload.backends import first_gpu
 from gpuload.backends.cuda.device import n_gpus
-sys.exit(0 if n_gpus() else "no GPU can be used here")
+sys.exit(0 if n_gpus() else f"no GPU can be used here: {first_gpu()[1]}")
 """
 
 HANGS = ("-o", "faulthandler_timeout=60", "--timeout=100", "--timeout-method=thread")

@@ -9,10 +9,10 @@
 #   docker/offline_wheels.sh --present present.txt wheels    leaves out just what the GPU machine has, by a list made
 #                                                            there: python3 -m pip list --format=freeze > present.txt
 #
-# The GPU machine: Linux on x86-64 or aarch64, glibc 2.28 or newer, Python 3.12, torch and CuPy for CUDA 13. Without
-# --present these two and the CUDA toolkit's packages are left out; torch always is. PYTHON=... names the interpreter
-# that runs pip here. Let it be a 3.12, as it is where there is one: pip goes by its own where a package depends on the
-# version of Python.
+# The GPU machine: Linux on x86-64 or aarch64, glibc 2.28 or newer, Python 3.12, torch and CuPy 14.1.1 or newer for
+# CUDA 13. Without --present these two and the CUDA toolkit's packages are left out; torch always is. PYTHON=... names
+# the interpreter that runs pip here. Let it be a 3.12, as it is where there is one: pip goes by its own where a package
+# depends on the version of Python, and --with-rivals needs one.
 set -euo pipefail
 
 usage() { sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; }

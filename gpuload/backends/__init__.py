@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from gpuload.checks import check_choice, parse_nbytes
-from gpuload.errors import PlanError, shown
+from gpuload.errors import GpuloadError, PlanError, shown
 
 if TYPE_CHECKING:
     from gpuload.backends.base import Backend
@@ -112,6 +112,12 @@ def first_gpu() -> tuple[int | None, str]:
     for package in ("cupy", "kvikio", "nvidia.libnvcomp"):
         if not _is_installed(package):
             return None, f"{package} is not installed"
+    from gpuload.backends.cuda.device import load_cupy
+
+    try:
+        load_cupy()
+    except GpuloadError as error:
+        return None, str(error)
     return (device_number("cuda"), "a GPU is there") if _n_gpus() else (None, "no GPU is visible")
 
 

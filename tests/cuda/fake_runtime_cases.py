@@ -107,6 +107,20 @@ def test_kernels_that_do_not_compile_are_a_device_error(plain: Stored, monkeypat
         gpuload.open_loader(plain.path, device="cuda:0")
 
 
+def test_kernels_that_cannot_be_kept_are_a_device_error(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import compiler
+
+    def save(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "/home/kernels")
+
+    monkeypatch.setattr("gpuload.backends.cuda.device.source_of_kernels", lambda: "// not compiled before")
+    monkeypatch.setattr(compiler._kernel_cache_backend, "save", save)
+    with pytest.raises(
+        gpuload.DeviceError, match=r"^device='cuda': CuPy cannot keep compiled kernels \(.*/home/kernels"
+    ):
+        gpuload.open_loader(plain.path, device="cuda:0")
+
+
 def test_cuda_errors_become_device_errors(store_variant: StoreVariant) -> None:
     with gpuload.open_loader(store_variant("csr-gzip4").path, device="cuda:0", batch_size=7) as loader:
         device = loader._backend._device  # type: ignore[attr-defined]

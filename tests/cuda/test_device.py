@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
+import gpuload
 from gpuload import backends
 from gpuload.backends.cuda.device import CupyDevice, n_gpus
 
@@ -35,6 +40,33 @@ def test_cupys_csr_constructor_would_query_the_device() -> None:
     data, indices = on_device(np.ones(5, dtype=np.float32)), on_device(np.arange(5, dtype=np.int32))
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
         csr_matrix((data, indices, on_device(np.array([0, 2, 5], dtype=np.int32))), shape=(2, 9))
+
+
+def test_a_cupy_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(cupy.cuda.Stream, "from_external")  # as in CuPy 13
+    with pytest.raises(gpuload.MissingDependencyError, match=r"^device='cuda' needs cupy-cuda13x>=14\.1\.1, which"):
+        CupyDevice(0)
+
+
+def test_a_folder_of_kernels_that_cannot_be_made_is_named() -> None:
+    """CuPy makes it on import: under a home that cannot be written, that is no ImportError."""
+    program = "from gpuload.backends.cuda.device import CupyDevice, n_gpus; assert n_gpus() == 0; CupyDevice(0)"
+    environment = {**os.environ, "CUPY_CACHE_DIR": "/proc/kernels"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    told = (
+        r"DeviceError: device='cuda': CuPy cannot keep compiled kernels \(.*'/proc/kernels'\); set CUPY_CACHE_DIR to a"
+    )
+    assert re.search(told, done.stderr.splitlines()[-1]), done.stderr
+
+
+def test_auto_says_why_cupy_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuload.backends.ctypes.CDLL", lambda name: None)
+    monkeypatch.setattr(backends, "_is_installed", lambda package: True)
+    assert backends.first_gpu() == (None, "no GPU is visible")
+    monkeypatch.delattr(cupy.cuda.Stream, "from_external")
+    number, why = backends.first_gpu()
+    assert number is None
+    assert "cupy-cuda13x>=14.1.1" in why
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def run_and_draw(classify: ModuleType, screen: Path, in_process: Callable[..., A
     def call(*arguments: object, of: Path = screen) -> Any:
         return in_process(classify.main, of, *SMALL, "--loader-seconds", 0, *arguments)
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=()):
         yield call
     torch.set_num_threads(n_threads)
 
@@ -198,7 +198,7 @@ def test_bfloat16_changes_the_losses_slightly(run: Callable[..., Any], tmp_path:
 @pytest.fixture(scope="module")
 def uninterrupted(classify: ModuleType, screen: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out, n_threads = tmp_path_factory.mktemp("whole"), torch.get_num_threads()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=()):
         assert classify.main([str(a) for a in (screen, *SMALL, "--loader-seconds", 0, "--out", out, *TWO_RUNS)]) == 0
     torch.set_num_threads(n_threads)
     return [outcome(result) for result in report_in(out)["runs"]]
@@ -914,7 +914,7 @@ def in_lightning(classify: ModuleType, screen: Path, in_process: Callable[..., A
 
     def call(*arguments: object) -> Any:
         n_threads = torch.get_num_threads()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=()):
             found = in_process(classify_lightning.main, screen, *SMALL, *arguments)
         torch.set_num_threads(n_threads)
         return found

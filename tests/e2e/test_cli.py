@@ -582,6 +582,21 @@ def test_doctor_reports_why_kvikio_is_not_used(monkeypatch):
     assert doctor._gpu_path(0).startswith("pinned: through page-locked memory alone. reading to a GPU through KvikIO")
 
 
+@pytest.mark.parametrize(
+    ("why", "cure"),
+    [
+        ("kvikio is not installed", "kvikio is not installed. pip install 'gpuload[cuda13]', or with CUDA 12 "),
+        ("device='cuda': it cannot; set this to that.", "device='cuda': it cannot; set this to that.\n"),
+    ],
+)
+def test_doctor_says_why_a_gpu_is_not_used(run, monkeypatch, why, cure):
+    monkeypatch.setattr("gpuload.cli.doctor._gpus", lambda: ["an H100"])
+    monkeypatch.setattr("gpuload.backends.first_gpu", lambda: (None, why))
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert f"  device='auto': A GPU is present but is not used: {cure}" in out
+
+
 def test_doctor_survives_a_failing_engine(run, monkeypatch):
     monkeypatch.setattr("gpuload.open_loader", lambda *a, **k: (_ for _ in ()).throw(CorruptDataError("bad.")))
     code, out, _ = run("doctor")

@@ -45,7 +45,7 @@ def path(cells, tmp_path_factory):
 def run(in_process):
     """Return a function that runs the program; see `in_process`."""
     n_threads = torch.get_num_threads()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=()):
         yield partial(in_process, train_dali.main)
     torch.set_num_threads(n_threads)
 

@@ -149,6 +149,33 @@ def test_a_failed_arm_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert run_gpu.main([*options, "--only", "annbatch/dense"]) == 1
 
 
+@pytest.mark.parametrize(("columns", "obs"), [(["plate", "drug"], ["plate"]), (["drug"], [])])
+def test_a_file_of_ones_own_needs_no_label(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: list[str], obs: list[str]
+) -> None:
+    pytest.importorskip("torch")
+    import h5py
+
+    import gpuload
+    from benchmarks import run_gpu
+
+    path, opened = tmp_path / "cells.h5ad", []
+    with h5py.File(path, "w") as file:
+        for name in columns:
+            file[f"obs/{name}"] = [0]
+
+    def open_loader(source: Path, **settings: Any) -> None:
+        opened.append((source.name, settings["obs"]))
+        raise gpuload.DeviceError("there is no GPU.")
+
+    monkeypatch.setattr(gpuload, "open_loader", open_loader)
+    monkeypatch.setattr(gpuload, "pack", lambda source, store: store.touch())
+    for arm in ("gpuload/dense", "gpuload-packed/dense"):
+        with pytest.raises(gpuload.DeviceError):
+            run_gpu.ARMS[arm](run_gpu.Options(path, 8, 4, "warm"))
+    assert opened == [("cells.h5ad", obs), ("cells-packed.zarr", obs)]
+
+
 def test_a_failed_hung_or_crashed_arm_shows_where(capfd: pytest.CaptureFixture[str]) -> None:
     from benchmarks import run_gpu
 

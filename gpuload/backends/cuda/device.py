@@ -117,17 +117,13 @@ class CupyDevice:
     Raises
     ------
     MissingDependencyError
-        CuPy is not installed.
+        CuPy is not installed, or older than 14.
     DeviceError
-        There is no such GPU, no driver, or the kernels cannot be compiled for it.
+        There is no such GPU, no driver, or the kernels cannot be compiled for it, or kept.
     """
 
     def __init__(self, number: int, memory_nbytes: int | None = None) -> None:
-        try:
-            import cupy
-        except ImportError as error:
-            raise MissingDependencyError("cupy-cuda13x", "device='cuda'", "cuda13") from error
-        self._cupy = cupy
+        self._cupy = cupy = load_cupy()
         self._number = number
         self.name = f"cuda:{number}"
         try:
@@ -143,7 +139,10 @@ class CupyDevice:
             )
         with self._on_device():
             self._kernels = cupy.RawModule(code=source_of_kernels(), options=("-std=c++17",))
-            self._kernels.compile()
+            try:
+                self._kernels.compile()
+            except OSError as error:
+                raise _not_kept(error) from error
             self._n_blocks = 8 * cupy.cuda.Device(number).attributes["MultiProcessorCount"]
             self._functions: dict[str, Any] = {}
             # Pools of our own: memory from CuPy's default pool may still be in use by a stream unknown to us, and its
@@ -365,6 +364,34 @@ def _raise_as_device_error(name: str, error: BaseException) -> None:
         ) from error
     if isinstance(error, (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError)):
         raise DeviceError(f"{name}: {error}. See `gpuload doctor`.") from error
+
+
+def load_cupy() -> Any:
+    """Return CuPy, which makes a folder for compiled kernels when it is imported.
+
+    Raises
+    ------
+    MissingDependencyError
+        It is not installed, or older than 14.
+    DeviceError
+        It cannot make that folder.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise MissingDependencyError("cupy-cuda13x", "device='cuda'", "cuda13") from error
+    except OSError as error:
+        raise _not_kept(error) from error
+    if not hasattr(cupy.cuda.Stream, "from_external"):
+        raise MissingDependencyError("cupy-cuda13x>=14.1.1", "device='cuda'", "cuda13")
+    return cupy
+
+
+def _not_kept(error: OSError) -> DeviceError:
+    return DeviceError(
+        f"device='cuda': CuPy cannot keep compiled kernels ({error}); set CUPY_CACHE_DIR to a folder that can be "
+        "written."
+    )
 
 
 def n_gpus() -> int:
