@@ -371,7 +371,14 @@ def test_samplers_compare_by_identity() -> None:
 
 @pytest.mark.parametrize(
     "control",
-    [["dmso"], ("dmso",), np.array(["dmso", "none"]), pd.Series(["dmso"]), pd.Categorical(["dmso"]), {"dmso": 1}.keys()],
+    [
+        ["dmso"],
+        ("dmso",),
+        np.array(["dmso", "none"]),
+        pd.Series(["dmso"]),
+        pd.Categorical(["dmso"]),
+        {"dmso": 1}.keys(),
+    ],
 )
 def test_several_values_may_mark_controls(control: Any) -> None:
     expected = PairedControl("drug", "dmso", match=("batch", "label"), fallback="batch").over(cells())
