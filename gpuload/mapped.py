@@ -110,18 +110,18 @@ class Mapped(Generic[Made]):
 
     def __iter__(self) -> Iterator[Made]:
         """Start the loader's next epoch."""
-        batches = iter(self._loader)
+        batches, start = iter(self._loader), self._loader.state_dict()
         self._start, self._live = None, object()
-        return OneAtATime(self._made(batches, self._live))
+        return OneAtATime(self._made(batches, start, self._live))
 
     def __getitem__(self, _: object) -> Made:
         raise PlanError(
             "Mapped: it is iterated, not indexed; import gpuload.torch first, then PyTorch's DataLoader knows."
         )
 
-    def _made(self, batches: Iterator[Any], live: object) -> Generator[Made, None, None]:
+    def _made(self, batches: Iterator[Any], start: dict[str, Any], live: object) -> Generator[Made, None, None]:
         self._check_live(live)
-        self._start, self._n_received = self._loader.state_dict(), 0
+        self._start, self._n_received = start, 0
         waiting: deque[Future[Made]] = deque()
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="gpuload-mapped") as threads:
             try:

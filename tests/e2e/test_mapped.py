@@ -161,6 +161,19 @@ def test_set_epoch_takes_effect_after_a_break(loader: gpuload.Loader) -> None:
     assert (mapped.state_dict()["epoch"], mapped.state_dict()["step"]) == (4, 0)
 
 
+def test_an_iteration_that_has_begun_keeps_its_epoch(plain: Stored, loader: gpuload.Loader) -> None:
+    mapped = Mapped(loader, rows)
+    batches = iter(mapped)
+    mapped.set_epoch(4)
+    found = [next(batches), next(batches)]
+    assert (mapped.state_dict()["epoch"], mapped.state_dict()["step"]) == (0, 2)
+    with gpuload.open_loader(plain.path, **SETTINGS) as other:
+        every = list(map(rows, other))
+        assert found + list(batches) == every
+        other.set_epoch(4)
+        assert list(mapped) == list(map(rows, other))
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_function_errors_are_raised_in_order(plain: Stored, loader: gpuload.Loader, num_threads: int) -> None:
     expected = rows_of(plain.path)
