@@ -19,7 +19,7 @@ import numpy as np
 from gpuload.errors import StoreError
 from gpuload.joined import Joined
 from gpuload.layout import split_at
-from gpuload.types import Recipe, expand_ranges
+from gpuload.types import Recipe, consecutive, expand_ranges
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -384,5 +384,7 @@ class Store:
 
     def sources_of(self, ranges: NDArray[np.int64]) -> list[Source]:
         """Return the sources of the files that hold given rows; `ranges` as for `recipe`."""
-        files = np.unique(self._in_files(ranges)[0]).tolist()
+        first = np.searchsorted(self.file_start, ranges[:, 0], side="right") - 1
+        stop = np.searchsorted(self.file_start, ranges[:, 1], side="left")
+        files = np.unique(consecutive(first, stop - first)).tolist()
         return list(dict.fromkeys(source for number in files for source in self.file_sources[number]))
