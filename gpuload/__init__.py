@@ -33,6 +33,7 @@ from gpuload.names import obs_names
 from gpuload.opening import (
     bind,
     block_size_for,
+    check_batches,
     check_categories,
     check_dtype,
     check_epoch,
@@ -356,6 +357,7 @@ def open_loader(
         strategy = bind(sampler, shuffle, block_size, batch_size, fetch_factor, store, cell_names)
         stores["X"] = replace(store, obs={name: coded(store, name, meant.get(name)) for name in obs})
         tables = make_tables(stores, layers[0], genes=genes, transform=transform, output=output, dtype=dtype)
+        check_batches(list(tables.values()), batch_size, backend.takes_ahead)
         plan = Plan(
             store.file_rows,
             batch_size,

@@ -253,7 +253,7 @@ def _split(ranges: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], .
     return number, cell, start, stop
 
 
-def _split_at(ranges: NDArray[np.int64], edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+def split_at(ranges: NDArray[np.int64], edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
     """Split ranges at edges, some possibly equal: like `_split`, with the number of the edge before each part."""
     first = np.searchsorted(edges, ranges[:, 0], side="right") - 1
     n_parts = np.searchsorted(edges, ranges[:, 1] - 1, side="right") - first
@@ -267,7 +267,7 @@ def _split_at(ranges: NDArray[np.int64], edges: NDArray[np.int64]) -> tuple[NDAr
 
 def _pieces_1d(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.int64]) -> _Pieces:
     edges, length = layout.edges, layout.chunk_shape[0]
-    number, chunk, start, stop = _split(ranges, length) if edges is None else _split_at(ranges, edges)
+    number, chunk, start, stop = _split(ranges, length) if edges is None else split_at(ranges, edges)
     src = start - (chunk * length if edges is None else edges[chunk])
     return _Pieces(chunk, src, dest[number] + start - ranges[number, 0], stop - start, np.ones_like(chunk))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -79,7 +80,8 @@ class Mapped(Generic[Made]):
         self._function = function
         self._num_threads = check_whole("num_threads", num_threads, 1)
         self._ahead = self._num_threads + 1 if ahead is None else check_whole("ahead", ahead, 1)
-        self._state: dict[str, Any] | None = None  # of the iteration under way, or of the last if it was left early
+        self._start: dict[str, Any] | None = None  # of the iteration under way, or of the last if it was left early
+        self._n_received = 0  # results since then
         self._live: object = None
 
     def __len__(self) -> int:
@@ -90,35 +92,37 @@ class Mapped(Generic[Made]):
         """Set the epoch of the next iteration; see `Loader.set_epoch`."""
         self._loader.set_epoch(epoch)
         if self._live is None:
-            self._state = None
+            self._start = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position up to which the consumer has received results; see `Loader.state_dict`.
 
         States of this object and of its loader are interchangeable.
         """
-        return self._loader.state_dict() if self._state is None else dict(self._state)
+        if self._start is None:
+            return self._loader.state_dict()
+        return {**copy.deepcopy(self._start), "step": self._start["step"] + self._n_received}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume the next iteration from a state; see `Loader.load_state_dict`."""
         self._loader.load_state_dict(state)
-        self._state = self._live = None
+        self._start = self._live = None
 
     def __iter__(self) -> Iterator[Made]:
         """Start the loader's next epoch."""
-        batches = iter(self._loader)
-        self._state, self._live = None, object()
-        return OneAtATime(self._made(batches, self._live))
+        batches, start = iter(self._loader), self._loader.state_dict()
+        self._start, self._live = None, object()
+        return OneAtATime(self._made(batches, start, self._live))
 
     def __getitem__(self, _: object) -> Made:
         raise PlanError(
             "Mapped: it is iterated, not indexed; import gpuload.torch first, then PyTorch's DataLoader knows."
         )
 
-    def _made(self, batches: Iterator[Any], live: object) -> Generator[Made, None, None]:
+    def _made(self, batches: Iterator[Any], start: dict[str, Any], live: object) -> Generator[Made, None, None]:
         self._check_live(live)
-        self._state = self._loader.state_dict()
-        waiting: deque[tuple[Future[Made], dict[str, Any]]] = deque()
+        self._start, self._n_received = start, 0
+        waiting: deque[Future[Made]] = deque()
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="gpuload-mapped") as threads:
             try:
                 fault: Exception | None = None
@@ -132,26 +136,24 @@ class Mapped(Generic[Made]):
                         except Exception as error:  # noqa: BLE001 - raised below, once what precedes it is delivered
                             fault, is_over = error, True
                         else:
-                            waiting.append((threads.submit(self._function, batch), self._loader.state_dict()))
+                            waiting.append(threads.submit(self._function, batch))
                             del batch  # its memory is reused once the function has let go of it
                     if not waiting:
                         break
-                    future, state = waiting.popleft()
-                    made = future.result()
-                    del future
-                    self._state = state
+                    made = waiting.popleft().result()
+                    self._n_received += 1
                     yield made
                     del made
                     self._check_live(live)
                 if fault is not None:
                     raise fault
             finally:
-                for future, _ in waiting:
+                for future in waiting:
                     future.cancel()
                 waiting.clear()
                 if self._live is live:
                     self._live = None
-        self._state = None
+        self._start = None
 
     def _check_live(self, live: object) -> None:
         if self._live is not live:

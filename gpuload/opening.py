@@ -47,6 +47,24 @@ def check_memory(stores: Sequence[Store], batch_size: int, fetch_factor: int, pr
         )
 
 
+def check_batches(tables: Sequence[Table], batch_size: int, takes_ahead: int) -> None:
+    """Raise PlanError if this machine cannot hold three minibatches: the consumer's, and two made ahead of it.
+
+    Not for a backend that makes none ahead, in device memory.
+    """
+    from gpuload.formats.arrays import memory_nbytes
+
+    if not takes_ahead:
+        return
+    n_rows = min(batch_size, tables[0].store.n_obs)
+    wanted, there = int(3 * n_rows * sum(table.nbytes_per_row for table in tables)), memory_nbytes()
+    if wanted > there:
+        raise PlanError(
+            f"batch_size={batch_size}: 3 minibatches of {n_rows} cells take {wanted / 1e9:.1f} GB but this machine has "
+            f"{there / 1e9:.1f} GB; use batch_size={max(1, n_rows * there // (2 * wanted))} or less."
+        )
+
+
 def check_row_numbers(given: Any, n_obs: int) -> NDArray[np.int64]:
     """Return row numbers as int64; raise PlanError if they are not of a loader's cells."""
     rows = np.asarray(given)

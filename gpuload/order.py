@@ -80,7 +80,7 @@ class EqualBlocks(MixedFetches):
 
     def __init__(self, file_rows: tuple[int, ...], block_size: int, perm_words: tuple[int, ...]) -> None:
         rows = np.array([n for n in file_rows if n], dtype=np.int64)
-        self._size = block_size
+        self._size = block_size = min(block_size, int(rows.max(initial=1)))  # a larger one might overflow below
         blocks = -(-rows // block_size)
         self._file_row = np.concatenate([[0], np.cumsum(rows)])
         self._file_block = np.concatenate([[0], np.cumsum(blocks)])

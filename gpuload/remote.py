@@ -187,8 +187,12 @@ class FolderRemote:
         try:
             with open(path, "rb", buffering=0) as file:
                 before = os.fstat(file.fileno())
-                buffer = bytearray(stop - start)
-                got = os.preadv(file.fileno(), [buffer], start)
+                buffer, got = bytearray(stop - start), 0
+                view = memoryview(buffer)
+                while got < len(view) and (
+                    n := os.preadv(file.fileno(), [view[got:]], start + got)
+                ):  # each below 2 GiB
+                    got += n
                 for status in (before, os.fstat(file.fileno())):  # it may be rewritten while it is read
                     if _of_file(wanted.key, status).etag != wanted.etag:
                         raise ReadError(f"{path}: the file was changed since it was listed; open it again.")
@@ -200,7 +204,7 @@ class FolderRemote:
             raise BusyError(
                 f"{path}: reading {stop - start} bytes at byte {start} failed: {error.strerror}. Check the disk."
             ) from error
-        check_length(memoryview(buffer)[:got], stop - start, path, start)
+        check_length(view[:got], stop - start, path, start)
         return buffer
 
 

@@ -113,7 +113,13 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
         return "\n".join([*lines, *([f"in no part: {n_out:,} cells"] if n_out else [])])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the split to a compressed .npz file (no pickles), atomically replacing an existing file."""
+        """Save the split to a compressed .npz file (no pickles), atomically replacing an existing file.
+
+        Raises
+        ------
+        ReadError
+            It cannot be written.
+        """
         path = os.fspath(path)
         about = {
             "gpuload_split": VERSION,
@@ -127,9 +133,11 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
             with open(beside, "wb") as file:
                 np.savez_compressed(file, part=self.part, about=np.array(json.dumps(about)))
             os.replace(beside, path)
-        except BaseException:
+        except BaseException as error:
             if os.path.exists(beside):
                 os.remove(beside)
+            if isinstance(error, OSError):
+                raise ReadError(f"{path}: cannot be written: {error.strerror}. Choose another place.") from error
             raise
 
     @classmethod

@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.errors import StoreError
 from gpuload.joined import Joined
-from gpuload.types import ArrayRead, Recipe, consecutive, expand_ranges, n_rows_in
+from gpuload.layout import split_at
+from gpuload.types import Recipe, consecutive, expand_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from gpuload.alignment import Alignment
@@ -292,33 +292,45 @@ class Store:
         ranges : (n, 2) int64
             Global row ranges, disjoint and ascending; the resident holds their rows in this order.
         """
-        start, numbers = self.file_start, self._files_of(ranges)
-        matrices = [self.matrices[number] for number in numbers]
-        parts = [self._within(ranges, int(start[number]), int(start[number + 1])) for number in numbers]
-        n_rows = n_rows_in(ranges)
-        indptr = self._resident_indptr(matrices, parts, n_rows)
-        reads = self._plan_reads(numbers, parts, indptr) if n_rows else []
-        return Recipe(self.kind, n_rows, int(self._widths.max()), indptr, tuple(reads), self._map_start(numbers, parts))
-
-    def _plan_reads(
-        self, numbers: list[int], parts: Sequence[NDArray[np.int64]], indptr: NDArray[np.int64] | None
-    ) -> list[ArrayRead]:
-        """Plan the reads of row ranges `parts` of files `numbers` into resident rows with offsets `indptr`."""
-        widths = self._widths
-        rows = np.concatenate(parts)
+        files, rows = self._in_files(ranges)
         lengths = rows[:, 1] - rows[:, 0]
-        first_row = np.cumsum(lengths) - lengths
-        dest = first_row * widths[0] if indptr is None else indptr[first_row]
-        files = np.repeat(numbers, [len(part) for part in parts])
+        n_rows, map_start = int(lengths.sum()), None
+        if self.alignment is not None and self.alignment.starts.any():
+            map_start = np.repeat(self.alignment.starts[files], lengths)
+        indptr, reads = None, []
         if self.kind == "csr":
-            pairs = zip(numbers, parts, strict=True)
-            rows = np.concatenate([self.matrices[n].indptr[part] for n, part in pairs])  # type: ignore[union-attr]
-            is_filled = rows[:, 0] < rows[:, 1]
+            indptr, stored = self._in_values(files, rows)
+            is_filled = stored[:, 0] < stored[:, 1]
         else:
-            is_filled = widths[files] > 0
-        return self.joined.plan_reads(
-            files[is_filled], rows[is_filled], dest[is_filled], self.matrices[0].targets, widths
-        )
+            stored, is_filled = rows, self._widths[files] > 0
+            if np.ptp(self._widths):
+                indptr = np.append(0, np.cumsum(np.repeat(self._widths[files], lengths)))
+        if n_rows:
+            first_row = np.cumsum(lengths) - lengths
+            dest = first_row * self._widths[0] if indptr is None else indptr[first_row]
+            reads = self.joined.plan_reads(
+                files[is_filled], stored[is_filled], dest[is_filled], self.matrices[0].targets, self._widths
+            )
+        return Recipe(self.kind, n_rows, int(self._widths.max()), indptr, tuple(reads), map_start)
+
+    def _in_files(self, ranges: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Split row ranges at the edges of files; return the file of each part, (n,), and its rows there, (n, 2)."""
+        _, files, start, stop = split_at(ranges, self.file_start)
+        return files, np.stack([start, stop], axis=1) - self.file_start[files][:, None]
+
+    def _in_values(
+        self, files: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the row offsets of a resident with row ranges of files, and the range of values of each, (n, 2)."""
+        first = np.flatnonzero(np.diff(files, prepend=-1))
+        every, row_edges = expand_ranges(rows), np.append(0, np.cumsum(rows[:, 1] - rows[:, 0]))
+        indptr, stored = np.zeros(every.size + 1, dtype=np.int64), np.empty_like(rows)
+        for lo, hi in pairwise([*first.tolist(), files.size]):
+            own: NDArray[np.int64] = self.matrices[files[lo]].indptr
+            stored[lo:hi] = own[rows[lo:hi]]
+            part = slice(row_edges[lo], row_edges[hi])
+            indptr[1:][part] = own[every[part] + 1] - own[every[part]]
+        return np.cumsum(indptr, out=indptr), stored
 
     def columns(self, chosen: NDArray[np.int32] | None = None) -> NDArray[np.int32] | None:
         """Return `Form.columns`: the output position of every stored column, or -1; None keeps all unchanged.
@@ -372,43 +384,7 @@ class Store:
 
     def sources_of(self, ranges: NDArray[np.int64]) -> list[Source]:
         """Return the sources of the files that hold given rows; `ranges` as for `recipe`."""
-        return list(dict.fromkeys(source for number in self._files_of(ranges) for source in self.file_sources[number]))
-
-    @staticmethod
-    def _within(ranges: NDArray[np.int64], lo: int, hi: int) -> NDArray[np.int64]:
-        """Return the parts of ranges inside ``lo:hi``, relative to `lo`."""
-        first = int(np.searchsorted(ranges[:, 1], lo, side="right"))
-        last = int(np.searchsorted(ranges[:, 0], hi, side="left"))
-        return np.asarray(ranges[first:last].clip(lo, hi) - lo)
-
-    def _files_of(self, ranges: NDArray[np.int64]) -> list[int]:
-        """Return the numbers of the files that ranges touch: few per fetch, even of thousands."""
         first = np.searchsorted(self.file_start, ranges[:, 0], side="right") - 1
         stop = np.searchsorted(self.file_start, ranges[:, 1], side="left")
-        numbers: list[int] = np.unique(consecutive(first, stop - first)).tolist()
-        return numbers
-
-    def _resident_indptr(
-        self, matrices: Sequence[Matrix], parts: Sequence[NDArray[np.int64]], n_rows: int
-    ) -> NDArray[np.int64] | None:
-        """Return the row offsets of a resident; None if it is dense and its rows have equal width."""
-        if self.kind == "dense" and not np.ptp(self._widths):
-            return None
-        indptr = np.zeros(n_rows + 1, dtype=np.int64)
-        row = 0
-        for matrix, part in zip(matrices, parts, strict=True):
-            rows = expand_ranges(part)
-            of_part = slice(row + 1, row + 1 + rows.size)
-            if isinstance(matrix, CsrMatrix):
-                indptr[of_part] = matrix.indptr[rows + 1] - matrix.indptr[rows]
-            else:
-                indptr[of_part] = matrix.n_vars
-            row += rows.size
-        return np.cumsum(indptr, out=indptr)
-
-    def _map_start(self, numbers: list[int], parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64] | None:
-        """Return where each resident row's column map begins; None if all rows share one."""
-        if self.alignment is None or not self.alignment.starts.any():
-            return None
-        n_rows = [n_rows_in(part) for part in parts]
-        return np.repeat(self.alignment.starts[numbers], n_rows)
+        files = np.unique(consecutive(first, stop - first)).tolist()
+        return list(dict.fromkeys(source for number in files for source in self.file_sources[number]))

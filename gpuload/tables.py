@@ -55,8 +55,10 @@ class Table:
 
     @property
     def nbytes_per_row(self) -> float:
-        """Mean bytes per delivered row: 4 per column, or for CSR 8 per value."""
-        return 4.0 * self.form.n_cols if self.form.output == "dense" else 8.0 * self.store.values_per_row
+        """Mean bytes per delivered row: 4 per column, 2 for the shorter dtypes, or for CSR 8 per value."""
+        if self.form.output == "csr":
+            return 8.0 * self.store.values_per_row
+        return (4.0 if self.form.dtype == "float32" else 2.0) * self.form.n_cols
 
 
 def check_modalities(given: Any, paths: Any) -> tuple[str, ...]:

@@ -156,7 +156,10 @@ def as_blocks(given: Any, rank: int, n_rows: int) -> NDArray[np.int64]:
     PlanError
         It is neither blocks nor single rows, or some are outside the `n_rows` rows.
     """
-    blocks: NDArray[Any] = np.asarray(given)
+    try:
+        blocks: NDArray[Any] = np.asarray(given)
+    except ValueError:  # lists of different lengths
+        blocks = np.empty(len(given), dtype=object)
     if blocks.size == 0:
         return np.empty((0, 2), dtype=np.int64)
     if blocks.dtype.kind not in "iu" or blocks.shape not in ((blocks.size,), (blocks.size // 2, 2)):

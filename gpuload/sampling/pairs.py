@@ -166,8 +166,8 @@ class PairedControl:
         """Return masks of the control cells and of the perturbed cells."""
         column = cells.obs[self.column]
         values = cells.take(column.values)
-        are_several = isinstance(self.control, (list, tuple, set, frozenset, np.ndarray))
-        wanted = list(self.control) if are_several else [self.control]
+        is_one = isinstance(self.control, (str, bytes)) or not hasattr(self.control, "__iter__")
+        wanted = [self.control] if is_one else list(self.control)
         if column.categories is None:
             is_control, is_labelled = np.isin(values, wanted), ~(values != values)  # noqa: PLR0124 - NaN
         else:
@@ -183,7 +183,7 @@ class PairedControl:
         return is_control, is_labelled & ~is_control
 
     def _no_control(self, column: Column, wanted: list[Any]) -> PlanError:
-        which = f"PairedControl(control={self.control!r}): "
+        which = f"PairedControl(control={shown(self.control)}): "
         names, known = column.categories, _hashed(wanted)
         if np.isin(
             column.values, wanted if names is None else [c for c, name in enumerate(names) if name in known]

@@ -135,7 +135,7 @@ class Queues:
 
         As in `gpuload.order.EqualBlocks`: full blocks precede a position, less what a short block among them lacks.
         """
-        size = self.block_size
+        size = min(self.block_size, self.rows.n_rows)  # a larger one might overflow below
         n_blocks = -(-draws[heads] // size)
         lack = n_blocks * size - draws[heads]
         short = np.flatnonzero(lack)

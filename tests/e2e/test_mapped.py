@@ -117,6 +117,25 @@ def test_state_counts_what_was_received(plain: Stored) -> None:
                 assert rest == every[step : 2 * n if step >= n else n]
 
 
+def test_the_loaders_state_is_asked_for_once_and_given_away(
+    loader: gpuload.Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names every file: with thousands, making it for each minibatch would take longer than the minibatch."""
+    asked: list[None] = []
+    whole = gpuload.Loader.state_dict
+    monkeypatch.setattr(gpuload.Loader, "state_dict", lambda self: asked.append(None) or whole(self))
+    mapped = Mapped(loader, rows)
+    for n_received, _ in enumerate(mapped, 1):
+        state = mapped.state_dict()
+        assert state["step"] == n_received
+        state["fingerprint"].clear()
+        state["history"].append(None)
+        if n_received == 3:
+            break
+    assert len(asked) == 1
+    mapped.load_state_dict(mapped.state_dict())
+
+
 def test_after_a_break_the_next_epoch_follows(plain: Stored, loader: gpuload.Loader) -> None:
     mapped = Mapped(loader, rows)
     for number, _ in enumerate(mapped):
@@ -140,6 +159,19 @@ def test_set_epoch_takes_effect_after_a_break(loader: gpuload.Loader) -> None:
         break
     mapped.set_epoch(4)
     assert (mapped.state_dict()["epoch"], mapped.state_dict()["step"]) == (4, 0)
+
+
+def test_an_iteration_that_has_begun_keeps_its_epoch(plain: Stored, loader: gpuload.Loader) -> None:
+    mapped = Mapped(loader, rows)
+    batches = iter(mapped)
+    mapped.set_epoch(4)
+    found = [next(batches), next(batches)]
+    assert (mapped.state_dict()["epoch"], mapped.state_dict()["step"]) == (0, 2)
+    with gpuload.open_loader(plain.path, **SETTINGS) as other:
+        every = list(map(rows, other))
+        assert found + list(batches) == every
+        other.set_epoch(4)
+        assert list(mapped) == list(map(rows, other))
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -133,6 +133,18 @@ def test_csr_minibatch_with_too_many_values_is_refused(plain: Stored, monkeypatc
     assert_refused("PlanError", plain.path, *parts, output="csr", batch_size=64)
 
 
+def test_minibatches_beyond_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells, settings = counts(300, 10_000), {"fetch_factor": 1, "device": "cpu"}
+    monkeypatch.setattr("gpuload.formats.arrays.memory_nbytes", lambda: 3 * 100 * 10_000 * 4)
+    for form in ({"batch_size": 100}, {"batch_size": 101, "output": "csr"}, {"batch_size": 101, "dtype": "float16"}):
+        with gpuload.open_loader(cells, **form, **settings) as loader:
+            assert sum(map(len, loader)) == 300
+    parts = ("3 minibatches of 101 cells take 0.0 GB but this machine has 0.0 GB; use batch_size=50 or less.",)
+    assert_refused("PlanError", cells, "batch_size=101", *parts, batch_size=101, **settings)
+    parts = ("3 minibatches of 300 cells", "use batch_size=50 or less.")
+    assert_refused("PlanError", cells, "batch_size=1000", *parts, batch_size=1000, **settings)
+
+
 @pytest.mark.parametrize(("name", "value"), [("device_cache", "1GiB"), ("device_memory", 1 << 30), ("io", "pinned")])
 def test_gpu_settings_without_a_gpu_are_refused(plain: Stored, name: str, value: Any) -> None:
     parts = (f"{name}={value!r}: needs a GPU", "device='cuda'")

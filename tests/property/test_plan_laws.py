@@ -173,6 +173,16 @@ def test_a_block_larger_than_the_data_is_one_block() -> None:
     assert sorted(fetch.positions) != list(fetch.positions)
 
 
+@pytest.mark.parametrize("block_size", [sys.maxsize, 2**70])
+def test_blocks_larger_than_any_file_are_the_files(block_size: int) -> None:
+    file_rows = (30, 50, 40, 0, 7)
+    found, expected = (list(Plan(file_rows, 10, 3, BlockShuffle(n)).fetches()) for n in (block_size, 60))
+    assert sum(fetch.n_rows for fetch in found) == sum(file_rows)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.ranges, other.ranges)
+        np.testing.assert_array_equal(one.positions, other.positions)
+
+
 def test_rows_are_spread_evenly() -> None:
     """Over many epochs each row stands in the first fetch as often as its size says, within 4.5 deviations."""
     n_epochs, n_rows, n_fetch = 800, 100, 20
@@ -623,6 +633,7 @@ def test_a_short_rank_is_padded_by_repeating_its_own_rows() -> None:
         ([[0, 5], [3, 51]], r"block \[3, 51\].*<= 50"),
         ([[-1, 5]], r"block \[-1, 5\]"),
         ([[5, 4]], r"block \[5, 4\]"),
+        ([[5, 7], [9]], r"shape \(2,\) and dtype object"),
         ([], "no rows for rank 1 of 2.*; return some for every rank, or use fewer ranks.$"),
     ],
 )

@@ -228,6 +228,23 @@ def test_draws_without_replacement_are_distinct_cells(n_samples: int | None) -> 
     assert set(rows) != set(rows_of(strategy, cells, (2026, 4, 1))) or rows.size == 2000
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        ClassBalanced("label", 3000),
+        Grouped("label", 4),
+        Weighted(np.arange(2500) % 7, 3000),
+        Weighted(np.arange(2500) + 1, 3000),
+        Weighted(np.arange(2500) + 1, 1200, replace=False),
+    ],
+)
+@pytest.mark.parametrize("block_size", [2**63 - 1, 2**70])
+def test_blocks_may_be_larger_than_any_class(sampler: Any, block_size: int) -> None:
+    obs = {"label": column(["a", "b", "b", "c", None] * 500)}
+    found, expected = (cells_of(1000, 1500, obs=obs, block_size=n) for n in (block_size, 2500))
+    np.testing.assert_array_equal(rows_of(sampler.over(found), found), rows_of(sampler.over(expected), expected))
+
+
 labels_and_sizes = st.tuples(
     st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_size=80),
     st.integers(1, 20),

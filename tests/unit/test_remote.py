@@ -78,6 +78,20 @@ def test_a_file_rewritten_during_a_read_is_reported(tmp_path: Path, monkeypatch:
         remote.get(wanted, 0, wanted.nbytes)
 
 
+def test_a_file_is_read_in_parts_where_the_system_reads_no_more_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux reads at most 2 GiB in one call, and a network file system may read less."""
+    path, preadv = fill(tmp_path, 1) / "0000.npy", os.preadv
+    remote = FolderRemote(tmp_path)
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, start: preadv(fd, [buffers[0][:1000]], start))
+    (wanted,) = remote.list()
+    assert remote.get(wanted, 0, wanted.nbytes) == path.read_bytes()
+    assert remote.get(wanted, 7, 2500) == path.read_bytes()[7:2500]
+    with pytest.raises(BusyError, match=f"short read at byte 7: wanted 9999 bytes, got {wanted.nbytes - 7}"):
+        remote.get(wanted, 7, 10_006)
+
+
 def test_unreachable_files_raise_busy_error(tmp_path: Path) -> None:
     path = tmp_path / "around"
     path.symlink_to("around")

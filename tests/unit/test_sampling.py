@@ -369,7 +369,17 @@ def test_samplers_compare_by_identity() -> None:
     assert len({Grouped(LABELS, 2), ClassBalanced(LABELS)}) == 2
 
 
-@pytest.mark.parametrize("control", [["dmso"], ("dmso",), np.array(["dmso", "none"])])
+@pytest.mark.parametrize(
+    "control",
+    [
+        ["dmso"],
+        ("dmso",),
+        np.array(["dmso", "none"]),
+        pd.Series(["dmso"]),
+        pd.Categorical(["dmso"]),
+        {"dmso": 1}.keys(),
+    ],
+)
 def test_several_values_may_mark_controls(control: Any) -> None:
     expected = PairedControl("drug", "dmso", match=("batch", "label"), fallback="batch").over(cells())
     found = PairedControl("drug", control, match=("batch", "label"), fallback="batch").over(cells())

@@ -260,8 +260,10 @@ def test_a_failed_save_leaves_the_old_file(paths: list[Path], tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "savez_compressed", fail)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(gpuload.ReadError, match=r"split\.npz: cannot be written: No space left on device\. Choose"):
         split.save(path)
+    with pytest.raises(gpuload.ReadError, match=r"split\.npz: cannot be written: No such file or directory\. Choose"):
+        split.save(tmp_path / "none" / "split.npz")
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["split.npz"]
 
