@@ -12,6 +12,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
+import anndata
 import h5py
 import numpy as np
 import pytest
@@ -327,6 +328,25 @@ def test_inspect_marks_unsupported_obs_columns(run, tmp_path):
     assert code == 0
     assert kinds["depth"].startswith("cannot be delivered")
     assert kinds["n_counts"] == "int32"
+
+
+@pytest.mark.parametrize("join", ["inner", "outer"])
+def test_inspect_describes_the_obs_of_files_whose_genes_differ(run, tmp_path, join):
+    for name, genes in ("a", range(5)), ("b", range(2, 7)):
+        adata = anndata.AnnData(writers.counts(20, 5))
+        adata.var_names = [f"g{number}" for number in genes]
+        adata.obs["depth"] = np.arange(20)
+        adata.obs["cluster"] = adata.obs["depth"] if name == "a" else adata.obs["depth"].astype(str)
+        if name == "a":
+            adata.obs["plate"] = np.arange(20.0)
+        adata.write_h5ad(tmp_path / f"{name}.h5ad")
+    code, out, _ = run("inspect", tmp_path, "--join", join, "--json")
+    assert code == 0
+    assert json.loads(out)["obs"] == {
+        "depth": "int64",
+        "cluster": "cannot be delivered: its type differs between files",
+        "plate": "float64" if join == "outer" else "in some of its data sets only",
+    }
 
 
 # --- bench ---
