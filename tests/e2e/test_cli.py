@@ -79,7 +79,7 @@ def test_version(run):
         (["inspect", ""], "argument PATH: '' is not a file name; give a path"),
         (["inspect", "s3://"], "inspect: s3://: it has no bucket or host; expected, for example, s3://bucket/"),
         (["inspect", "x", "--batch-size", "0"], "'0' is not a whole number of at least 1"),
-        (["bench", "x", "--block-size", "row"], "'row' is not a whole number of at least 1"),
+        (["bench", "x", "--block-size", "row"], "'row' is not a whole number of at least 1, 'chunk' or 'N chunks'"),
         (["bench", "x", "--seconds", "-1"], "'-1' is not a number above 0"),
         (["bench", "x", "--seconds", "soon"], "'soon' is not a number above 0"),
         (["demo", "--cells", "10"], "--cells 10: expected at least 2000"),
