@@ -147,6 +147,7 @@ def test_contradictory_settings_are_a_usage_error(run, path):
         (None, "no such file. Check the path."),
         (b"text", "not a readable HDF5 file"),
         (b"\x1f\x8b\x08", "not a readable HDF5 file"),
+        (b"\x89HDF\r\n\x1a\n", "not a readable HDF5 file"),
     ],
 )
 def test_unreadable_files_exit_with_1_and_one_sentence(run, tmp_path, command, content, message):
@@ -159,6 +160,7 @@ def test_unreadable_files_exit_with_1_and_one_sentence(run, tmp_path, command, c
     assert err.startswith(f"gpuload {command}: {path}: {message}")
     assert err.count("\n") == 1
     assert err.endswith("; gunzip it first.\n") == (content is not None and content[:2] == b"\x1f\x8b")
+    assert err.endswith("it was truncated or damaged: copy it again.\n") == (content is not None and b"HDF" in content)
 
 
 @pytest.mark.parametrize("name", ["matrix.mtx", "matrix.mtx.gz", "cells.csv", "cells.TSV"])
