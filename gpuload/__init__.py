@@ -204,7 +204,8 @@ def open_loader(
         fewer than `world_size` cells per epoch.
     obs
         One or several obs columns to return with each minibatch. Numbers and booleans are returned as they are; strings
-        and categoricals as int64 codes into `Loader.categories`, -1 for missing values.
+        and categoricals as int64 codes into `Loader.categories`, -1 for missing values. So are pandas' nullable
+        booleans; its nullable integers are float64, NaN where missing.
     obs_table
         Further columns, which `obs`, `where` and samplers name like those of the files; a column in both is taken from
         the table. Rows are matched by the index: names of cells, in any order, or integers, which are row numbers over

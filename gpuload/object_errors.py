@@ -30,6 +30,13 @@ _SLOW = "kind: Timeout"
 _ONLY_WHOLE = ("Range request not supported", "non-partial response", "Content-Length Header missing")
 """obstore's wording for responses without ranges, or of unknown length, as of pages that a server makes of folders."""
 
+_OF_FSSPEC = {
+    "anon": "it is anonymous=True here",
+    "key": "it is access_key_id= here",
+    "secret": "it is secret_access_key= here",
+}
+"""Settings of fsspec, and so of pandas, that have other names here."""
+
 _SCHEMES = ("s3", "gs", "az", "abfss", "http", "https")
 """Prefixes of addresses."""
 
@@ -160,9 +167,9 @@ def address_error(url: str, options: dict[str, Any], error: Exception) -> PlanEr
         return PlanError(f"{url}: it has no bucket or host; expected, for example, s3://bucket/folder.")
     unknown = re.search("'([^']+)' is not valid for store", said)
     if unknown:
+        cure = _OF_FSSPEC.get(unknown[1], "expected settings of obstore's store, for example endpoint= and region=")
         return PlanError(
-            f"{url}: storage_options has {unknown[1]!r}, which is not a setting for such an address; expected settings "
-            "of obstore's store, for example endpoint= and region=."
+            f"{url}: storage_options has {unknown[1]!r}, which is not a setting for such an address; {cure}."
         )
     if options:
         names = ", ".join(repr(name) for name in options)

@@ -42,6 +42,16 @@ _INSTEAD = {
 }
 """What to do instead of passing an argument of PyTorch's DataLoader."""
 
+_OF_OTHERS = {
+    "labels": "obs",
+    "layers_keys": "layer",
+    "normalise": "transform",
+    "normalize": "transform",
+    "obs_filter": "where",
+    "obs_keys": "obs",
+}
+"""Names that other loaders have for our arguments, and that are not spelled like them."""
+
 
 def takes_settings(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap a function so that its argument `settings` supplies keyword arguments that are not given.
@@ -71,7 +81,8 @@ def fill_in(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str,
                 f"{name}={shown(value)}: {function.__name__} has no such argument of PyTorch's DataLoader; "
                 f"{_INSTEAD[name]}."
             )
-        if near := nearest(name, own):
+        meant = _OF_OTHERS.get(name)
+        if near := meant if meant in own else nearest(name, own):
             said = f"{function.__name__}() got an unexpected keyword argument {name!r}"
             raise TypeError(f"{said}; did you mean {near!r}?")
     saved = read_settings(given.get("settings"), known_settings(function))

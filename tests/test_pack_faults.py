@@ -314,6 +314,15 @@ def test_a_target_at_an_address_is_refused(source: Path) -> None:
         gpuload.pack(source, "s3://b/x.zarr")
 
 
+@pytest.mark.parametrize("name", ["cells.h5ad", "cells.H5MU", "cells.zip"])
+def test_a_target_named_like_a_file_is_refused(source: Path, tmp_path: Path, name: str) -> None:
+    cure = f"packing writes a zarr store, a folder; name it '{tmp_path / 'cells.zarr'}', say."
+    with pytest.raises(gpuload.PlanError) as caught:
+        gpuload.pack(source, tmp_path / name)
+    assert str(caught.value) == f"target='{tmp_path / name}': {cure}"
+    assert not list(tmp_path.iterdir())
+
+
 def test_target_that_is_a_source_by_another_name_is_refused(tmp_path: Path) -> None:
     store, link, inner = tmp_path / "cells.zarr", tmp_path / "link.zarr", tmp_path / "cells.zarr" / "inner.zarr"
     for path in (store, inner):

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         if args.plot and not store.n_obs:
             raise PlanError(f"--plot {args.plot}: {args.paths[0]} has no cells to plot; leave it out.")
         text.say_of_compiling(is_quiet=args.quiet)
-        found = {**describe(store, paths, args.layer, kinds), "join": join}
+        found = describe(store, paths, args.layer, join, kinds)
         advised = advice.advise(store, args.batch_size, args.label, available_memory(), least)
         if args.plot:
             per_chunk = np.diff(store.chunk_edges())
@@ -104,17 +104,19 @@ def _opened(paths: list[str], layer: str, labels: tuple[str, ...], join: Join) -
     from gpuload.formats import open_store
     from gpuload.formats.recognise import obs_columns
 
-    if len(paths) == 1 and join is None:
+    if len(paths) == 1:
         try:
             names = obs_columns(paths[0])
-            store = open_store(paths, layer=layer, obs=tuple(dict.fromkeys((*names, *labels))))
+            store = open_store(paths, layer=layer, obs=tuple(dict.fromkeys((*names, *labels))), join=join)
             return store, {name: _kind(store.obs[name]) for name in names}
         except StoreError:  # perhaps one of the columns has an unsupported type, and the label does not
             pass
     return open_store(paths, layer=layer, obs=labels, join=join), None
 
 
-def describe(store: Store, paths: list[str], layer: str, kinds: dict[str, str] | None = None) -> dict[str, Any]:
+def describe(
+    store: Store, paths: list[str], layer: str, join: Join = None, kinds: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Return the facts about a file's matrix and obs."""
     matrices = zip(store.paths, store.matrices, strict=True)
     arrays = [_describe_array(layout, matrix, path) for path, matrix in matrices for layout in matrix.layouts]
@@ -132,7 +134,8 @@ def describe(store: Store, paths: list[str], layer: str, kinds: dict[str, str] |
         "decoded_nbytes": decoded,
         "ratio": decoded / stored if stored else None,
         "arrays": arrays,
-        "obs": obs_kinds(os.fspath(paths[0]), layer) if kinds is None else kinds,
+        "obs": obs_kinds(os.fspath(paths[0]), layer, join) if kinds is None else kinds,
+        "join": join,
     }
 
 
@@ -216,37 +219,46 @@ def _filter(step: Filter) -> str:
     return f"{step.name} {step.values[0]}" if step.name == "zstd" and step.values else step.name
 
 
-def obs_kinds(path: str, layer: str) -> dict[str, str]:
-    """Return the obs columns of a file, and the type that each is returned as."""
+def obs_kinds(path: str, layer: str, join: Join) -> dict[str, str]:
+    """Return the obs columns of a path, and the type that each is returned as."""
     from gpuload.formats import open_store
     from gpuload.formats.recognise import obs_columns
 
     names = tuple(obs_columns(path))
     try:
-        with closing(open_store(path, layer=layer, obs=names)) as store:
+        with closing(open_store(path, layer=layer, obs=names, join=join)) as store:
             return {name: _kind(store.obs[name]) for name in names}
     except StoreError:
-        return _kinds_one_by_one(path, layer, names)
+        return _kinds_one_by_one(path, layer, join, names)
 
 
-def _kinds_one_by_one(path: str, layer: str, names: tuple[str, ...]) -> dict[str, str]:
-    """Return what `obs_kinds` does where one of the columns cannot be read, or is not in all data sets."""
-    from gpuload.formats import open_store
+def _kinds_one_by_one(path: str, layer: str, join: Join, names: tuple[str, ...]) -> dict[str, str]:
+    """Return what `obs_kinds` does where one of the columns cannot be delivered."""
     from gpuload.formats.frames import columns_by_part
     from gpuload.formats.recognise import expand
 
-    parts = [set(known) for file in expand(path) for _, known in columns_by_part(file)]
+    files = expand(path)
+    parts = [set(known) for file in files for _, known in columns_by_part(file)]
     kinds = {}
     for name in names:
-        if not all(name in known for known in parts):
-            kinds[name] = "in some of its data sets only"
-            continue
-        try:
-            with closing(open_store(path, layer=layer, obs=(name,))) as store:
-                kinds[name] = _kind(store.obs[name])
-        except StoreError:
-            kinds[name] = "cannot be delivered: not one category, text, number or boolean per cell"
+        kind = _delivered(path, layer, join, name)
+        if kind is None and not all(name in known for known in parts):
+            kind = "in some of its data sets only"
+        elif kind is None and len(files) > 1 and all(_delivered(file, layer, join, name) for file in files):
+            kind = "cannot be delivered: its type differs between files"
+        kinds[name] = kind or "cannot be delivered: not one category, text, number or boolean per cell"
     return kinds
+
+
+def _delivered(path: str, layer: str, join: Join, name: str) -> str | None:
+    """Return how an obs column is delivered; None if it cannot be."""
+    from gpuload.formats import open_store
+
+    try:
+        with closing(open_store(path, layer=layer, obs=(name,), join=join)) as store:
+            return _kind(store.obs[name])
+    except StoreError:
+        return None
 
 
 def _kind(column: ObsColumn) -> str:

@@ -292,4 +292,9 @@ def _number(text: str, is_valid: Callable[[float], bool], what: str) -> float:
 
 def block_size(text: str) -> int | str:
     """Parse a block size: a whole number of at least 1, "chunk" or "N chunks"."""
-    return whole_number(text) if chunks_per_block(text) is None else text
+    if chunks_per_block(text) is not None:
+        return text
+    try:
+        return whole_number(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, 'chunk' or 'N chunks'") from None

@@ -219,7 +219,7 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -
         for place, (one, stored) in enumerate(zip(each, stored_columns(obs, known), strict=True)):
             opening.append(pool.submit(_open, one, place, layer, stored, fill))
         while opening:
-            store = with_columns(opening[0].result(), obs)
+            store = with_columns(_opened(opening[0], () if fill else stores), obs)
             stores.append(replace(store, var_names=names.shared(store.var_names), var_ids=names.shared(store.var_ids)))
             del store
             opening.popleft()  # which holds its own names
@@ -233,6 +233,19 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -
     finally:
         pool.close()
     return stores
+
+
+def _opened(opening: Future[Store], others: Sequence[Store]) -> Store:
+    """Return a store that was opened after others, which have the same columns of obs."""
+    try:
+        return opening.result()
+    except StoreError as error:
+        if not others or "obs has no column" not in str(error):
+            raise
+        raise StoreError(
+            f"{str(error).rstrip('.')}; {others[0].paths[0]} has that column: leave it out, or make its values missing "
+            "elsewhere with join='outer'."
+        ) from None
 
 
 class _Names:

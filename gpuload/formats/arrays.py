@@ -29,6 +29,7 @@ NAME_NBYTES, MANY_NAMES = 64, 1 << 24
 """Bytes of memory that a gene's name takes: a str of Python of some characters, and its address. Fewer names fit."""
 
 OBSM = "obsm/"
+_NAMES_OF_CELLS = ("index", "_index", "obs_names")
 """Prefix of the name of a matrix in obsm, as opposed to a layer."""
 
 RESTORE = "Restore the file from its source."
@@ -283,4 +284,6 @@ def no_column(where: str, name: str, names: Sequence[str]) -> StoreError:
     """Return the error for a missing column of obs, listing those that exist."""
     near = nearest(name, names)
     guess = f"did you mean {near!r}? It has" if near else "it has"
+    if name in _NAMES_OF_CELLS:
+        guess = "the names of cells are gpuload.obs_names(paths)[batch.rows]. It has"
     return StoreError(f"{where}: obs has no column {name!r}; {guess} {listing(names)}.")

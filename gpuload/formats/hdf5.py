@@ -232,8 +232,11 @@ def _cure(path: str) -> str:
     if path.lower().removesuffix(".gz").endswith((".mtx", ".csv", ".tsv", ".txt")):
         return "this is text; write it as .h5ad once, for example with scanpy.read_10x_mtx(folder).write_h5ad(DST)"
     with suppress(OSError):  # it may have gone meanwhile
-        if first_bytes(path).startswith(_GZIP):
+        begin = first_bytes(path)
+        if begin.startswith(_GZIP):
             return "gunzip it first"
+        if begin.startswith(HDF5):
+            return "it begins like one, so it was truncated or damaged: copy it again"
     return "expected an .h5ad file"
 
 

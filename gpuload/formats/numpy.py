@@ -114,12 +114,12 @@ def open_npz(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     CorruptDataError
         The archive or an array is damaged, or the arrays do not fit together.
     """
-    check_plain_matrix(path, layer, obs, CURE)
     with ExitStack() as on_error:
         source = FileSource(path)
         on_error.callback(source.close)
         with source.opened() as file, _open_zip(file, path) as archive:
             _check_is_csr(archive, path)
+            check_plain_matrix(path, layer, obs, CURE)
             shape = _small(archive, "shape", path)
             if shape.shape != (2,) or shape.dtype.kind not in "iu" or shape.min() < 0:
                 raise CorruptDataError(f"{path}: shape is {shape.tolist()!r}; expected two numbers. Save it again.")
@@ -162,6 +162,13 @@ def _open_zip(file: IO[bytes], path: str) -> zipfile.ZipFile:
 
 def _check_is_csr(archive: zipfile.ZipFile, path: str) -> None:
     names = {name.removesuffix(".npy") for name in archive.namelist()}
+    stores = [name.rpartition("/")[0] for name in archive.namelist() if name.endswith(("/zarr.json", "/.zgroup"))]
+    if "format" not in names and stores:
+        folder = min(stores, key=len)
+        raise StoreError(
+            f"{path}: its zarr store is not at the top level of the zip but in the folder {folder!r}; zip what "
+            "is in that folder: zip -0 -r ../store.zip . in it."
+        )
     if "format" not in names:
         raise StoreError(
             f"{path}: it holds {listing(sorted(names), 5) if names else 'nothing'}; expected a CSR matrix saved by "

@@ -258,7 +258,8 @@ def _no_column_type(values: Any, name: str, path: str) -> StoreError:
     """Return the error for a column of another type, or of an array for each cell."""
     return StoreError(
         f"{path}: obs column {name!r} has dtype {values.dtype} and shape {values.shape}; only categorical, string, "
-        "numeric (of up to 8 bytes) and boolean columns of one value per cell can be delivered."
+        "numeric (of up to 8 bytes) and boolean columns of one value per cell can be delivered; leave it out, or "
+        f"convert it (of dates, obs[{name!r}].astype(str) is text)."
     )
 
 

@@ -45,7 +45,11 @@ def target_path(target: str | os.PathLike[str]) -> str:
             f"target={os.fspath(target)!r}: it is an address, but a target is a folder on this machine; pass a path, "
             "and copy the folder there afterwards."
         )
-    return os.path.abspath(os.fspath(target))
+    path = os.path.abspath(given)
+    root, ending = os.path.splitext(path)
+    if ending.lower() in (".h5ad", ".h5mu", ".h5", ".zip"):
+        raise PlanError(f"target={given!r}: packing writes a zarr store, a folder; name it {root + '.zarr'!r}, say.")
+    return path
 
 
 def check_target(target: str, files: Sequence[str], *, overwrite: bool) -> None:

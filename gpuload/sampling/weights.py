@@ -37,7 +37,8 @@ def check_weights(given: Any, cells: Cells) -> NDArray[Any]:
     weights = np.asarray(given)
     if weights.ndim != 1 or weights.dtype.kind not in "biuf":
         raise PlanError(
-            f"Weighted: weights of dtype {weights.dtype} and shape {weights.shape}; expected one number per cell."
+            f"Weighted: weights of dtype {weights.dtype} and shape {weights.shape}; expected one number per cell "
+            "(of a column of obs, loader.obs[name].to_numpy() has them)."
         )
     if weights.size != cells.n_store_rows:
         raise PlanError(f"Weighted: {weights.size} weights for {cells.n_store_rows} cells; pass one per cell.")

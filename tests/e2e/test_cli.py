@@ -12,6 +12,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
+import anndata
 import h5py
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_version(run):
         (["inspect", ""], "argument PATH: '' is not a file name; give a path"),
         (["inspect", "s3://"], "inspect: s3://: it has no bucket or host; expected, for example, s3://bucket/"),
         (["inspect", "x", "--batch-size", "0"], "'0' is not a whole number of at least 1"),
-        (["bench", "x", "--block-size", "row"], "'row' is not a whole number of at least 1"),
+        (["bench", "x", "--block-size", "row"], "'row' is not a whole number of at least 1, 'chunk' or 'N chunks'"),
         (["bench", "x", "--seconds", "-1"], "'-1' is not a number above 0"),
         (["bench", "x", "--seconds", "soon"], "'soon' is not a number above 0"),
         (["demo", "--cells", "10"], "--cells 10: expected at least 2000"),
@@ -146,6 +147,7 @@ def test_contradictory_settings_are_a_usage_error(run, path):
         (None, "no such file. Check the path."),
         (b"text", "not a readable HDF5 file"),
         (b"\x1f\x8b\x08", "not a readable HDF5 file"),
+        (b"\x89HDF\r\n\x1a\n", "not a readable HDF5 file"),
     ],
 )
 def test_unreadable_files_exit_with_1_and_one_sentence(run, tmp_path, command, content, message):
@@ -158,6 +160,7 @@ def test_unreadable_files_exit_with_1_and_one_sentence(run, tmp_path, command, c
     assert err.startswith(f"gpuload {command}: {path}: {message}")
     assert err.count("\n") == 1
     assert err.endswith("; gunzip it first.\n") == (content is not None and content[:2] == b"\x1f\x8b")
+    assert err.endswith("it was truncated or damaged: copy it again.\n") == (content is not None and b"HDF" in content)
 
 
 @pytest.mark.parametrize("name", ["matrix.mtx", "matrix.mtx.gz", "cells.csv", "cells.TSV"])
@@ -350,6 +353,25 @@ def test_inspect_marks_obs_columns_of_some_data_sets_only(run, tmp_path):
     assert kinds["depth"] == "in some of its data sets only"
     assert kinds["n_counts"].startswith("cannot be delivered: not one category")
     assert kinds["depth32"] == "float32"
+
+
+@pytest.mark.parametrize("join", ["inner", "outer"])
+def test_inspect_describes_the_obs_of_files_whose_genes_differ(run, tmp_path, join):
+    for name, genes in ("a", range(5)), ("b", range(2, 7)):
+        adata = anndata.AnnData(writers.counts(20, 5))
+        adata.var_names = [f"g{number}" for number in genes]
+        adata.obs["depth"] = np.arange(20)
+        adata.obs["cluster"] = adata.obs["depth"] if name == "a" else adata.obs["depth"].astype(str)
+        if name == "a":
+            adata.obs["plate"] = np.arange(20.0)
+        adata.write_h5ad(tmp_path / f"{name}.h5ad")
+    code, out, _ = run("inspect", tmp_path, "--join", join, "--json")
+    assert code == 0
+    assert json.loads(out)["obs"] == {
+        "depth": "int64",
+        "cluster": "cannot be delivered: its type differs between files",
+        "plate": "float64" if join == "outer" else "in some of its data sets only",
+    }
 
 
 # --- bench ---

@@ -216,7 +216,10 @@ def test_zip_with_compressed_members_is_refused(tmp_path: Path) -> None:
 def test_zip_with_the_store_in_a_subfolder_is_refused(tmp_path: Path) -> None:
     writers.csr(tmp_path / "store.zarr")
     path = shutil.make_archive(str(tmp_path / "store"), "zip", tmp_path, "store.zarr")
-    assert_refused("StoreError", path, path, "'store.zarr/", "or a zarr store at the top level of the zip.")
+    words = (path, "its zarr store is not at the top level of the zip but in the folder 'store.zarr'; zip what is in ")
+    assert_refused("StoreError", path, *words)
+    with pytest.raises(gpuload.StoreError, match="not at the top level of the zip"):
+        gpuload.open_loader(path, layer="counts", obs="plate")
 
 
 @pytest.fixture

@@ -161,7 +161,8 @@ def test_unsupported_column_types_are_refused(kind: str) -> None:
         gpuload.open_loader(cells, obs=["c"])
     assert str(caught.value) == (
         f"<AnnData>: obs column 'c' has dtype {kind} and shape (6,); only categorical, string, numeric (of up to 8 "
-        "bytes) and boolean columns of one value per cell can be delivered."
+        "bytes) and boolean columns of one value per cell can be delivered; leave it out, or convert it (of dates, "
+        "obs['c'].astype(str) is text)."
     )
 
 

@@ -166,6 +166,19 @@ def test_float32_stays_float32_beside_missing_values(other: str) -> None:
         assert loader.obs_dtypes["dose"] == np.float32
 
 
+@pytest.mark.parametrize("join", [None, "inner"])
+def test_a_column_of_the_first_file_only_is_refused_with_its_cure(tmp_path: Path, join: str | None) -> None:
+    paths = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"]
+    for path, column in zip(paths, ("dose", "depth"), strict=True):
+        anndata.AnnData(np.eye(2, 3, dtype=np.float32), pd.DataFrame({column: [1, 2]}, index=["x", "y"])).write_h5ad(
+            path
+        )
+    cure = f"{paths[0]} has that column: leave it out, or make its values missing elsewhere with join='outer'."
+    with pytest.raises(gpuload.StoreError) as caught:
+        gpuload.open_loader(paths, obs="dose", join=join)
+    assert str(caught.value) == f"{paths[1]}: obs has no column 'dose'; it has 'depth'; {cure}"
+
+
 @pytest.mark.filterwarnings("ignore:zarr v3 autosharding")
 @pytest.mark.parametrize("form", ["collection", "parquet"])
 def test_obs_columns_missing_from_the_first_part_of_a_store(tmp_path: Path, form: str) -> None:

@@ -515,6 +515,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         "StoreError",
         "<AnnData>: obs has no column 'a'; it has 'cell_line', 'st",
     ),
+    "names of cells": (
+        as_anndata,
+        {"obs": "index"},
+        "StoreError",
+        r"obs has no column 'index'; the names of cells are gpuload\.obs_names\(paths\)\[batch\.rows\]\. It has 'cell",
+    ),
     "two columns": (
         with_duplicate_column,
         {"obs": ["depth"]},

@@ -481,6 +481,9 @@ def test_invalid_addresses_and_options_are_refused() -> None:
         open_remote("az://data")
     with pytest.raises(PlanError, match="storage_options has 'nonsense', which is not a setting"):
         open_remote("s3://data", nonsense=1)
+    for name, own in ("anon", "anonymous=True"), ("key", "access_key_id="), ("secret", "secret_access_key="):
+        with pytest.raises(PlanError, match=rf"has '{name}', which is not a setting .*; it is {own} here\.$"):
+            open_remote("s3://data", **{name: "x"})
     with pytest.raises(PlanError, match="storage_options has 'nonsense', which cannot be used here"):
         open_remote("http://data", nonsense=1)
     with pytest.raises(PlanError, match="storage_options has 'client_options', which cannot be used here"):

@@ -132,7 +132,14 @@ def test_a_pytorch_argument_is_refused_with_a_replacement(name, value, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("batchsize", "batch_size"), ("shufle", "shuffle"), ("num_thread", "num_threads")]
+    ("name", "meant"),
+    [
+        ("batchsize", "batch_size"),
+        ("shufle", "shuffle"),
+        ("num_thread", "num_threads"),
+        ("normalize", "transform"),
+        ("obs_keys", "obs"),
+    ],
 )
 def test_a_misspelt_argument_gets_a_suggestion(name, meant):
     with pytest.raises(TypeError, match=rf"^open_loader\(\) got .* argument '{name}'; did you mean '{meant}'\?$"):
