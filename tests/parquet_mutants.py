@@ -78,17 +78,26 @@ def by_gpuload(path: Path) -> dict[str, Any]:
         return {"X": rows, "drug": drugs}
 
 
-def by_pyarrow(path: Path, name: str) -> dict[str, Any]:
-    """Read the same through pyarrow; leaders are left out; anything that breaks a rule is an exception."""
+def by_pyarrow(path: Path) -> dict[str, Any]:
+    """Read the same through pyarrow; anything that breaks a rule is an exception.
+
+    The first pair of each row is a leader, and left out, if those of the first row group are gene 1 and the same value
+    below 0.
+    """
     import pyarrow.parquet as pq
 
     table = pq.read_table(path, use_threads=False)
-    has_leader, rows = "leader" in BASES[name], []
+    pairs: list[list[tuple[int, float]]] = []
     for genes, values in zip(table["genes"].to_pylist(), table["expressions"].to_pylist(), strict=True):
-        if len(genes) != len(values):
-            raise ValueError("lengths differ")
+        pairs.append(list(zip(genes, values, strict=True)))
+    first = {row[0] for row in pairs[: SMALL["row_group_size"]] if row}
+    has_leader = len(first) == 1 and all(gene == 1 and value < 0 for gene, value in first)
+    rows = []
+    for pairs_of_row in pairs:
+        if has_leader and pairs_of_row and not (pairs_of_row[0][0] == 1 and np.signbit(pairs_of_row[0][1])):
+            raise ValueError("a row without a leader")
         row: dict[int, float] = {}
-        for i, value in list(zip(genes, values, strict=True))[has_leader:]:
+        for i, value in pairs_of_row[has_leader:]:
             row[i] = float(np.float32(row.get(i, 0.0)) + np.float32(value))
         rows.append({i: value for i, value in row.items() if value != 0})
     return {"X": rows, "drug": table["drug"].to_pylist()}
@@ -99,7 +108,7 @@ def is_same(one: Any, other: Any) -> bool:
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
-def judge(path: Path, say: Any, name: str, original: dict[str, Any]) -> tuple[str, str]:
+def judge(path: Path, say: Any, original: dict[str, Any]) -> tuple[str, str]:
     """Return how gpuload handles a damaged file, in the words of `mutants.judge`, and its message if there is one."""
     from gpuload import GpuloadError
 
@@ -114,7 +123,7 @@ def judge(path: Path, say: Any, name: str, original: dict[str, Any]) -> tuple[st
     if is_same(ours, original):
         return "right", ""
     try:
-        theirs = by_pyarrow(path, name)
+        theirs = by_pyarrow(path)
     except Exception as error:
         return "unlike", f"{type(error).__name__}: {error}"
     return ("equal", "") if is_same(ours, theirs) else ("wrong", "")
@@ -124,10 +133,10 @@ def findings(name: str, first: int, n: int, folder: Path) -> Iterator[dict[str, 
     """Judge n mutants of a base, the first of number `first`."""
     path = folder / f"{name}-{first}.parquet"
     write_base(name, path)
-    original = by_pyarrow(path, name)
+    original = by_pyarrow(path)
     assert is_same(by_gpuload(path), original), "the undamaged file is read wrongly"
     for number, region, say in in_turn(path, byte_regions(path), range(first, first + n), series=1):
-        outcome, message = judge(path, say, name, original)
+        outcome, message = judge(path, say, original)
         yield {"number": number, "region": region, "outcome": outcome, "message": message}
 
 

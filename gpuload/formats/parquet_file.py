@@ -234,28 +234,31 @@ class _Probe:
     def _have_leader(self, groups: list[int]) -> bool:
         """Return whether each row of these groups begins so; raise StoreError if some do, and nothing else is below 0.
 
-        A lone row proves nothing if it has other values below 0.
+        If most rows do, first values of the others that are below 0 count for nothing: they are damaged leaders. A lone
+        row proves nothing if it has other values below 0.
         """
         rows: list[NDArray[np.int64]] = []
         found: list[NDArray[Any]] = []
-        n_below = 0
+        n_below, n_first_below = 0, 0
         for group in groups:
             lengths = self._lengths_of(group)
             at = (np.cumsum(lengths) - lengths)[lengths > 0]
             values = self._decode(1, group)
             n_below += int(np.count_nonzero(values < 0))
+            n_first_below += int(np.count_nonzero(values[at] < 0))
             rows.append(int(self.rows[:group].sum()) + np.flatnonzero(lengths > 0))
             found.append(np.where(self._decode(0, group)[at] == LEADER, values[at], 0))
         first = np.concatenate(found)
-        is_one = first < 0
-        if not is_one.any() or np.any(first[is_one] != first[is_one][0]):
+        below, counts = np.unique(first[first < 0], return_counts=True)
+        if not below.size:
             return False
-        is_signed = n_below > np.count_nonzero(is_one)  # other values are negative too
-        if is_one.all():
-            return is_one.size > 1 or not is_signed
+        is_leader, n_leaders = first == below[np.argmax(counts)], int(counts.max())
+        is_signed = n_below > (n_first_below if 2 * n_leaders > first.size else n_leaders)
+        if is_leader.all():
+            return first.size > 1 or not is_signed
         if is_signed:
             return False
-        raise self._mixed(int(np.concatenate(rows)[np.argmin(is_one)]))
+        raise self._mixed(int(np.concatenate(rows)[np.argmin(is_leader)]))
 
     def _mixed(self, row: int) -> StoreError:
         return StoreError(

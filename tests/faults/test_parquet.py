@@ -137,6 +137,15 @@ def test_leaders_in_only_some_rows_are_refused(write: Callable[..., Path]) -> No
     assert_refused("StoreError", path, str(path), "[CLS]", "row 0 for one")
 
 
+@pytest.mark.parametrize("pair", [(17, -2.0), (1, -2.5), (17, -2.5), (1, 2.0)])
+def test_one_row_whose_leader_is_damaged_is_refused(pair: tuple[int, float], write: Callable[..., Path]) -> None:
+    """The leaders of the others would else come out as values of gene 1."""
+    genes, values = 20 * [[1, 5]], 20 * [[-2.0, 1.0]]
+    genes[3], values[3] = [pair[0], 5], [pair[1], 1.0]
+    path = write(genes=genes, expressions=values)
+    assert_refused("StoreError", path, str(path), "[CLS]", "row 3 for one")
+
+
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
@@ -272,6 +281,71 @@ def test_lengths_that_wrap_around_are_rejected(write: Callable[..., Path]) -> No
         header = np.frombuffer(fields, dtype=np.uint8).copy()
         found = pages.page_header(header.ctypes.data, header.ctypes.data + header.size, page)
         assert (found > 0) == is_header, found
+
+
+SPARSE_ROWS = [[0, 1], [], [2], [3, 4], [], [5], [6, 7], [], [8]]
+"""Both levels and the dictionary's indices are each stored as one bit-packed run of two groups of eight."""
+
+
+def streams_of_runs(raw: bytearray, at: int) -> list[slice]:
+    """Return where the runs of repetition levels, definition levels and indices of the page at an offset are."""
+    from gpuload.backends.native import parquet_pages as pages
+
+    page, stored = np.zeros(pages.N_PAGE, dtype=np.int64), np.frombuffer(bytes(raw), dtype=np.uint8)
+    base = stored.ctypes.data
+    at, found = pages.page_header(base + at, base + stored.size, page) - base, []
+    end = at + int(page[pages.STORED])
+    for _ in range(2):
+        n = int.from_bytes(raw[at : at + 4], "little")
+        found.append(slice(at + 4, at + 4 + n))
+        at += 4 + n
+    found.append(slice(at + 1, end))  # after their bit width
+    assert [raw[stream.start] for stream in found] == 3 * [2 << 1 | 1]
+    return found
+
+
+@pytest.mark.parametrize("stream", range(3))
+@pytest.mark.parametrize(("number", "name"), [(0, "genes"), (1, "expressions")])
+def test_run_longer_than_its_page_is_refused(write: Callable[..., Path], number: int, name: str, stream: int) -> None:
+    """Read as far as it goes, it would give values all the same."""
+    options = {"compression": "none", "row_group_size": len(SPARSE_ROWS)}
+    path = write(genes=2 * SPARSE_ROWS, expressions=2 * SPARSE_ROWS, options=options)
+    raw, column = bytearray(path.read_bytes()), pq.read_metadata(path).row_group(1).column(number)
+    raw[streams_of_runs(raw, column.data_page_offset)[stream].start] = 3 << 1 | 1
+    path.write_bytes(raw)
+    assert_refused("CorruptDataError", path, f"{path}: chunk 1 of {name} at byte ", "is damaged", "Restore it")
+
+
+@pytest.mark.parametrize(("stream", "n_spare"), [(0, 0), (1, 1), (2, 3)])
+def test_last_run_may_lack_its_padding(write: Callable[..., Path], stream: int, n_spare: int) -> None:
+    """Some writers leave it out, although every run should hold whole groups (Encodings, RLE / bit-packing hybrid)."""
+    from gpuload.backends import codecs, parquet
+    from gpuload.backends.native import parquet_pages as pages
+
+    path = write(genes=SPARSE_ROWS, expressions=SPARSE_ROWS, options={"compression": "none"})
+    column, raw = pq.read_metadata(path).row_group(0).column(0), path.read_bytes()
+    at, end = column.data_page_offset, column.dictionary_page_offset + column.total_compressed_size
+    spec = (pages.CODECS[column.compression], 8, 3, 1, 1, 0, 0, len(SPARSE_ROWS), 1)
+
+    def read(chunk: bytes) -> tuple[list[int], list[int]]:
+        stored, finder = np.frombuffer(chunk, dtype=np.uint8), parquet.RowFinder(len(chunk), spec, len(SPARSE_ROWS))
+        finder.take(np.append(stored, np.zeros(parquet.SLACK, np.uint8)))
+        return finder.result()[0].tolist(), parquet.decode(stored, spec, 4 * 9, 4).view(np.int32).tolist()
+
+    for n in range(n_spare + 2):
+        cut = bytearray(raw[:end])
+        runs = streams_of_runs(cut, at)[stream]
+        del cut[runs.stop - n : runs.stop]
+        if stream < 2:
+            cut[runs.start - 4] -= n  # its length
+        for place in (3, 5):  # both sizes of the page, as zigzag varints
+            cut[at + place] -= 2 * n
+        chunk = bytes(cut[column.dictionary_page_offset :])
+        if n <= n_spare:
+            assert read(chunk) == ([0, 2, 2, 3, 5, 5, 6, 8, 8], list(range(9)))
+        else:
+            with pytest.raises(codecs.DecodeError):
+                read(chunk)
 
 
 def test_file_changed_while_open_is_reported(write: Callable[..., Path]) -> None:

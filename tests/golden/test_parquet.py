@@ -228,6 +228,9 @@ def test_negative_values_are_not_leaders(tmp_path: Path) -> None:
     many = np.vstack([np.tile([[3, 0, -4]], (40, 1)), [[0, -2, 1]]]).astype(np.float32)
     write_parquet(tmp_path / "g.parquet", csr_matrix(many), {}, row_group_size=10)
     np.testing.assert_array_equal(read(tmp_path / "g.parquet"), many)
+    most = np.vstack([np.tile([[0, -2, 1]], (30, 1)), [[0, 3, -4]]]).astype(np.float32)
+    write_parquet(tmp_path / "h.parquet", csr_matrix(most), {})
+    np.testing.assert_array_equal(read(tmp_path / "h.parquet"), most)
 
 
 def test_leaders_in_row_groups_of_one_row(tmp_path: Path) -> None:

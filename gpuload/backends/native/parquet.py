@@ -65,6 +65,7 @@ from gpuload.backends.native.parquet_pages import (
     find_levels,
     find_rows,
     is_one_run,
+    lacks_group,
     page_header,
     read_number,
     read_varint,
@@ -359,7 +360,7 @@ def _values(  # noqa: PLR0911 - one return per error
             if is_packed:
                 left = min((header >> 1) * 8, n - done)
                 item = at
-                if (left * bits + 7) >> 3 > end - at:
+                if (left * bits + 7) >> 3 > end - at or lacks_group(header >> 1, bits, end - at):
                     return BAD_COUNT
                 at += min((header >> 1) * bits, end - at)
             else:

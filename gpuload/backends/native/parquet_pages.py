@@ -125,6 +125,12 @@ def signed(value: int) -> int:  # pragma: no cover - compiled
 
 
 @inline
+def lacks_group(n_groups: int, bits: int, nbytes: int) -> bool:  # pragma: no cover - compiled
+    """Return whether a bit-packed run of groups of 8 lacks a whole one; some writers leave out its last padding."""
+    return n_groups * bits >= nbytes + max(bits, 1)
+
+
+@inline
 def read_number(at: int, nbytes: int) -> int:  # pragma: no cover - compiled
     """Return a little-endian number of that many bytes, at most 8."""
     number = 0
@@ -335,6 +341,8 @@ def _next_run(cursor: Any) -> bool:  # pragma: no cover - compiled
         return False
     cursor[_PACKED] = header & 1
     if header & 1:
+        if lacks_group(header >> 1, bits, end - at):
+            return False
         nbytes = min((header >> 1) * bits, end - at)
         cursor[_LEFT], cursor[_STATE] = min((header >> 1) * 8, nbytes * 8 // bits), at * 8
         cursor[_AT] = at + nbytes
