@@ -50,18 +50,19 @@ def check_memory(stores: Sequence[Store], batch_size: int, fetch_factor: int, pr
 def check_batches(tables: Sequence[Table], batch_size: int, takes_ahead: int) -> None:
     """Raise PlanError if this machine cannot hold three minibatches: the consumer's, and two made ahead of it.
 
-    Not for a backend that makes none ahead, in device memory.
+    An epoch of fewer holds those. Not for a backend that makes none ahead, in device memory.
     """
     from gpuload.formats.arrays import memory_nbytes
 
     if not takes_ahead:
         return
-    n_rows = min(batch_size, tables[0].store.n_obs)
-    wanted, there = int(3 * n_rows * sum(table.nbytes_per_row for table in tables)), memory_nbytes()
-    if wanted > there:
+    n_obs, nbytes, there = tables[0].store.n_obs, sum(table.nbytes_per_row for table in tables), memory_nbytes()
+    n_rows, n_held = min(batch_size, n_obs), min(3, -(-n_obs // batch_size))
+    if n_held * n_rows * nbytes > there:
         raise PlanError(
-            f"batch_size={batch_size}: 3 minibatches of {n_rows} cells take {wanted / 1e9:.1f} GB but this machine has "
-            f"{there / 1e9:.1f} GB; use batch_size={max(1, n_rows * there // (2 * wanted))} or less."
+            f"batch_size={batch_size}: {n_held} minibatches of {n_rows} cells take "
+            f"{n_held * n_rows * nbytes / 1e9:.1f} GB but this machine has {there / 1e9:.1f} GB; use "
+            f"batch_size={max(1, int(there / (6 * nbytes)))} or less."
         )
 
 
