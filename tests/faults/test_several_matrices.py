@@ -303,7 +303,10 @@ def test_column_missing_from_one_file_is_refused(tmp_path: Path) -> None:
     parts = [part(0), part(1)]
     del parts[1].obs["donor"]
     paths = write(tmp_path, parts)
-    assert refusal(paths, join="inner", obs=["donor"]) == f"{paths[1]}: obs has no column 'donor'; it has 'depth'."
+    assert refusal(paths, join="inner", obs=["donor"]) == (
+        f"{paths[1]}: obs has no column 'donor'; it has 'depth'; {paths[0]} has that column: leave it out, or make its "
+        "values missing elsewhere with join='outer'."
+    )
 
 
 def test_gene_mask_applies_to_the_joined_genes(tmp_path: Path) -> None:
