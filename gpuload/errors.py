@@ -43,6 +43,9 @@ class PlanError(GpuloadError, ValueError):
 class StoreError(GpuloadError, ValueError):
     """A file that cannot be read as cells x genes: missing key, wrong encoding, unsupported filter."""
 
+    missing_column: str | None = None
+    """The column of obs that is requested and not there, if that is why."""
+
 
 class ReadError(GpuloadError, OSError):
     """Bytes could not be read: short read, failed call, or a file that changed while it was open."""

@@ -183,21 +183,19 @@ def explain_missing_column(
     That is: which columns `table`, an obs_table if one was given, has; that only the sampler asks for it, perhaps by
     a default; that `where` may mean text by it.
     """
-    if not isinstance(error, StoreError) or "obs has no column" not in str(error):
+    missing = error.missing_column if isinstance(error, StoreError) else None
+    if missing is None:
         return
     said = str(error).rstrip(".")
     if table is not None:
         said += f"; obs_table has {listing([str(name) for name in table])}"
-    for column in () if sampler is None else sampler.columns:
-        if f"obs has no column {column!r}" in said and column not in named:
-            raise StoreError(
-                f"{said}; {type(sampler).__name__} asks for {column!r}, by an argument or its default: give it a "
-                "column that is there."
-            ) from None
-    if where is not None:
-        missing = [column for column in where.columns if f"obs has no column {column!r}" in said]
-        if missing and (cure := where.explain(missing[0])):
-            raise StoreError(f"{said}; {cure}.") from None
+    if sampler is not None and missing in sampler.columns and missing not in named:
+        raise StoreError(
+            f"{said}; {type(sampler).__name__} asks for {missing!r}, by an argument or its default: give it a column "
+            "that is there."
+        ) from None
+    if where is not None and missing in where.columns and (cure := where.explain(missing)):
+        raise StoreError(f"{said}; {cure}.") from None
     if table is not None:
         raise StoreError(f"{said}.") from None
 

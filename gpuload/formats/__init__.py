@@ -240,12 +240,13 @@ def _opened(opening: Future[Store], others: Sequence[Store]) -> Store:
     try:
         return opening.result()
     except StoreError as error:
-        if not others or "obs has no column" not in str(error):
-            raise
-        raise StoreError(
-            f"{str(error).rstrip('.')}; {others[0].paths[0]} has that column: leave it out, or make its values missing "
-            "elsewhere with join='outer'."
-        ) from None
+        if others and error.missing_column is not None:
+            said = (
+                f"{str(error).rstrip('.')}; {others[0].paths[0]} has that column: leave it out, or make its values "
+                "missing elsewhere with join='outer'."
+            )
+            error.args = (said,)
+        raise
 
 
 class _Names:

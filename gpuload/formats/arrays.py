@@ -286,4 +286,6 @@ def no_column(where: str, name: str, names: Sequence[str]) -> StoreError:
     guess = f"did you mean {near!r}? It has" if near else "it has"
     if name in _NAMES_OF_CELLS:
         guess = "the names of cells are gpuload.obs_names(paths)[batch.rows]. It has"
-    return StoreError(f"{where}: obs has no column {name!r}; {guess} {listing(names)}.")
+    error = StoreError(f"{where}: obs has no column {name!r}; {guess} {listing(names)}.")
+    error.missing_column = name
+    return error
