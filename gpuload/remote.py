@@ -21,6 +21,7 @@ from gpuload.errors import BusyError, PlanError, ReadError
 from gpuload.object_errors import BUSY, check_length
 from gpuload.object_remote import ObjectRemote
 from gpuload.objects import Reach, RemoteObject
+from gpuload.source import fill
 
 if TYPE_CHECKING:
     import threading
@@ -187,12 +188,8 @@ class FolderRemote:
         try:
             with open(path, "rb", buffering=0) as file:
                 before = os.fstat(file.fileno())
-                buffer, got = bytearray(stop - start), 0
-                view = memoryview(buffer)
-                while got < len(view) and (
-                    n := os.preadv(file.fileno(), [view[got:]], start + got)
-                ):  # each below 2 GiB
-                    got += n
+                buffer = bytearray(stop - start)
+                got = fill(file.fileno(), memoryview(buffer), start)
                 for status in (before, os.fstat(file.fileno())):  # it may be rewritten while it is read
                     if _of_file(wanted.key, status).etag != wanted.etag:
                         raise ReadError(f"{path}: the file was changed since it was listed; open it again.")
@@ -204,7 +201,7 @@ class FolderRemote:
             raise BusyError(
                 f"{path}: reading {stop - start} bytes at byte {start} failed: {error.strerror}. Check the disk."
             ) from error
-        check_length(view[:got], stop - start, path, start)
+        check_length(memoryview(buffer)[:got], stop - start, path, start)
         return buffer
 
 

@@ -128,16 +128,18 @@ def read_at(descriptor: int, buffer: NDArray[np.uint8], offset: int, name: str) 
     ReadError
         The system call failed.
     """
+    try:
+        return fill(descriptor, buffer.data, offset)
+    except OSError as error:
+        raise ReadError(
+            f"{name}: reading {buffer.size} bytes at byte {offset} failed: {error.strerror}. Check the disk."
+        ) from error
+
+
+def fill(descriptor: int, buffer: memoryview, offset: int) -> int:
+    """Do what `read_at` does, but raise OSError; one call of the system reads less than 2 GiB."""
     done = 0
-    while done < buffer.size:
-        try:
-            got = os.preadv(descriptor, [buffer[done:].data], offset + done)
-        except OSError as error:
-            raise ReadError(
-                f"{name}: reading {buffer.size} bytes at byte {offset} failed: {error.strerror}. Check the disk."
-            ) from error
-        if got == 0:
-            break
+    while done < len(buffer) and (got := os.preadv(descriptor, [buffer[done:]], offset + done)):
         done += got
     return done
 
