@@ -13,7 +13,7 @@ import gpuload
 from gpuload.formats import parquet, parquet_cells
 from tests.faults.test_refusals import assert_refused
 from tests.mutants import Program
-from tests.other_forms import lists_of, write_genes, write_parquet
+from tests.other_forms import encoded, lists_of, write_genes, write_parquet
 from tests.parquet_mutants import BASES
 from tests.writers import N_VARS, counts
 
@@ -314,6 +314,21 @@ def test_run_longer_than_its_page_is_refused(write: Callable[..., Path], number:
     raw[streams_of_runs(raw, column.data_page_offset)[stream].start] = 3 << 1 | 1
     path.write_bytes(raw)
     assert_refused("CorruptDataError", path, f"{path}: chunk 1 of {name} at byte ", "is damaged", "Restore it")
+
+
+@pytest.mark.parametrize(("number", "name"), [(0, "genes"), (1, "expressions")])
+def test_deltas_longer_than_their_page_are_refused(write: Callable[..., Path], number: int, name: str) -> None:
+    """A block of 512 deltas has twice as many bytes as there are; the values could be read from the first half."""
+    deltas = encoded("DELTA_BINARY_PACKED", "DELTA_BINARY_PACKED")
+    rows = [[k * k for k in row] for row in SPARSE_ROWS]
+    path = write(genes=rows, expressions=rows, options={"compression": "none", **deltas})
+    raw, column = bytearray(path.read_bytes()), pq.read_metadata(path).row_group(0).column(number)
+    at = raw.index(b"\x80\x02\x04\x09", column.data_page_offset)  # blocks of 256 in 4 parts, and 9 values
+    raw[at + 1] = 4
+    path.write_bytes(raw)
+    with pytest.raises(OSError, match="end of stream"):
+        pq.read_table(path)
+    assert_refused("CorruptDataError", path, f"{path}: chunk 0 of {name} at byte ", "is damaged", "Restore it")
 
 
 @pytest.mark.parametrize(("stream", "n_spare"), [(0, 0), (1, 1), (2, 3)])

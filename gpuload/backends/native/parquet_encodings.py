@@ -99,7 +99,8 @@ def _add_differences(  # noqa: PLR0911 - one return per error
                 break
             if bits > 8 * width:
                 return BAD_ENCODING
-            if (m * bits + 7) >> 3 > end - at:
+            n_bytes = in_run * bits >> 3  # the last one is padded to its full length, too
+            if n_bytes > end - at:
                 return BAD_COUNT
             mask = (np.int64(1) << bits) - 1 if bits < 64 else np.int64(-1)
             for k in range(m):
@@ -109,6 +110,6 @@ def _add_differences(  # noqa: PLR0911 - one return per error
                     more |= load8(place + 8) << (64 - shift)
                 value += least + (more & mask)
                 store(to + width * (done + k), value, width)
-            at += min(in_run * bits >> 3, end - at)
+            at += n_bytes
             done += m
     return 0
