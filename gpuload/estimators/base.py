@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import CorruptDataError, PlanError
-from gpuload.estimators.arrays import float32_of_bits, open_engine
+from gpuload.estimators.arrays import open_engine
 from gpuload.estimators.passes import Passes
 from gpuload.loader import Loader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Self
 
     from numpy.typing import NDArray
@@ -142,13 +141,11 @@ class Estimator:
                 f"random_state={self.random_state!r}: expected a whole number of at least 0 ({error})."
             ) from error
 
-    def _checked(
-        self, X: Any, engine: Engine, *, is_fitted: bool = False, of_bits: Callable[[Any], Any] = float32_of_bits
-    ) -> Passes:
+    def _checked(self, X: Any, engine: Engine, *, is_fitted: bool = False) -> Passes:
         """Return the passes over a matrix; if `is_fitted`, check it against the columns that were fitted."""
         if is_fitted and not hasattr(self, "n_features_in_"):
             raise not_fitted(type(self).__name__)
-        passes = Passes(X, engine, of_bits)
+        passes = Passes(X, engine)
         if is_fitted and passes.n_columns != self.n_features_in_:
             raise PlanError(
                 f"X has {passes.n_columns} features, but {type(self).__name__} is expecting {self.n_features_in_} "
