@@ -82,9 +82,10 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def said_of_another(error: RuntimeError) -> str | None:
+def said_of_another(error: Exception) -> str | None:
     """Return a sentence if another process has ended or does not answer; gloo has no error of its own for it."""
-    if not isinstance(error, dist.DistError) and (n_processes() == 1 or "gloo" not in str(error)):
+    of_gloo = isinstance(error, RuntimeError) and n_processes() > 1 and "gloo" in str(error)
+    if not (of_gloo or isinstance(error, dist.DistError)):
         return None
     said = str(error).partition("\n")[0]
     return f"another process has ended, which says why, or is stuck: {said}"
