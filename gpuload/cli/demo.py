@@ -18,6 +18,7 @@ from gpuload.cli.machine import usable_cores
 from gpuload.diversity import iid_entropy, label_shares
 from gpuload.errors import MissingDependencyError, PlanError, ReadError
 from gpuload.formats import open_store
+from gpuload.source import replacing
 
 if TYPE_CHECKING:
     import argparse
@@ -217,12 +218,8 @@ def _write_split(
     X, obs, var = cells
     is_held_out = _is_held_out(X.shape[0], share)
     for path, mask in ((train, ~is_held_out), (held_out, is_held_out)):
-        unfinished = path.with_suffix(".unfinished")
-        try:
-            write_h5ad(unfinished, X[mask], obs[mask], var, "gzip")
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with replacing(path) as beside:
+            write_h5ad(beside, X[mask], obs[mask], var, "gzip")
 
 
 def _n_cells(path: Path) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,10 @@ from gpuload.errors import CorruptDataError, PlanError
 from gpuload.estimators.arrays import open_engine
 from gpuload.estimators.passes import Passes
 from gpuload.loader import Loader
+from gpuload.source import replacing
 
 if TYPE_CHECKING:
+    import os
     from typing import Self
 
     from numpy.typing import NDArray
@@ -86,13 +87,8 @@ class Estimator:
             raise PlanError(f"{type(self).__name__} is not fitted; call fit first.")
         params = {k: v.item() if isinstance(v, np.generic) else v for k, v in self.get_params().items()}
         about = json.dumps({"estimator": type(self).__name__, "params": params})
-        beside = Path(f"{os.fspath(path)}.{os.getpid()}.new")
-        try:
-            with beside.open("wb") as file:
-                np.savez(file, **{"about": np.array(about), **{k: np.asarray(v) for k, v in learnt.items()}})  # type: ignore[arg-type]
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with replacing(path) as beside, beside.open("wb") as file:
+            np.savez(file, **{"about": np.array(about), **{k: np.asarray(v) for k, v in learnt.items()}})  # type: ignore[arg-type]
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
