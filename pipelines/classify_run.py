@@ -16,6 +16,7 @@ from classify_report import ORDERS
 
 import gpuload
 from gpuload.diversity import entropy_bits
+from gpuload.source import replacing
 
 if TYPE_CHECKING:
     import argparse
@@ -221,9 +222,8 @@ def tensorboard(folder: Path | None, n_steps: int) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(value, indent=1) + "\n")
-    unfinished.replace(path)
+    with replacing(path) as beside:
+        beside.write_text(json.dumps(value, indent=1) + "\n")
 
 
 MODELS = ("linear", "mlp")
