@@ -226,9 +226,8 @@ def check_rows(batches: Batches, path: Path, opened: float, *, is_log1p: bool = 
     WrongRowsError
         A value, or the label, differs from the file's.
     """
-    first_batch_s = None
+    first_batch_s, codes = None, label_codes(path)
     with h5py.File(path) as file:
-        codes = label_codes(file)
         for _ in range(N_CHECKED):
             _, batch = batches.next()
             if first_batch_s is None:
@@ -263,16 +262,16 @@ def read_rows(X: h5py.Group, rows: NDArray[np.int64]) -> NDArray[np.float32]:
     return dense
 
 
-def label_codes(file: h5py.File) -> NDArray[np.int64]:
-    """Return the label of every cell as a code."""
-    codes: NDArray[np.int64] = file["obs"][LABEL]["codes"][:].astype(np.int64)
+def label_codes(path: Path) -> NDArray[np.int64]:
+    """Return the label of every cell of a file as a code."""
+    with h5py.File(path) as file:
+        codes: NDArray[np.int64] = file["obs"][LABEL]["codes"][:].astype(np.int64)
     return codes
 
 
 def diversity(rows: list[NDArray[np.int64]], job: Job) -> dict[str, Any]:
     """Return the mean entropy of the label in the timed minibatches, in bits; short ones do not count."""
-    with h5py.File(job.path) as file:
-        codes = label_codes(file)
+    codes = label_codes(job.path)
     full = [codes[batch] for batch in rows if batch.size == job.arm.settings["batch_size"]]
     entropies = [entropy_bits(batch) for batch in full]
     return {"label_entropy_bits": float(np.mean(entropies)) if entropies else None}

@@ -32,7 +32,7 @@ from benchmarks.measure import set_cache
 from gpuload.backends.cuda.device import n_gpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -357,16 +357,10 @@ def _write_gzip(group: Any, name: str, values: NDArray[Any]) -> None:
         return zlib.compress(chunk.tobytes(), dataset.compression_opts)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        starts = range(0, values.size, size)
-        for many in _batched(starts, 4096):
-            for first, packed in zip(many, pool.map(deflated, many), strict=True):
+        for start in range(0, values.size, 4096 * size):  # so many chunks are held at a time
+            firsts = range(start, min(start + 4096 * size, values.size), size)
+            for first, packed in zip(firsts, pool.map(deflated, firsts), strict=True):
                 dataset.id.write_direct_chunk((first,), packed)
-
-
-def _batched(starts: range, n: int) -> Iterator[range]:
-    """Yield n of them at a time."""
-    for k in range(0, len(starts), n):
-        yield starts[k : k + n]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -74,16 +74,7 @@ def weights_of(n_cells: int) -> NDArray[np.float64]:
 
 def gpuload_plan(case: str, n_cells: int) -> Callable[[], Any]:
     """Make the data of a case; return a function that binds the sampler and returns its plan."""
-    from gpuload import (
-        BlockShuffle,
-        ClassBalanced,
-        Grouped,
-        Mixture,
-        PairedControl,
-        Sequential,
-        Subset,
-        Weighted,
-    )
+    from gpuload import BlockShuffle, ClassBalanced, Grouped, Mixture, PairedControl, Sequential, Subset, Weighted
     from gpuload.plan import Plan
     from gpuload.sampling import Cells
 
@@ -97,34 +88,35 @@ def gpuload_plan(case: str, n_cells: int) -> Callable[[], Any]:
 
     if case in ("class", "class-sorted", "sets", "weights-distinct", "pairs"):
         add("drug", labels_of(n_cells, N_CLASSES, is_sorted=case in ("class-sorted", "sets", "pairs")))
-    sampler: Any
-    if case == "sequential":
-        sampler = Sequential()
-    elif case in ("blocks", "single"):
-        sampler = BlockShuffle(1 if case == "single" else BLOCK_SIZE)
-    elif case in ("class", "class-sorted"):
-        sampler = ClassBalanced("drug")
-    elif case == "weights":
-        sampler = Weighted(weights_of(n_cells))
-    elif case == "weights-distinct":
-        counts = np.bincount(obs["drug"].values)
-        sampler = Weighted((1.0 / counts)[obs["drug"].values])
-    elif case == "chosen":
-        sampler = Weighted(weights_of(n_cells), n_cells // 2, replace=False)
-    elif case == "subset":
-        sampler = Subset(np.random.default_rng(2).random(n_cells, dtype=np.float32) < 0.9)
-    elif case == "subset-groups":
-        runs = np.random.default_rng(2).random(n_cells // 50_000 + 1) < 0.9
-        runs[0] = True
-        sampler = Subset(np.repeat(runs, 50_000)[:n_cells])
-    elif case == "mixture":
-        sampler = Mixture(dict.fromkeys(names, 1.0))
-    elif case == "sets":
-        sampler = Grouped("drug", BATCH_SIZE)
-    else:
+    if case == "pairs":
         add("plate", np.repeat(np.arange(N_FILES, dtype=np.int32), file_rows))
         add("line", labels_of(n_cells, 50, is_sorted=False))
-        sampler = PairedControl("drug", ["drug0", "drug1"], match=("plate", "line"), fallback="plate")
+
+    def weighted_distinctly() -> Weighted:
+        drug = obs["drug"].values
+        return Weighted((1.0 / np.bincount(drug))[drug])
+
+    def subset_of_groups() -> Subset:
+        runs = np.random.default_rng(2).random(n_cells // 50_000 + 1) < 0.9
+        runs[0] = True
+        return Subset(np.repeat(runs, 50_000)[:n_cells])
+
+    samplers: dict[str, Callable[[], Any]] = {
+        "sequential": Sequential,
+        "blocks": lambda: BlockShuffle(BLOCK_SIZE),
+        "single": lambda: BlockShuffle(1),
+        "class": lambda: ClassBalanced("drug"),
+        "class-sorted": lambda: ClassBalanced("drug"),
+        "weights": lambda: Weighted(weights_of(n_cells)),
+        "weights-distinct": weighted_distinctly,
+        "chosen": lambda: Weighted(weights_of(n_cells), n_cells // 2, replace=False),
+        "subset": lambda: Subset(np.random.default_rng(2).random(n_cells, dtype=np.float32) < 0.9),
+        "subset-groups": subset_of_groups,
+        "mixture": lambda: Mixture(dict.fromkeys(names, 1.0)),
+        "sets": lambda: Grouped("drug", BATCH_SIZE),
+        "pairs": lambda: PairedControl("drug", ["drug0", "drug1"], match=("plate", "line"), fallback="plate"),
+    }
+    sampler = samplers[case]()
     cells = Cells(names, file_rows, BLOCK_SIZE, None, obs, BATCH_SIZE, BATCH_SIZE * FETCH_FACTOR)
     return lambda: Plan(file_rows, BATCH_SIZE, FETCH_FACTOR, sampler.over(cells), seed=1)
 

@@ -244,7 +244,7 @@ def _refuse_password(url: str) -> None:
 
 def split_query(url: str) -> tuple[str, str]:
     """Return an address without what follows its ``?``, and that with the ``?``; only web addresses have it."""
-    if not url.startswith(("http://", "https://")):
+    if not is_web(url):
         return url, ""
     base, mark, query = url.partition("?")
     return base, mark + query if query else ""

@@ -309,9 +309,9 @@ def chunks_per_block(block_size: int | str) -> int | None:
 
 def check_sizes(batch_size: int, block_size: int | str, fetch_factor: int, prefetch: int, seed: int) -> None:
     """Raise PlanError if a setting is invalid; called before any file is opened."""
-    sizes = {"batch_size": batch_size, "fetch_factor": fetch_factor, "prefetch": prefetch}
+    sizes: dict[str, object] = {"batch_size": batch_size, "fetch_factor": fetch_factor, "prefetch": prefetch}
     if chunks_per_block(block_size) is None:
-        sizes["block_size"] = block_size  # type: ignore[assignment]
+        sizes["block_size"] = block_size
     for name, value in sizes.items():
         check_whole(name, value, 1, ", 'chunk' or 'N chunks'" if name == "block_size" else "")
     check_seed(seed)

@@ -74,8 +74,8 @@ _HITS = "Share of the bytes that came from local blocks, of loaders that have a 
 class Export:
     """An active export, returned by `export`. Use it in a with-statement, or call `close`."""
 
-    def __init__(self, collector: _Collector, sources: dict[str, Any]) -> None:
-        self._collector, self._sources = collector, sources
+    def __init__(self, collector: _Collector, names: tuple[str, ...]) -> None:
+        self._collector, self._names = collector, names
         self._server: tuple[Any, threading.Thread] | None = None
         self.port: int | None = None
         """Port on which the metrics are served, or None."""
@@ -93,8 +93,8 @@ class Export:
 
     def close(self) -> None:
         """End the export and stop the server; may be called twice."""
-        self._collector.leave(self._sources)
-        server, self._server = self._server, None
+        self._collector.leave(self._names)
+        server, self._server, self._names = self._server, None, ()  # others may use the names from now on
         if server is not None:
             server[0].shutdown()
             server[0].server_close()
@@ -139,7 +139,7 @@ def export(
         raise PlanError("there is nothing to export; name a loader or a store, as in export(train=loader).")
     collector = _collector_of(prometheus_client.REGISTRY if registry is None else registry)
     collector.join(sources)
-    found = Export(collector, sources=dict.fromkeys(sources))
+    found = Export(collector, tuple(sources))
     if port is not None:
         try:
             found.serve(port, address)
@@ -166,12 +166,11 @@ class _Collector:
                     raise PlanError(f"{name}: this name is exported already; close that export, or choose another.")
             self._sources |= {name: weakref.ref(source) for name, source in sources.items()}
 
-    def leave(self, names: dict[str, Any]) -> None:
+    def leave(self, names: tuple[str, ...]) -> None:
         """Remove sources."""
         with self._lock:
             for name in names:
                 self._sources.pop(name, None)
-        names.clear()
 
     def collect(self) -> Iterator[Any]:
         """Yield all metrics; called by the registry."""

@@ -1,9 +1,10 @@
-"""Byte sources: a file on disk, or a buffer in memory. No format, no decoding."""
+"""Byte sources: a file on disk, or a buffer in memory; and how a file is replaced. No format, no decoding."""
 
 from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -219,3 +220,14 @@ class _Bytes:
 def _marked_writable(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return read-only bytes as an array marked writable: kernels, which only read it, are compiled for that type."""
     return np.asarray(_Bytes(data))
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a path to write to; what is written there replaces `path`, or is removed if the with-block fails."""
+    beside = Path(f"{os.fspath(path)}.{os.getpid()}.new")
+    try:
+        yield beside
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

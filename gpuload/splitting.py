@@ -28,6 +28,7 @@ from gpuload.concat import UNCOMPARED
 from gpuload.dealing import deal_cells, deal_groups, group_by, hash_of, label_of, targets
 from gpuload.errors import PlanError, ReadError, StoreError, shown
 from gpuload.loader import Loader
+from gpuload.source import replacing
 from gpuload.store import Store
 from gpuload.tables import check_modalities
 
@@ -128,17 +129,11 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
             "files": self.files,
             "settings": dict(self.settings),
         }
-        beside = f"{path}.{os.getpid()}.new"
         try:
-            with open(beside, "wb") as file:
+            with replacing(path) as beside, beside.open("wb") as file:
                 np.savez_compressed(file, part=self.part, about=np.array(json.dumps(about)))
-            os.replace(beside, path)
-        except BaseException as error:
-            if os.path.exists(beside):
-                os.remove(beside)
-            if isinstance(error, OSError):
-                raise ReadError(f"{path}: cannot be written: {error.strerror}. Choose another place.") from error
-            raise
+        except OSError as error:
+            raise ReadError(f"{path}: cannot be written: {error.strerror}. Choose another place.") from error
 
     @classmethod
     def load(

@@ -247,8 +247,9 @@ class Store:
     def row_shape(self) -> tuple[int, ...]:
         """Shape of a cell's values: (n_vars,), unless each cell has an array of more dimensions."""
         first = self.matrices[0]
-        is_array = isinstance(first, DenseMatrix) and len(first.row_shape) > 1
-        return first.row_shape if is_array else (self.n_vars,)  # type: ignore[union-attr]
+        if isinstance(first, DenseMatrix) and len(first.row_shape) > 1:
+            return first.row_shape
+        return (self.n_vars,)
 
     @property
     def n_obs(self) -> int:

@@ -23,6 +23,7 @@ import pandas as pd
 from anndata.io import read_elem, write_elem
 
 import gpuload
+from gpuload.cli.text import exit_code
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -177,6 +178,20 @@ def _number(text: str) -> float | None:
     return None
 
 
+def run(args: argparse.Namespace) -> None:
+    """Add the columns to every file, after checking all of them."""
+    table = read_table(args.table, args.by, args.columns)
+    for path in args.files:
+        check(path, args.by, table)
+    for path in args.files:
+        n_cells = add_columns(path, args.by, table)
+        counts = [
+            f"{n:,} cells have {', '.join(name for name in n_cells if n_cells[name] == n)}"
+            for n in dict.fromkeys(n_cells.values())
+        ]
+        print(f"{path}: {' and '.join(counts)} now")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return the exit code."""
     parser = argparse.ArgumentParser(
@@ -191,24 +206,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--columns", required=True, nargs="+", metavar="COLUMN", help="columns of the table to add")
     args = parser.parse_args(arguments)
-    try:
-        table = read_table(args.table, args.by, args.columns)
-        for path in args.files:  # all of them before any is changed
-            check(path, args.by, table)
-        for path in args.files:
-            n_cells = add_columns(path, args.by, table)
-            counts = [
-                f"{n:,} cells have {', '.join(name for name in n_cells if n_cells[name] == n)}"
-                for n in dict.fromkeys(n_cells.values())
-            ]
-            print(f"{path}: {' and '.join(counts)} now")
-    except (gpuload.GpuloadError, OSError) as error:
-        print(f"add_labels.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, gpuload.PlanError) else 1
-    except KeyboardInterrupt:
-        print("add_labels.py: interrupted; give the same command again for the files not named yet", file=sys.stderr)
-        return 130
-    return 0
+    interrupted = "interrupted; give the same command again for the files not named yet"
+    return exit_code("add_labels.py", lambda: run(args), interrupted=interrupted)
 
 
 if __name__ == "__main__":

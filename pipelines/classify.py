@@ -57,7 +57,7 @@ try:
     from tqdm import tqdm
 
     import gpuload
-    from gpuload.cli.text import positive, positive_or_0, whole_number
+    from gpuload.cli.text import exit_code, positive, positive_or_0, whole_number
     from gpuload.scores import macro_f1
     from gpuload.torch import CellDataset
 except ImportError as missing:
@@ -371,6 +371,7 @@ def leave_cores_to_load() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train in every order, compare and report."""
+    join_processes(args.device)
     leave_cores_to_load()
     check_settings(args.out / "settings.json", args)
     kept(args.out / "classify.json", "runs", "summary")
@@ -400,24 +401,12 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return the exit code."""
     args = read_options(parser(), argv)
+    interrupted = "interrupted; the same command continues from the last checkpoint"
     try:
-        join_processes(args.device)
-        run(args)
-    except (gpuload.GpuloadError, OSError) as error:
-        print(f"classify.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, gpuload.PlanError) else 1
-    except KeyboardInterrupt:
-        print("classify.py: interrupted; the same command continues from the last checkpoint", file=sys.stderr)
-        return 130
-    except RuntimeError as error:
-        if (said := said_of_another(error)) is None:
-            raise
-        print(f"classify.py: {said}", file=sys.stderr)
-        return 1
+        return exit_code("classify.py", lambda: run(args), interrupted=interrupted, sentence_of=said_of_another)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ try:
         write_json,
     )
 
-    import gpuload
+    from gpuload.cli.text import exit_code
     from gpuload.distributed import check_one_process
     from gpuload.lightning import CellDataModule
 except ImportError as missing:
@@ -156,20 +156,8 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return the exit code."""
     args = classify.read_options(parser(), argv)
-    try:
-        run(args)
-    except (gpuload.GpuloadError, OSError) as error:
-        print(f"classify_lightning.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, gpuload.PlanError) else 1
-    except KeyboardInterrupt:
-        print("classify_lightning.py: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    except RuntimeError as error:
-        if (said := said_of_another(error)) is None:
-            raise
-        print(f"classify_lightning.py: {said}", file=sys.stderr)
-        return 1
-    return 0
+    interrupted = "interrupted; the same command goes on from the last checkpoint"
+    return exit_code("classify_lightning.py", lambda: run(args), interrupted=interrupted, sentence_of=said_of_another)
 
 
 if __name__ == "__main__":

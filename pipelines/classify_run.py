@@ -16,6 +16,7 @@ from classify_report import ORDERS
 
 import gpuload
 from gpuload.diversity import entropy_bits
+from gpuload.source import replacing
 
 if TYPE_CHECKING:
     import argparse
@@ -82,9 +83,10 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def said_of_another(error: RuntimeError) -> str | None:
+def said_of_another(error: Exception) -> str | None:
     """Return a sentence if another process has ended or does not answer; gloo has no error of its own for it."""
-    if not isinstance(error, dist.DistError) and (n_processes() == 1 or "gloo" not in str(error)):
+    of_gloo = isinstance(error, RuntimeError) and n_processes() > 1 and "gloo" in str(error)
+    if not (of_gloo or isinstance(error, dist.DistError)):
         return None
     said = str(error).partition("\n")[0]
     return f"another process has ended, which says why, or is stuck: {said}"
@@ -220,9 +222,8 @@ def tensorboard(folder: Path | None, n_steps: int) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(value, indent=1) + "\n")
-    unfinished.replace(path)
+    with replacing(path) as beside:
+        beside.write_text(json.dumps(value, indent=1) + "\n")
 
 
 MODELS = ("linear", "mlp")

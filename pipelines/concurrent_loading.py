@@ -36,7 +36,7 @@ try:
     from torch.utils.data import DataLoader
 
     import gpuload
-    from gpuload.cli.text import whole_number, whole_number_or_0
+    from gpuload.cli.text import exit_code, whole_number, whole_number_or_0
     from gpuload.remote import open_remote
     from gpuload.samples import SampleLoader, SampleSet
     from gpuload.stats import Span, Stats
@@ -407,6 +407,24 @@ def write_pictures(folder: Path, n: int, seed: int) -> None:
         (folder / f"{number:06d}.jpg").write_bytes(imagecodecs.jpeg8_encode(picture, level=89))
 
 
+def make_or_load(args: argparse.Namespace) -> None:
+    """Write pictures if requested; otherwise load some and report how fast."""
+    if args.make:
+        if "://" in args.place:
+            raise gpuload.PlanError(f"--make: it writes into a folder, but {args.place} is an address; name a folder.")
+        write_pictures(Path(args.place), args.make, args.seed)
+        return
+    found = profiled(args) if args.timeline else run(args)
+    if args.json:
+        print(json.dumps(found))
+        return
+    print(
+        f"{args.loader}: {found['pictures_per_s']:,.1f} pictures/s, {found['batch_s']:.3f} s a batch of "
+        f"{args.batch_size}; the first after {found['first_batch_s']:.2f} s; waited {found['wait_share']:.0%} of "
+        f"the time" + (f"; a step takes {found['step_s']:.3f} s; loss {found['loss']:.3f}" if args.train else "")
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return the exit code."""
     parser = argparse.ArgumentParser(
@@ -440,30 +458,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--timeline", metavar="FILE.png", help="plot what ran when, warm-up included")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     args = parser.parse_args(arguments)
-    try:
-        if args.make:
-            if "://" in args.place:
-                raise gpuload.PlanError(
-                    f"--make: it writes into a folder, but {args.place} is an address; name a folder."
-                )
-            write_pictures(Path(args.place), args.make, args.seed)
-            return 0
-        found = profiled(args) if args.timeline else run(args)
-    except (gpuload.GpuloadError, OSError) as error:
-        print(f"concurrent_loading.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, gpuload.PlanError) else 1
-    except KeyboardInterrupt:
-        print("concurrent_loading.py: interrupted", file=sys.stderr)
-        return 130
-    if args.json:
-        print(json.dumps(found))
-    else:
-        print(
-            f"{args.loader}: {found['pictures_per_s']:,.1f} pictures/s, {found['batch_s']:.3f} s a batch of "
-            f"{args.batch_size}; the first after {found['first_batch_s']:.2f} s; waited {found['wait_share']:.0%} of "
-            f"the time" + (f"; a step takes {found['step_s']:.3f} s; loss {found['loss']:.3f}" if args.train else "")
-        )
-    return 0
+    return exit_code("concurrent_loading.py", lambda: make_or_load(args))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ try:
 
     import gpuload
     from gpuload.cache import SampleStore
-    from gpuload.cli.text import whole_number
+    from gpuload.cli.text import exit_code, whole_number
     from gpuload.distributed import check_one_process
     from gpuload.remote import open_remote
 except ImportError as missing:
@@ -232,46 +232,41 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the program; return its exit code."""
-    args = read_arguments(argv)
-    try:
-        check_one_process("start one, since several would not train one model")
-        if args.device != "cpu" and not torch.cuda.is_available():
-            raise gpuload.DeviceError(f"--device {args.device}: PyTorch sees no GPU; leave it out.")
-        if args.make:
-            if "://" in args.remote:
-                raise gpuload.PlanError(
-                    f"--make: it writes into a folder, but {args.remote} is an address; name a folder."
-                )
-            make_samples(Path(args.remote), args.make, args.sample_bytes, args.seed)
-        remote = open_remote(args.remote, **({"anonymous": True} if args.anonymous else {}))
-        alone, meter = StallMeter(0.5), StallMeter(args.meter_ms / 1e3)
-        alone.spin()
-        before = resident_nbytes()
-        with SampleStore(
-            args.root,
-            remote,
-            args.budget,
-            args.policy,
-            n_processes=args.processes,
-            in_flight=args.in_flight,
-        ) as store:
-            epochs = train(store, args, meter)
-            stats, verdict = store.stats(), store.verdict()
-    except (gpuload.GpuloadError, OSError) as error:
-        print(f"growing_store.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, gpuload.PlanError) else 1
-    except KeyboardInterrupt:
-        print("growing_store.py: interrupted", file=sys.stderr)
-        return 130
+def run(args: argparse.Namespace) -> None:
+    """Train, and report the results."""
+    check_one_process("start one, since several would not train one model")
+    if args.device != "cpu" and not torch.cuda.is_available():
+        raise gpuload.DeviceError(f"--device {args.device}: PyTorch sees no GPU; leave it out.")
+    if args.make:
+        if "://" in args.remote:
+            raise gpuload.PlanError(f"--make: it writes into a folder, but {args.remote} is an address; name a folder.")
+        make_samples(Path(args.remote), args.make, args.sample_bytes, args.seed)
+    remote = open_remote(args.remote, **({"anonymous": True} if args.anonymous else {}))
+    alone, meter = StallMeter(0.5), StallMeter(args.meter_ms / 1e3)
+    alone.spin()
+    before = resident_nbytes()
+    with SampleStore(
+        args.root,
+        remote,
+        args.budget,
+        args.policy,
+        n_processes=args.processes,
+        in_flight=args.in_flight,
+    ) as store:
+        epochs = train(store, args, meter)
+        stats, verdict = store.stats(), store.verdict()
     if args.json:
         print(json.dumps(figures(epochs, stats, before, meter) | {"verdict": verdict}))
-        return 0
+        return
     say_result(epochs, stats, before)
     print(f"stalls: {meter}; before the store was opened {alone.longest_interrupt_s * 1e3:.2f} ms")
     print(f"verdict: {verdict}")
-    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; return its exit code."""
+    args = read_arguments(argv)
+    return exit_code("growing_store.py", lambda: run(args))
 
 
 def figures(epochs: list[Epoch], stats: dict[str, float], before: int, meter: StallMeter) -> dict[str, object]:

@@ -38,6 +38,7 @@ try:
     from modality_report import Row, baselines, draw_methods, draw_proteins, measures_of
 
     import gpuload
+    from gpuload.cli.text import exit_code
     from gpuload.distributed import check_one_process
 except ImportError as missing:
     sys.exit(f"modality.py: {missing}. From the checkout, pip install '.[modality]' installs what this program needs.")
@@ -263,28 +264,17 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return the exit code."""
     args = parser().parse_args(arguments)
-    try:
-        run(args)
-    except (gpuload.GpuloadError, OSError) as error:
-        print(f"modality.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, gpuload.PlanError) else 1
-    except KeyboardInterrupt:
-        print("modality.py: interrupted", file=sys.stderr)
-        return 130
-    except (MemoryError, RuntimeError) as error:
-        if not is_memory_full(error):
-            raise
-        said = str(error).partition("\n")[0] or type(error).__name__
-        cure = "use --engine ours, --solver nystrom with fewer --landmarks, or --device cpu"
-        print(f"modality.py: memory is full; {cure} ({said})", file=sys.stderr)
-        return 1
-    return 0
+    return exit_code("modality.py", lambda: run(args), sentence_of=said_of_memory)
 
 
-def is_memory_full(error: Exception) -> bool:
-    """Return whether host or GPU memory ran out; PyTorch has its own error for the latter."""
+def said_of_memory(error: Exception) -> str | None:
+    """Return a sentence if host or GPU memory ran out; PyTorch has its own error for the latter."""
     torch = sys.modules.get("torch")
-    return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
+    if not (isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))):
+        return None
+    said = str(error).partition("\n")[0] or type(error).__name__
+    cure = "use --engine ours, --solver nystrom with fewer --landmarks, or --device cpu"
+    return f"memory is full; {cure} ({said})"
 
 
 if __name__ == "__main__":

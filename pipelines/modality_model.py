@@ -20,6 +20,7 @@ from modality_engines import ENGINES, Engine
 import gpuload
 from gpuload import estimators
 from gpuload.scores import mean_r2
+from gpuload.source import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -242,13 +243,8 @@ class ProteinModel:
         learnt = {name: found.astype(str) if found.dtype == object else found for name, found in learnt.items()}
         kept = {"model": "ProteinModel", "params": self.params, "is_counts": self.is_counts_}
         about = json.dumps(kept, default=_plain)
-        beside = Path(f"{path}.{os.getpid()}.new")
-        try:
-            with beside.open("wb") as file:
-                np.savez(file, about=np.array(about), **learnt)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with replacing(path) as beside, beside.open("wb") as file:
+            np.savez(file, about=np.array(about), **learnt)
 
     @classmethod
     def load(cls, path: str | Path, **params: Any) -> Self:

@@ -22,7 +22,7 @@ try:
 
     import gpuload
     from gpuload.cli.settings import read_names
-    from gpuload.cli.text import positive, whole_number
+    from gpuload.cli.text import exit_code, positive, whole_number
     from gpuload.distributed import check_one_process
     from gpuload.lightning import CellDataModule
 except ImportError as missing:
@@ -185,30 +185,25 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def run(args: argparse.Namespace) -> None:
+    """Train a model of the cells and save it."""
+    check_one_process("start one, since several would write the same files")
+    genes = read_names(args.genes) if args.genes else None
+    cells = Cells(args.paths, args.batch_key, layer=args.layer, genes=genes, batch_size=args.batch_size, seed=args.seed)
+    print(f"{cells.n_obs:,} cells x {cells.n_vars:,} genes in {len(cells.batches)} batches", flush=True)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)  # where that is not possible, it is said before training
+    model = train(cells, args)
+    say_history(model)
+    if args.out is not None:
+        model.save(str(args.out), overwrite=True)
+        np.save(args.out / "latent.npy", model.get_latent_representation(dataloader=cells.in_order()))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return the exit code."""
     args = read_arguments(argv)
-    try:
-        check_one_process("start one, since several would write the same files")
-        genes = read_names(args.genes) if args.genes else None
-        cells = Cells(
-            args.paths, args.batch_key, layer=args.layer, genes=genes, batch_size=args.batch_size, seed=args.seed
-        )
-        print(f"{cells.n_obs:,} cells x {cells.n_vars:,} genes in {len(cells.batches)} batches", flush=True)
-        if args.out is not None:
-            args.out.mkdir(parents=True, exist_ok=True)  # where that is not possible, it is said before training
-        model = train(cells, args)
-        say_history(model)
-        if args.out is not None:
-            model.save(str(args.out), overwrite=True)
-            np.save(args.out / "latent.npy", model.get_latent_representation(dataloader=cells.in_order()))
-    except (gpuload.GpuloadError, OSError) as error:
-        print(f"train_scvi.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, gpuload.PlanError) else 1
-    except KeyboardInterrupt:
-        print("train_scvi.py: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code("train_scvi.py", lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -68,5 +68,12 @@ def make_once(store: Path, make: Callable[[], object]) -> dict[str, Any]:
     return taken
 
 
+def run_epoch(loading: Loading) -> None:
+    """Run an epoch of a toy, so that whatever is compiled at first use is, and close it."""
+    for _ in loading.epoch():
+        pass
+    loading.close()
+
+
 def _record(store: Path) -> Path:
     return store.with_name(f"{store.name}.json")

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import h5py
-import numpy as np
 import torch
 from bionemo.scdl.io.single_cell_memmap_dataset import SingleCellMemMapDataset
 from bionemo.scdl.util.torch_dataloader_utils import collate_sparse_matrix_batch
 from scipy.sparse import csr_matrix
 
 from benchmarks import rivals
-from benchmarks.job import LABEL, Job
+from benchmarks.measure import label_codes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+    from benchmarks.job import Job
 
 PACKAGES = ("bionemo-scdl", "torch", "numpy", "scipy")
 
@@ -45,10 +45,8 @@ def stored(job: Job) -> list[Path]:
 def start(job: Job) -> ScdlLoading:
     """Open a loader with the settings of an arm."""
     torch.set_num_threads(1)
-    with h5py.File(job.path) as file:
-        label = torch.from_numpy(file["obs"][LABEL]["codes"][:].astype(np.int64))
     cells = NumberedCells(SingleCellMemMapDataset(str(store_path(job))))
-    return ScdlLoading(cells, label, job.arm.settings, job.seed)
+    return ScdlLoading(cells, torch.from_numpy(label_codes(job.path)), job.arm.settings, job.seed)
 
 
 def store_path(job: Job) -> Path:

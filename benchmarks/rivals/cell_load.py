@@ -17,36 +17,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import h5py
 import numpy as np
 from cell_load.data_modules import PerturbationDataModule
 
 from benchmarks.job import LABEL
-from benchmarks.rivals.perturbed import CONTROL, PERT, make_perturbed, perturbed_path
+from benchmarks.measure import label_codes
+from benchmarks.rivals.perturbed import CONTROL, PERT, perturbed_path, prepare, stored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     import torch
     from numpy.typing import NDArray
 
     from benchmarks.job import Job
 
+__all__ = ["PACKAGES", "prepare", "start", "stored"]
+
 PACKAGES = ("cell-load", "lightning", "torch", "numpy", "h5py")
 
 TOML = '[datasets]\nscreen = "{}"\n\n[training]\nscreen = "train"\n'
-
-
-def prepare(job: Job) -> dict[str, Any]:
-    """Make the screen from the file, once: it is the data, not a conversion that cell-load needs, hence not timed."""
-    make_perturbed(job)
-    return {}
-
-
-def stored(job: Job) -> list[Path]:
-    """Return the files that are read."""
-    return [perturbed_path(job)]
 
 
 def start(job: Job) -> CellLoadLoading:
@@ -75,8 +65,7 @@ def start(job: Job) -> CellLoadLoading:
         barcode=True,
     )
     module.setup()
-    with h5py.File(perturbed_path(job)) as file:
-        return CellLoadLoading(module, file["obs"][LABEL]["codes"][:].astype(np.int64))
+    return CellLoadLoading(module, label_codes(perturbed_path(job)))
 
 
 @dataclass(frozen=True, slots=True)

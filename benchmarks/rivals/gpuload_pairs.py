@@ -5,26 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import gpuload
 from benchmarks.job import LABEL, Job
+from benchmarks.rivals import run_epoch
 from benchmarks.rivals.gpuload_torch import TorchLoading
-from benchmarks.rivals.perturbed import CONTROL, PERT, make_perturbed, perturbed_path
+from benchmarks.rivals.perturbed import CONTROL, PERT, perturbed_path, prepare, stored
 from gpuload.synthetic import tahoe_shaped
 
+__all__ = ["PACKAGES", "prepare", "start", "stored", "warm_up"]
+
 PACKAGES = ("torch", "numba", "numpy", "h5py")
-
-
-def prepare(job: Job) -> dict[str, Any]:
-    """Make the screen from the file, once: it is the data, not a conversion that gpuload needs, hence not timed."""
-    make_perturbed(job)
-    return {}
-
-
-def stored(job: Job) -> list[Path]:
-    """Return the files that are read."""
-    return [perturbed_path(job)]
 
 
 def warm_up(job: Job) -> None:
@@ -35,11 +26,8 @@ def warm_up(job: Job) -> None:
         toy = replace(job, path=Path(folder) / "toy.h5ad", work_dir=Path(folder))
         X, obs, var = tahoe_shaped(8 * job.arm.settings["set_size"], n_vars=512, n_plates=1, n_cell_lines=1, n_drugs=3)
         anndata.AnnData(X, obs, var).write_h5ad(toy.path, compression="gzip")
-        make_perturbed(toy)
-        loading = start(toy)
-        for _ in loading.epoch():
-            pass
-        loading.close()
+        prepare(toy)
+        run_epoch(start(toy))
 
 
 def start(job: Job) -> TorchLoading:

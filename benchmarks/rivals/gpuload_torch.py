@@ -12,6 +12,7 @@ import torch
 import gpuload
 from benchmarks.job import LABEL, TARGET_SUM, Job
 from benchmarks.parts import files
+from benchmarks.rivals import run_epoch
 from gpuload.synthetic import tahoe_shaped
 from gpuload.torch import CellDataset
 
@@ -65,10 +66,7 @@ def run_toy(job: Job, start: Callable[[Job], Loading]) -> None:
     with TemporaryDirectory(dir=job.work_dir) as folder:
         settings = {**job.arm.settings, "batch_size": 32, "fetch_factor": 2}
         path = write_toy(Path(folder) / "toy.h5ad")
-        loading = start(replace(job, path=path, work_dir=Path(folder), arm=replace(job.arm, settings=settings)))
-        for _ in loading.epoch():
-            pass
-        loading.close()
+        run_epoch(start(replace(job, path=path, work_dir=Path(folder), arm=replace(job.arm, settings=settings))))
 
 
 def write_toy(path: Path) -> Path:

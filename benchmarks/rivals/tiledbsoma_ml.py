@@ -88,10 +88,7 @@ def warm_up(job: Job) -> None:
         X = scipy.sparse.random(512, n_genes(job.path), 0.01, "csr", np.float32, np.random.default_rng(0))
         anndata.AnnData(X, pd.DataFrame({LABEL: pd.Categorical(["a"] * X.shape[0])})).write_h5ad(path)
         prepare(toy)
-        loading = start(toy)
-        for _ in loading.epoch():
-            pass
-        loading.close()
+        rivals.run_epoch(start(toy))
 
 
 def start(job: Job) -> SomaLoading:

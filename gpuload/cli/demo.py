@@ -6,7 +6,7 @@ import importlib
 import json
 import tempfile
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from gpuload.cli.machine import usable_cores
 from gpuload.diversity import iid_entropy, label_shares
 from gpuload.errors import MissingDependencyError, PlanError, ReadError
 from gpuload.formats import open_store
+from gpuload.source import replacing
 
 if TYPE_CHECKING:
     import argparse
@@ -81,16 +82,6 @@ PACKAGES = {"torch": "torch", "nvidia-dali-cuda130": "nvidia.dali", "matplotlib"
 REAL, SYNTHETIC = "pbmc.h5ad", "tahoe_shaped.h5ad"
 
 
-@dataclass(frozen=True, slots=True)
-class DataSet:
-    """A data set of the demo: its name, and what is learned."""
-
-    title: str
-    task: Task
-    n_train: int
-    n_held_out: int
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
     parser.epilog = EPILOG
@@ -136,11 +127,11 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or args.data
     for folder in (args.data, out):
         _make_folder(folder)
-    data_sets = [_synthetic(args)]
+    tasks = [_synthetic(args)]
     if not args.no_real and (real := _real(args)) is not None:
-        data_sets.insert(0, real)
+        tasks.insert(0, real)
     with training.one_thread():
-        results = [_compare(data_set, training, args) for data_set in data_sets]
+        results = [_compare(task, args) for task in tasks]
     report = {"version": gpuload.__version__, "cores": usable_cores(), "data_sets": results}
     if args.json:
         text.print_json({**report, "data_sets": [_without_curves(r) for r in results]})
@@ -173,7 +164,7 @@ def _make_folder(folder: Path) -> None:
         ) from error
 
 
-def _real(args: argparse.Namespace) -> DataSet | None:
+def _real(args: argparse.Namespace) -> Task | None:
     """Return the real cells, or None, with a message, if they cannot be obtained."""
     from gpuload.cli import real_data
     from gpuload.cli.training import Task
@@ -188,11 +179,11 @@ def _real(args: argparse.Namespace) -> DataSet | None:
             return None
         _write_split(train, held_out, cells, share=0.2)
     settings = {**ON_THE_CPU, "batch_size": 8, "block_size": 2, "fetch_factor": 3}
-    task = Task(train, held_out, real_data.LABEL, real_data.LABEL, 4, settings)
-    return _data_set("Real: human blood cells (10x PBMC), sorted by cell type", task)
+    title = "Real: human blood cells (10x PBMC), sorted by cell type"
+    return Task(title, train, held_out, real_data.LABEL, real_data.LABEL, 4, settings)
 
 
-def _synthetic(args: argparse.Namespace) -> DataSet:
+def _synthetic(args: argparse.Namespace) -> Task:
     """Return the synthetic cells, made if they do not exist in this size."""
     from gpuload.cli.training import Task, most_expressed
     from gpuload.synthetic import tahoe_shaped
@@ -209,13 +200,8 @@ def _synthetic(args: argparse.Namespace) -> DataSet:
     text.say_of_compiling(is_quiet=args.quiet)
     settings["genes"] = most_expressed(train, N_GENES, **settings)
     settings["transform"] = gpuload.Transform(target_sum=1e4, log1p=True)
-    task = Task(train, held_out, "cell_line", "plate", 1, settings)
-    return _data_set("Synthetic: shaped like Tahoe-100M, sorted by plate, cell line and drug", task)
-
-
-def _data_set(title: str, task: Task) -> DataSet:
-    n_train, n_held_out = _n_cells(task.train), _n_cells(task.held_out)
-    return DataSet(f"{title} - {n_train + n_held_out:,} cells", task, n_train, n_held_out)
+    title = "Synthetic: shaped like Tahoe-100M, sorted by plate, cell line and drug"
+    return Task(title, train, held_out, "cell_line", "plate", 1, settings)
 
 
 def _is_held_out(n_cells: int, share: float) -> NDArray[np.bool_]:
@@ -232,12 +218,8 @@ def _write_split(
     X, obs, var = cells
     is_held_out = _is_held_out(X.shape[0], share)
     for path, mask in ((train, ~is_held_out), (held_out, is_held_out)):
-        unfinished = path.with_suffix(".unfinished")
-        try:
-            write_h5ad(unfinished, X[mask], obs[mask], var, "gzip")
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with replacing(path) as beside:
+            write_h5ad(beside, X[mask], obs[mask], var, "gzip")
 
 
 def _n_cells(path: Path) -> int:
@@ -257,23 +239,26 @@ def _labels(task: Task) -> tuple[int, float]:
     return n_classes, iid_entropy(label_shares(mix.values), task.settings["batch_size"])
 
 
-def _compare(data_set: DataSet, training: Any, args: argparse.Namespace) -> dict[str, Any]:
+def _compare(task: Task, args: argparse.Namespace) -> dict[str, Any]:
     """Train in every order and return the results for a data set."""
-    task = data_set.task
-    rates, trained = _train(task, training, args)
-    scores = training.evaluate(task, [trained[name].model for name in ORDERS])
+    from gpuload.cli.training import evaluate
+
+    rates, trained = _train(task, args)
+    scores = evaluate(task, [trained[name].model for name in ORDERS])
     n_classes, random_bits = _labels(task)
+    n_train, n_held_out = _n_cells(task.train), _n_cells(task.held_out)
+    n_fetched = task.settings["batch_size"] * task.settings["fetch_factor"]
     return {
-        "title": data_set.title,
+        "title": f"{task.title} - {n_train + n_held_out:,} cells",
         "files": [str(task.train), str(task.held_out)],
-        "n_train": data_set.n_train,
-        "n_held_out": data_set.n_held_out,
+        "n_train": n_train,
+        "n_held_out": n_held_out,
         "label": task.label,
         "n_classes": n_classes,
         "mix": task.mix,
         "settings": _plain_settings(task.settings),
-        "fetch_share": task.settings["batch_size"] * task.settings["fetch_factor"] / data_set.n_train,
-        "blocks_in_fetch": _blocks_in_fetch(task.settings),
+        "fetch_share": n_fetched / n_train,
+        "blocks_in_fetch": n_fetched // task.settings["block_size"],
         "n_batches": trained[RUN_ORDER[0]].n_batches,
         "true_random_entropy_bits": random_bits,
         "orders": [
@@ -282,8 +267,10 @@ def _compare(data_set: DataSet, training: Any, args: argparse.Namespace) -> dict
     }
 
 
-def _train(task: Task, training: Any, args: argparse.Namespace) -> tuple[dict[str, float], dict[str, Training]]:
+def _train(task: Task, args: argparse.Namespace) -> tuple[dict[str, float], dict[str, Training]]:
     """Return, by order, cells per second of the loader alone, and the results of training."""
+    from gpuload.cli import training
+
     rates: dict[str, float] = {}
     trained: dict[str, Training] = {}
     n_batches = None
@@ -291,18 +278,10 @@ def _train(task: Task, training: Any, args: argparse.Namespace) -> tuple[dict[st
         with text.Progress(100, f"{task.train.stem}: {name}", is_quiet=args.quiet) as progress:
             rates[name] = training.loader_rate(task, ORDERS[name], LOADER_SHARE * args.seconds)
             trained[name] = training.train(
-                task,
-                ORDERS[name],
-                n_batches=n_batches,
-                max_seconds=args.seconds,
-                on_progress=lambda done, wanted, bar=progress: bar.reach(100 * done / wanted),
+                task, ORDERS[name], n_batches=n_batches, max_seconds=args.seconds, on_progress=progress.reach
             )
         n_batches = trained[name].n_batches
     return rates, trained
-
-
-def _blocks_in_fetch(settings: Mapping[str, Any]) -> int:
-    return int(settings["batch_size"] * settings["fetch_factor"] // settings["block_size"])
 
 
 def _plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

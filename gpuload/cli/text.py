@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import PlanError, ReadError
+from gpuload.errors import GpuloadError, PlanError, ReadError
 from gpuload.plan import chunks_per_block
 
 if TYPE_CHECKING:
@@ -149,6 +149,32 @@ def say(message: str, *, is_quiet: bool) -> None:
     """Report progress on stderr, unless quiet."""
     if not is_quiet:
         print(message, file=sys.stderr, flush=True)
+
+
+def exit_code(
+    program: str,
+    work: Callable[[], object],
+    *,
+    interrupted: str = "interrupted",
+    sentence_of: Callable[[Exception], str | None] = lambda _: None,
+) -> int:
+    """Do a program's work and return its exit code; what stops it is reported on stderr.
+
+    ``sentence_of`` gives the sentence for another library's error, or None to raise it.
+    """
+    try:
+        work()
+    except KeyboardInterrupt:
+        code, said = 130, interrupted
+    except Exception as error:
+        found = str(error) if isinstance(error, (GpuloadError, OSError)) else sentence_of(error)
+        if found is None:
+            raise
+        code, said = 2 if isinstance(error, PlanError) else 1, found
+    else:
+        return 0
+    print(f"{program}: {said}", file=sys.stderr)
+    return code
 
 
 def check_outputs(sources: Sequence[str], *paths: str | None) -> None:

@@ -42,6 +42,8 @@ class Task:
 
     Attributes
     ----------
+    title
+        What the files hold.
     train, held_out
         Files; no cell is in both.
     label
@@ -54,6 +56,7 @@ class Task:
         Settings of `gpuload.open_loader`, the same for every order.
     """
 
+    title: str
     train: Path
     held_out: Path
     label: str
@@ -153,7 +156,7 @@ def train(
     *,
     n_batches: int | None,
     max_seconds: float,
-    on_progress: Callable[[int, int], None],
+    on_progress: Callable[[float], None],
 ) -> Training:
     """Train an untrained model in an order.
 
@@ -168,7 +171,7 @@ def train(
     max_seconds
         Time limit for the training if `n_batches` is not given.
     on_progress
-        Called with the number of minibatches done, and in total.
+        Called with the minibatches done, in percent.
     """
     held_out = _some_held_out(task)
     with minibatches(task.train, task, **order) as (loader, iterator):
@@ -188,7 +191,7 @@ def train(
             result.add(batch[task.mix], loss, loader.batch_size)
             if result.n_batches % every == 0 or result.n_batches in (1, wanted):
                 result.held_out_loss.append((result.seconds, result.n_batches, _loss(model, *held_out)))
-                on_progress(result.n_batches, wanted)
+                on_progress(100 * result.n_batches / wanted)
             paused += time.perf_counter() - pause
     return result
 

@@ -38,8 +38,6 @@ class Engine:
         The library's module, for functions with the same name in all three.
     put
         Copy an array of any of the three to the device, with a dtype (``"float32"`` or ``"float64"``).
-    host
-        Copy an array to the host as NumPy.
     of_bits
         Convert bfloat16 bits (uint16) to numbers: bfloat16 if the library supports it, else float32.
     device
@@ -49,7 +47,6 @@ class Engine:
     name: str
     xp: Any
     put: Callable[[Any, str], Any]
-    host: Callable[[Any], NDArray[Any]]
     of_bits: Callable[[Any], Any]
     device: str
 
@@ -164,15 +161,13 @@ def multiplies_bfloat16(device: str) -> bool:
 _BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}
 
 
-def float32_of_bits(bits: Any) -> Any:
+def _float32_of_bits(bits: Any) -> Any:
     """Convert bfloat16 bits (uint16, NumPy or CuPy) to float32, exactly."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _numpy() -> Engine:
-    return Engine(
-        "numpy", np, lambda a, dtype: np.ascontiguousarray(to_host(a), dtype=dtype), to_host, float32_of_bits, "cpu"
-    )
+    return Engine("numpy", np, lambda a, dtype: np.ascontiguousarray(to_host(a), dtype=dtype), _float32_of_bits, "cpu")
 
 
 def _torch(number: int | None, *, has_choice: bool) -> Engine:
@@ -200,7 +195,7 @@ def _torch(number: int | None, *, has_choice: bool) -> Engine:
     def of_bits(bits: Any) -> Any:
         return _torch_from(bits.view(np.int16)).view(torch.bfloat16)
 
-    return Engine("torch", torch, put, to_host, of_bits, device)
+    return Engine("torch", torch, put, of_bits, device)
 
 
 def _cupy(number: int) -> Engine:
@@ -216,7 +211,7 @@ def _cupy(number: int) -> Engine:
             f"device={device!r}: CuPy cannot use that GPU ({error}); use another number, or engine='torch' with "
             "device='cpu', or run `gpuload doctor`."
         ) from error
-    return Engine("cupy", cupy, lambda a, dtype: cupy.asarray(a, dtype=dtype), to_host, float32_of_bits, device)
+    return Engine("cupy", cupy, lambda a, dtype: cupy.asarray(a, dtype=dtype), _float32_of_bits, device)
 
 
 def _native(array: NDArray[Any]) -> NDArray[Any]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.errors import CorruptDataError, PlanError
-from gpuload.estimators.arrays import float32_of_bits, open_engine
+from gpuload.estimators.arrays import open_engine
 from gpuload.estimators.passes import Passes
 from gpuload.loader import Loader
+from gpuload.source import replacing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import os
     from typing import Self
 
     from numpy.typing import NDArray
@@ -87,13 +87,8 @@ class Estimator:
             raise PlanError(f"{type(self).__name__} is not fitted; call fit first.")
         params = {k: v.item() if isinstance(v, np.generic) else v for k, v in self.get_params().items()}
         about = json.dumps({"estimator": type(self).__name__, "params": params})
-        beside = Path(f"{os.fspath(path)}.{os.getpid()}.new")
-        try:
-            with beside.open("wb") as file:
-                np.savez(file, **{"about": np.array(about), **{k: np.asarray(v) for k, v in learnt.items()}})  # type: ignore[arg-type]
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with replacing(path) as beside, beside.open("wb") as file:
+            np.savez(file, **{"about": np.array(about), **{k: np.asarray(v) for k, v in learnt.items()}})  # type: ignore[arg-type]
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -142,13 +137,11 @@ class Estimator:
                 f"random_state={self.random_state!r}: expected a whole number of at least 0 ({error})."
             ) from error
 
-    def _checked(
-        self, X: Any, engine: Engine, *, is_fitted: bool = False, of_bits: Callable[[Any], Any] = float32_of_bits
-    ) -> Passes:
+    def _checked(self, X: Any, engine: Engine, *, is_fitted: bool = False) -> Passes:
         """Return the passes over a matrix; if `is_fitted`, check it against the columns that were fitted."""
         if is_fitted and not hasattr(self, "n_features_in_"):
             raise not_fitted(type(self).__name__)
-        passes = Passes(X, engine, of_bits)
+        passes = Passes(X, engine)
         if is_fitted and passes.n_columns != self.n_features_in_:
             raise PlanError(
                 f"X has {passes.n_columns} features, but {type(self).__name__} is expecting {self.n_features_in_} "

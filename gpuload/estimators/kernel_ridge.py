@@ -149,7 +149,7 @@ class KernelRidge(Estimator):
         gamma = self._gamma(self.n_features_in_)
         out = np.empty((passes.n_rows, weights.shape[1]), dtype=np.float32)
         for rows, part in passes:
-            out[rows] = engine.host(_kernel(engine, engine.put(part, "float32"), known, gamma) @ weights)
+            out[rows] = to_host(_kernel(engine, engine.put(part, "float32"), known, gamma) @ weights)
         checked_finite(out)
         return out[:, 0] if self.dual_coef_.ndim == 1 else out
 
@@ -211,12 +211,12 @@ class KernelRidge(Estimator):
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         X = np.empty((passes.n_rows, passes.n_columns), dtype=np.float32)
         for rows, part in passes:
-            X[rows] = engine.host(part)
+            X[rows] = to_host(part)
         total = np.zeros(y.shape, dtype=np.float64)
         for half in halves:
             known = engine.put(X[half], "float32")
             lower = cholesky(engine, _kernel_matrix(engine, known, gamma, self.alpha))
-            total[half] += engine.host(_solve(engine, lower, engine.put(y[half], "float32")))
+            total[half] += to_host(_solve(engine, lower, engine.put(y[half], "float32")))
             del lower
         return X, (total / len(halves)).astype(np.float32)
 
@@ -225,7 +225,7 @@ class KernelRidge(Estimator):
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         m = min(self.n_landmarks, passes.n_rows)
         chosen = np.sort(self._random().permutation(passes.n_rows)[:m])
-        known = engine.put(_rows_of(engine, passes, chosen), "float32")
+        known = engine.put(_rows_of(passes, chosen), "float32")
         exactly = engine.put(known, "float64")  # in float32, rounding errors could make the kernel indefinite
         kernel = _kernel(engine, exactly, exactly, gamma)
         kernel[range(m), range(m)] += _JITTER * m
@@ -256,7 +256,7 @@ class KernelRidge(Estimator):
             system[range(m), range(m)] += self.alpha
             total += _solve(engine, cholesky(engine, system), right)
         coefficients = engine.solve_lower(engine.put(lower, "float64"), total / len(halves), transposed=True)
-        return engine.host(known), engine.host(coefficients).astype(np.float32)
+        return to_host(known), to_host(coefficients).astype(np.float32)
 
 
 def _checked_targets(y: ArrayLike, n_rows: int, X: Any) -> NDArray[np.float32]:
@@ -299,14 +299,14 @@ def _check_order(name: str, given: Any, X: Any) -> None:
         )
 
 
-def _rows_of(engine: Engine, passes: Passes, chosen: NDArray[np.int64]) -> NDArray[np.float32]:
+def _rows_of(passes: Passes, chosen: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return chosen rows, given in ascending order, in one pass."""
     out = np.empty((chosen.size, passes.n_columns), dtype=np.float32)
     for rows, part in passes:
         numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         place = np.searchsorted(chosen, numbers)
         is_chosen = chosen[np.minimum(place, chosen.size - 1)] == numbers
-        out[place[is_chosen]] = engine.host(part)[is_chosen]
+        out[place[is_chosen]] = to_host(part)[is_chosen]
     return out
 
 

@@ -12,11 +12,10 @@ import numpy as np
 
 from gpuload.checks import check_unmasked
 from gpuload.errors import PlanError
-from gpuload.estimators.arrays import float32_of_bits
 from gpuload.loader import Loader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -41,8 +40,6 @@ class Passes:
         A `Loader` yields its own minibatches (dense or CSR), one epoch per pass, which must have every row once.
     engine
         Array library for the minibatches.
-    of_bits
-        Converts a loader's bfloat16 bits to numbers; see `Engine.of_bits`.
 
     Attributes
     ----------
@@ -54,10 +51,9 @@ class Passes:
         Names of the columns of a loader or a data frame, unless they are just ``"0"``, ``"1"``, ...
     """
 
-    def __init__(self, X: Any, engine: Engine, of_bits: Callable[[Any], Any] = float32_of_bits) -> None:
+    def __init__(self, X: Any, engine: Engine) -> None:
         self._X: Any
         self._engine = engine
-        self._of_bits = of_bits
         self.is_bfloat16 = isinstance(X, Loader) and X.dtype == "bfloat16"
         self.names = _names_of(X)
         if isinstance(X, Loader):
@@ -157,7 +153,7 @@ class Passes:
         """Return a loader's minibatch as a dense array of numbers."""
         if hasattr(X, "toarray"):
             return X.toarray()
-        return self._of_bits(X) if self.is_bfloat16 else X
+        return self._engine.of_bits(X) if self.is_bfloat16 else X
 
 
 def _names_of(X: Any) -> NDArray[np.str_] | None:

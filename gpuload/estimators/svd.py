@@ -8,7 +8,7 @@ import numpy as np
 
 from gpuload.checks import check_whole, is_number
 from gpuload.errors import PlanError
-from gpuload.estimators.arrays import multiplies_bfloat16
+from gpuload.estimators.arrays import multiplies_bfloat16, to_host
 from gpuload.estimators.base import Estimator, not_fitted
 from gpuload.estimators.passes import checked_finite
 
@@ -138,7 +138,7 @@ class TruncatedSVD(Estimator):
     def _fit(self, X: Any, *, keeps_scores: bool) -> NDArray[np.float32]:
         """Find the singular vectors; return the scores of all rows if `keeps_scores`, else an empty array."""
         engine = self._opened(X)
-        passes = self._checked(X, engine, of_bits=engine.of_bits)
+        passes = self._checked(X, engine)
         early, last = self._dtypes(engine, is_stored=passes.is_bfloat16)
         p, k = passes.n_columns, self.n_components
         self._check(passes.n_rows, p)
@@ -154,11 +154,11 @@ class TruncatedSVD(Estimator):
                 exact = engine.put(projected, "float64")
                 square += exact.T @ exact
             if keeps_scores:
-                scores[rows] = engine.host(engine.put(projected, "float32"))
-        checked_finite(engine.host(square))
-        values, turn = (engine.host(found) for found in engine.eigh(square))
+                scores[rows] = to_host(engine.put(projected, "float32"))
+        checked_finite(to_host(square))
+        values, turn = (to_host(found) for found in engine.eigh(square))
         values, turn = np.maximum(values[::-1][:k], 0), turn[:, ::-1][:, :k]
-        components = (engine.host(engine.put(basis, "float64")) @ turn).T
+        components = (to_host(engine.put(basis, "float64")) @ turn).T
         signs = np.sign(components[np.arange(k), np.argmax(np.abs(components), axis=1)])
         with np.errstate(over="ignore"):
             lengths = checked_finite(np.sqrt(values).astype(np.float32))
@@ -173,7 +173,7 @@ class TruncatedSVD(Estimator):
         if n <= width < p:  # the rows themselves span everything
             rows = np.empty((n, p), dtype=np.float32)
             for numbers, part in passes:
-                rows[numbers] = engine.host(part)
+                rows[numbers] = to_host(part)
             largest = float(np.abs(rows).max())
             return engine.orthonormal(engine.put((rows / (largest or 1)).T, "float32"))
         start = self._random().standard_normal((p, width)).astype(np.float32)
@@ -242,12 +242,12 @@ class TruncatedSVD(Estimator):
     def transform(self, X: Any) -> NDArray[np.float32]:
         """Return X projected onto the components: ``X @ components_.T``, (n, n_components) float32."""
         engine = self._opened(X)
-        passes = self._checked(X, engine, is_fitted=True)  # converts bfloat16 bits to float32, the precision used here
+        passes = self._checked(X, engine, is_fitted=True)
         to = engine.put(np.ascontiguousarray(self.components_.T), "float32")
         out = np.empty((passes.n_rows, len(self.components_)), dtype=np.float32)
         for rows, part in passes:
             with np.errstate(over="ignore", invalid="ignore"):
-                out[rows] = engine.host(engine.put(part, "float32") @ to)
+                out[rows] = to_host(engine.put(part, "float32") @ to)
         return checked_finite(out)
 
     def inverse_transform(self, X: Any) -> NDArray[np.float32]:

@@ -120,16 +120,17 @@ def _transpose(job: Job, reader: RowReader) -> None:
     for _ in each(lambda number: _write_part(job, reader, number), range(job.n_slices)):
         pass
     parts = all_parts(job)
-    digest, judged = summed_up(parts)
+    summary = summed_up(parts)
+    dtype = summary.judged.dtype
     with kept_open(parts):
-        for _ in each(lambda number: _write_bucket(job, reader, number, parts, judged.dtype), range(job.n_buckets)):
+        for _ in each(lambda number: _write_bucket(job, reader, number, parts, dtype), range(job.n_buckets)):
             pass
     start_target(job.result, [job.origin.member])
-    write_matrix_metadata(job, judged.dtype)
+    write_matrix_metadata(job, dtype)
     if names is not None:
         folder = os.path.join(job.result, var_of(job.origin.member))
         start_table(folder, [], names, "_index", reader.store.paths[0])
-    _verify(job, reader, digest)
+    _verify(job, reader, summary.digest)
 
 
 def _gene_names(job: Job, reader: RowReader) -> NDArray[np.object_] | None:

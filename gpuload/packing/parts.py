@@ -40,7 +40,7 @@ _EDGE_NBYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The summary of a part: its digest, and facts about its values."""
+    """The summary of a part, or of several: its digest, and facts about its values."""
 
     digest: int
     judged: Judged
@@ -249,10 +249,10 @@ def kept_open(parts: Sequence[PartFile]) -> Iterator[None]:
         yield
 
 
-def summed_up(parts: Iterable[Part | PartFile]) -> tuple[int, Judged]:
-    """Return the digest of all parts, and facts about their values."""
+def summed_up(parts: Iterable[Part | PartFile]) -> Summary:
+    """Return the summary of all parts."""
     digest, judged = 0, Judged()
     for part in parts:
         digest = (digest + part.summary.digest) % (1 << 64)
         judged = judged.joined(part.summary.judged)
-    return digest, judged
+    return Summary(digest, judged)

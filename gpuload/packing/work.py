@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
     from gpuload.packing.job import Job
     from gpuload.packing.matrices import Matrix
-    from gpuload.packing.parts import Part
+    from gpuload.packing.parts import Part, Summary
     from gpuload.packing.passes import Workers
-    from gpuload.packing.rows import Judged
 
 _SHARES = (0.55, 0.25, 0.2)
 """Fraction of the time that each pass takes, for progress."""
@@ -112,9 +111,9 @@ class Work:
         self._write_tables()  # first: what cannot be packed is found before the work, not after it
         for matrix in self.matrices:
             n_resumed += len(_finished(matrix.job))
-            digest, judged = self._write(matrix, at)
-            digests.append(digest)
-            dtypes[matrix.job.origin.member] = judged.dtype
+            summary = self._write(matrix, at)
+            digests.append(summary.digest)
+            dtypes[matrix.job.origin.member] = summary.judged.dtype
             at += self._share(matrix) * (_SHARES[0] + _SHARES[1])
         for matrix in self.matrices:
             write_matrix_metadata(matrix.job, dtypes[matrix.job.origin.member])
@@ -135,16 +134,16 @@ class Work:
             n_resumed=n_resumed,
         )
 
-    def _write(self, matrix: Matrix, at: float) -> tuple[int, Judged]:
-        """Write the shards of a matrix to disk; return its digest, and facts about its values."""
+    def _write(self, matrix: Matrix, at: float) -> Summary:
+        """Write the shards of a matrix to disk; return its summary."""
         job, share = matrix.job, self._share(matrix)
         in_memory: dict[int, Part] | None = {} if self._fits(job) and not _finished(job) else None
         workers = self._workers(matrix, in_memory)
         self._count(workers.write_parts(range(job.n_slices)), job.n_slices, at, share * _SHARES[0])
-        summed = summed_up(all_parts(job) if in_memory is None else in_memory.values())
-        buckets = workers.write_buckets(range(job.n_buckets), summed[1].dtype)
+        summary = summed_up(all_parts(job) if in_memory is None else in_memory.values())
+        buckets = workers.write_buckets(range(job.n_buckets), summary.judged.dtype)
         self._count(buckets, job.n_buckets, at + share * _SHARES[0], share * _SHARES[1])
-        return summed
+        return summary
 
     def _share(self, matrix: Matrix) -> float:
         """Return the fraction of the work that a matrix is."""

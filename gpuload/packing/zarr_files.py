@@ -44,6 +44,9 @@ _LONGEST_NAME = 255
 TABLE_CHUNK = 1 << 17
 """Elements per chunk of a table's column."""
 
+_LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
+_ZSTD = {"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}}
+
 _LEAVE_OUT = "Leave it out by naming the other columns."
 _ARRAY = {"encoding-type": "array", "encoding-version": "0.2.0"}
 _STRINGS = {"encoding-type": "string-array", "encoding-version": "0.2.0"}
@@ -76,13 +79,11 @@ class Codec:
 
     def steps(self, dtype: np.dtype[Any]) -> list[dict[str, Any]]:
         """Return the codecs that serialise and compress elements, as zarr metadata."""
-        order: dict[str, Any] = {"name": "bytes"}
-        if dtype.itemsize > 1:
-            order["configuration"] = {"endian": "little"}
+        order: dict[str, Any] = _LITTLE_ENDIAN if dtype.itemsize > 1 else {"name": "bytes"}
         if self.name == "none":
             return [order]
         if not self._is_blosc(dtype):
-            return [order, {"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}}]
+            return [order, _ZSTD]
         configuration = {
             "cname": self.name,
             "clevel": self._level,
@@ -139,11 +140,10 @@ def write_sharded_metadata(
     codec: Codec,
 ) -> None:
     """Write the metadata of an array whose shards are there."""
-    index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     configuration = {
         "chunk_shape": list(chunk_shape),
         "codecs": codec.steps(dtype),
-        "index_codecs": index_codecs,
+        "index_codecs": [_LITTLE_ENDIAN, {"name": "crc32c"}],
         "index_location": "end",
     }
     sharding = [{"name": "sharding_indexed", "configuration": configuration}]
@@ -172,11 +172,7 @@ def write_strings(folder: str, values: Strings) -> None:
         part += [b""] * (n - len(part))
         plain = struct.pack("<I", n) + b"".join(piece for v in part for piece in (struct.pack("<I", len(v)), v))
         write_whole(os.path.join(folder, "c", str(number)), [encode_zstd(plain, ZSTD_LEVEL)])
-    codecs: list[dict[str, Any]] = [
-        {"name": "vlen-utf8"},
-        {"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}},
-    ]
-    _describe(folder, (len(values),), "string", "", (n,), codecs, _STRINGS)
+    _describe(folder, (len(values),), "string", "", (n,), [{"name": "vlen-utf8"}, _ZSTD], _STRINGS)
 
 
 def write_column(folder: str, values: Any, where: str, cure: str = _LEAVE_OUT) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,11 +111,9 @@ class Grouped:
         edges = edges[np.append(True, counts > 0)]  # drops classes without cells
         queues = Queues(rows, edges, cells.block_size)
         about = {"name": "Grouped", "columns": about_column(self.column), "remainder": self.remainder}
-        sets = Sets(queues, n_sets[counts > 0], int(self.size), about)
-        if self.shares is None:
-            return sets
-        shares = Shares(classes.shares("Grouped", self.shares, n_sets)[counts > 0])
-        return replace(sets, shares=shares, num_samples=None if self.num_samples is None else int(self.num_samples))
+        shares = None if self.shares is None else Shares(classes.shares("Grouped", self.shares, n_sets)[counts > 0])
+        num_samples = None if self.num_samples is None else int(self.num_samples)
+        return Sets(queues, n_sets[counts > 0], int(self.size), about, shares, num_samples)
 
 
 def check_remainder(sampler: str, value: object) -> None:

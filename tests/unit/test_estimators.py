@@ -16,7 +16,7 @@ from scipy.sparse import csr_matrix
 import gpuload
 from gpuload.errors import PlanError
 from gpuload.estimators import KernelRidge, TruncatedSVD, kernel_ridge
-from gpuload.estimators.arrays import open_engine
+from gpuload.estimators.arrays import open_engine, to_host
 from gpuload.estimators.kernel_ridge import cholesky
 from gpuload.estimators.passes import Passes
 from tests.writers import write_csr, write_h5ad
@@ -285,7 +285,7 @@ def test_cholesky_by_panels(monkeypatch: pytest.MonkeyPatch, engine: str, panel:
     given = np.tril(positive) + np.triu(np.full((71, 71), np.nan), 1)  # the upper half is not to be read
     for lo in range(0, 71, panel):
         given[lo : lo + panel, lo : lo + panel] = positive[lo : lo + panel, lo : lo + panel]
-    found = used.host(cholesky(used, used.put(given, "float64")))
+    found = to_host(cholesky(used, used.put(given, "float64")))
     np.testing.assert_allclose(np.tril(found), np.linalg.cholesky(positive), rtol=1e-9, atol=1e-9)
 
 
@@ -590,7 +590,7 @@ def test_gpu_minibatches_reach_a_torch_without_a_gpu(regression: tuple[np.ndarra
     pytest.importorskip("torch")
     on_gpu = type("OnGpu", (), {"get": lambda self: regression[0], "view": lambda self, dtype: self})()
     engine = open_engine("torch", "cpu")
-    np.testing.assert_array_equal(engine.host(engine.put(on_gpu, "float32")), regression[0])
+    np.testing.assert_array_equal(to_host(engine.put(on_gpu, "float32")), regression[0])
 
 
 def test_zeros_are_made_on_the_device(gpus: Any, cupy: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
