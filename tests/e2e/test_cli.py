@@ -611,8 +611,8 @@ def test_doctor_says_why_a_gpu_is_not_used(run, monkeypatch):
     code, out, _ = run("doctor")
     assert code == 0
     assert (
-        "  device='auto': A GPU is present but is not used: device='cuda' needs kvikio, which is not installed; install "
-        "it with: pip install 'gpuload[cuda13]', or with CUDA 12 'gpuload[cuda12]'\n" in out
+        "  device='auto': A GPU is present but is not used: device='cuda' needs kvikio, which is not installed; "
+        "install it with: pip install 'gpuload[cuda13]', or with CUDA 12 'gpuload[cuda12]'\n" in out
     )
 
 
