@@ -294,7 +294,7 @@ class Loader:
         """
         self._check_usable()
         rows = check_row_numbers(rows, self.n_obs)
-        check_take(rows, list(self._tables.values()))
+        check_take(rows, list(self._tables.values()), self._backend)
         try:
             with _clear_frames_on_memory_error():
                 return self._engine.take(rows)

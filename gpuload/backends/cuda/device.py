@@ -43,6 +43,9 @@ class Device(Protocol):
     def use(self) -> None:
         """Make this the calling thread's current device."""
 
+    def capacity(self) -> int:
+        """Return the device's memory in bytes, or the limit on it."""
+
     def empty(self, nbytes: int) -> Any:
         """Allocate device memory, uninitialised, as uint8."""
 
@@ -148,8 +151,10 @@ class CupyDevice:
             # Pools of our own: memory from CuPy's default pool may still be in use by a stream unknown to us, and its
             # page-locked memory would not be freed with the loader.
             self._memory, self._pinned = cupy.cuda.MemoryPool(), cupy.cuda.PinnedMemoryPool()
+            self._capacity = int(cupy.cuda.runtime.memGetInfo()[1])
             if memory_nbytes is not None:
                 self._memory.set_limit(size=memory_nbytes)
+                self._capacity = min(self._capacity, memory_nbytes)
 
     def use(self) -> None:
         """Make this the calling thread's current device."""
@@ -158,6 +163,10 @@ class CupyDevice:
     def _on_device(self) -> _DeviceScope:
         """Enter this device: another may be current in a consumer's thread, or in one that collects garbage."""
         return _DeviceScope(self.name, self._cupy.cuda.Device(self._number))
+
+    def capacity(self) -> int:
+        """Return the device's memory in bytes, or the limit on it."""
+        return self._capacity
 
     def empty(self, nbytes: int) -> Any:
         """Allocate device memory; raise DeviceError if there is not enough."""
