@@ -145,7 +145,7 @@ class CupyDevice:
             try:
                 self._kernels.compile()
             except OSError as error:
-                raise _not_kept(error) from error
+                raise _not_kept("device='cuda'", error) from error
             self._n_blocks = 8 * cupy.cuda.Device(number).attributes["MultiProcessorCount"]
             self._functions: dict[str, Any] = {}
             # Pools of our own: memory from CuPy's default pool may still be in use by a stream unknown to us, and its
@@ -375,8 +375,8 @@ def _raise_as_device_error(name: str, error: BaseException) -> None:
         raise DeviceError(f"{name}: {error}. See `gpuload doctor`.") from error
 
 
-def load_cupy() -> Any:
-    """Return CuPy, which makes a folder for compiled kernels when it is imported.
+def load_cupy(feature: str = "device='cuda'") -> Any:
+    """Return CuPy, which makes a folder for compiled kernels when it is imported; `feature` needs it.
 
     Raises
     ------
@@ -388,18 +388,17 @@ def load_cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise MissingDependencyError("cupy-cuda13x", "device='cuda'", "cuda13") from error
+        raise MissingDependencyError("cupy-cuda13x", feature, "cuda13") from error
     except OSError as error:
-        raise _not_kept(error) from error
+        raise _not_kept(feature, error) from error
     if not hasattr(cupy.cuda.Stream, "from_external"):
-        raise MissingDependencyError("cupy-cuda13x>=14.1.1", "device='cuda'", "cuda13")
+        raise MissingDependencyError("cupy-cuda13x>=14.1.1", feature, "cuda13")
     return cupy
 
 
-def _not_kept(error: OSError) -> DeviceError:
+def _not_kept(feature: str, error: OSError) -> DeviceError:
     return DeviceError(
-        f"device='cuda': CuPy cannot keep compiled kernels ({error}); set CUPY_CACHE_DIR to a folder that can be "
-        "written."
+        f"{feature}: CuPy cannot keep compiled kernels ({error}); set CUPY_CACHE_DIR to a folder that can be written."
     )
 
 
