@@ -59,6 +59,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 400
 nb_merge_streams = True
+nb_output_stderr = "remove"  # on some machines the build has to wait for kernels to compile, and is told so
 
 default_role = "autolink"  # in docstrings: a link if the name resolves, otherwise emphasised
 templates_path = ["templates"]

@@ -352,7 +352,7 @@ def open_loader(
         raise
     try:
         store = stores["X"]
-        check_memory(list(stores.values()), batch_size, fetch_factor, prefetch)
+        check_memory(list(stores.values()), backend, batch_size, fetch_factor, prefetch)
         if wanted is not None:
             sampler = Subset(wanted.mask(store.obs), sampler)
         strategy = bind(sampler, shuffle, block_size, batch_size, fetch_factor, store, cell_names)

@@ -294,7 +294,7 @@ class Loader:
         """
         self._check_usable()
         rows = check_row_numbers(rows, self.n_obs)
-        check_take(rows, list(self._tables.values()))
+        check_take(rows, list(self._tables.values()), self._backend)
         try:
             with _clear_frames_on_memory_error():
                 return self._engine.take(rows)
@@ -391,7 +391,7 @@ class Loader:
         self._check_usable()
         self._end_live()
         self._now = None
-        batches = _Iteration(self._epoch(self._next))
+        batches = _Iteration(self._epoch(self._next), self._next)
         self._live = weakref.ref(batches)
         return batches
 
@@ -416,6 +416,9 @@ class Loader:
     @property
     def _place(self) -> Place:
         """The position in the active epoch, or in one left early, else in the next."""
+        live = self._live() if self._live is not None else None
+        if live is not None and live.is_fresh:  # its epoch is fixed, whatever `set_epoch` says of the next
+            return live.start
         return self._now or self._next
 
     @property
@@ -458,11 +461,17 @@ class Loader:
 class _Iteration(OneAtATime[Batch]):
     """Iterator over an epoch's minibatches; if ended early, it raises PlanError rather than StopIteration."""
 
-    __slots__ = ("_is_cut_off",)
+    __slots__ = ("_is_cut_off", "start")
 
-    def __init__(self, batches: Generator[Batch, None, None]) -> None:
+    def __init__(self, batches: Generator[Batch, None, None], start: Place) -> None:
         super().__init__(batches)
+        self.start = start
         self._is_cut_off = False
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no minibatch has been asked for."""
+        return inspect.getgeneratorstate(self._items) == inspect.GEN_CREATED
 
     def __next__(self) -> Batch:
         try:

@@ -1,12 +1,13 @@
 """The package's log level. The package prints nothing itself.
 
 Warnings and errors reach stderr, as is Python's default; choices and their reasons (device, I/O path, saved indices)
-are logged at level INFO, which is not shown unless asked for.
+are logged at level INFO, which is not shown unless asked for. So is a wait that is no fault, unless somebody watches.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 
 from gpuload.errors import PlanError
 
@@ -36,6 +37,17 @@ def set_log_level(level: str | int) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
         logger.addHandler(handler)
+
+
+def is_watched() -> bool:
+    """Return whether somebody sees stderr while this process runs."""
+    return sys.stderr.isatty() or _is_notebook()
+
+
+def _is_notebook() -> bool:
+    """Return whether this process is a notebook kernel, whose stderr is displayed but claims not to be a terminal."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def _number(level: object) -> int:

@@ -40,8 +40,9 @@ def obs_names(
     Returns
     -------
     (n_obs,) object
-        The index of obs, as strings; for 10x files the barcodes, as for any other format without an index that has a
-        column ``"barcode"``. Otherwise the name of a cell is its row number.
+        The index of obs, as strings, a missing name as anndata's missing value is written: ``"<NA>"``; for 10x files
+        the barcodes, as for any other format without an index that has a column ``"barcode"``. Otherwise the name of a
+        cell is its row number.
 
     Raises
     ------

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.backends.base import Backend
     from gpuload.plan import Plan
     from gpuload.sampling import Sampler, Strategy
     from gpuload.store import ObsColumn, Store
@@ -32,17 +33,24 @@ _MOST_DECODED = 8
 """Cells decoded per cell delivered above which a warning says that the settings do not suit the file."""
 
 
-def check_memory(stores: Sequence[Store], batch_size: int, fetch_factor: int, prefetch: int) -> None:
-    """Raise PlanError if this machine cannot hold the fetches; being killed mid-epoch would explain nothing."""
+def _memory_of(backend: Backend) -> tuple[int, str]:
+    """Return the bytes of memory that fetches and minibatches can take, and what has them."""
     from gpuload.formats.arrays import memory_nbytes
 
+    return (
+        (memory_nbytes(), "this machine") if backend.device_nbytes is None else (backend.device_nbytes, backend.device)
+    )
+
+
+def check_memory(stores: Sequence[Store], backend: Backend, batch_size: int, fetch_factor: int, prefetch: int) -> None:
+    """Raise PlanError if no memory holds the fetches; being killed mid-epoch would explain nothing."""
     n_rows, n_held = min(batch_size * fetch_factor, stores[0].n_obs), prefetch + 1
     wanted = int(n_rows * n_held * sum(store.nbytes_per_row for store in stores))
-    there = memory_nbytes()
+    there, where = _memory_of(backend)
     if wanted > there:
         raise PlanError(
             f"fetch_factor={fetch_factor}: {n_held} fetches of {n_rows} cells take {wanted / 1e9:.1f} GB but "
-            f"this machine has {there / 1e9:.1f} GB; "
+            f"{where} has {there / 1e9:.1f} GB; "
             f"use fetch_factor={max(1, fetch_factor * there // (2 * wanted))} or less."
         )
 
@@ -83,17 +91,15 @@ def check_row_numbers(given: Any, n_obs: int) -> NDArray[np.int64]:
     return rows.astype(np.int64)
 
 
-def check_take(rows: NDArray[np.int64], tables: Sequence[Table]) -> None:
-    """Raise PlanError if this machine cannot hold cells, as read, each once, and as a minibatch."""
-    from gpuload.formats.arrays import memory_nbytes
-
+def check_take(rows: NDArray[np.int64], tables: Sequence[Table], backend: Backend) -> None:
+    """Raise PlanError if no memory holds cells, as read, each once, and as a minibatch."""
     n_distinct = np.unique(rows).size
     wanted = sum(n_distinct * table.store.nbytes_per_row + rows.size * table.nbytes_per_row for table in tables)
-    there = memory_nbytes()
+    there, where = _memory_of(backend)
     if wanted > there:
         raise PlanError(
-            f"take: {rows.size} cells take {wanted / 1e9:.1f} GB but this machine has {there / 1e9:.1f} GB; take fewer "
-            "at a time."
+            f"take: {rows.size} cells take {wanted / 1e9:.1f} GB but {where} has {there / 1e9:.1f} GB; take fewer at a "
+            "time."
         )
 
 

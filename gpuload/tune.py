@@ -140,7 +140,8 @@ class Wish:
     batch_size, layer, join, output, dtype, device
         As in `gpuload.open_loader`.
     seconds
-        Approximate timing budget; each trial takes at least two whole fetches.
+        Time for the turns. A turn reads some whole fetches, however long that takes; one that is not expected to end in
+        time is left out, but for the first of the most promising trial and of the defaults.
     """
 
     memory_nbytes: int
@@ -180,9 +181,9 @@ def tune(paths: Any, wish: Wish, progress: Callable[[float], None] = lambda _: N
             raise PlanError(f"{store.paths[0]}: there are no cells to time; pass a file that has some.")
         check_rows(store, None, wish.output)
         bench = Bench(store, wish)
-        start = time.perf_counter()
         turns = _Turns(bench, bench.first_trials(), wish.seconds, progress)
-        turns.take(turns.trials())
+        start = time.perf_counter()
+        turns.take(turns.untimed())
         turns.take(turns.fastest(_SEMIFINALISTS))
         turns.take(bench.neighbours(turns.trials()[0]))
         turns.take(turns.fastest(_FINALISTS))
@@ -207,7 +208,7 @@ def choose(trials: Iterable[Trial], default: Trial | None = None) -> Trial:
 
 
 class _Turns:
-    """The trials and their turns, which are as long as the timing budget allows."""
+    """The trials and their turns, as many and as long as the time for them allows."""
 
     def __init__(
         self, bench: Bench, trials: Iterable[Trial], seconds: float, progress: Callable[[float], None]
@@ -216,10 +217,16 @@ class _Turns:
         self._by_key = {trial.key: trial for trial in trials}
         self._n_turns = len(self._by_key) + _SEMIFINALISTS + _NEIGHBOURS + 2 * _FINALISTS + _DEFAULTS
         self._seconds, self._n_done = seconds / self._n_turns, 0
+        self._end, self._rate = time.perf_counter() + seconds, float("inf")
+
+    def untimed(self) -> list[Trial]:
+        """Return the trials without a turn: the most promising, then the default, which are timed in any case."""
+        first, *others = self._by_key.values()
+        return [first, *sorted(others, key=lambda trial: trial is not self.default)]
 
     def trials(self) -> list[Trial]:
-        """Return all trials, fastest first."""
-        return sorted(self._by_key.values(), key=lambda trial: -trial.cells_per_s)
+        """Return the timed trials, fastest first."""
+        return sorted((t for t in self._by_key.values() if t.repeats), key=lambda trial: -trial.cells_per_s)
 
     @property
     def default(self) -> Trial | None:
@@ -232,13 +239,23 @@ class _Turns:
         return trials[:n] + [trial for trial in trials[n:] if trial is self.default]
 
     def take(self, trials: Iterable[Trial]) -> None:
-        """Give each of the trials a turn."""
+        """Give each of the trials a turn, if it is expected to end in time or must be timed."""
         for trial in trials:
             known = self._by_key.get(trial.key, trial)
-            rate = self._bench.time(known, len(known.repeats), self._seconds)
-            self._by_key[known.key] = replace(known, repeats=(*known.repeats, rate))
+            if self._fits(known) or self._must_be_timed(known):
+                self._rate = self._bench.time(known, len(known.repeats), self._seconds)
+                self._by_key[known.key] = replace(known, repeats=(*known.repeats, self._rate))
             self._n_done += 1
             self._progress(min(1.0, self._n_done / self._n_turns))
+
+    def _must_be_timed(self, trial: Trial) -> bool:
+        return not trial.repeats and (trial is self.default or not self.trials())
+
+    def _fits(self, trial: Trial) -> bool:
+        """Return whether a turn would end in time at the pace of the latest, whatever slows the machine down."""
+        fetch_s = self._bench.fetch_cells(trial) / self._rate
+        turn_s = trial.prefetch * fetch_s + max(self._seconds, _WHOLE_FETCHES * fetch_s)
+        return time.perf_counter() + turn_s <= self._end
 
 
 def _settings(best: Trial, wish: Wish) -> dict[str, Any]:
@@ -332,6 +349,10 @@ class Bench:
             if nbytes <= self._wish.memory_nbytes and other.key != trial.key:
                 found.append(other)
         return found
+
+    def fetch_cells(self, trial: Trial) -> int:
+        """Return the cells of a fetch."""
+        return min(self._wish.batch_size * trial.fetch_factor, self._store.n_obs)
 
     def time(self, trial: Trial, turn: int, seconds: float) -> float:
         """Return cells per second from the first minibatch of a fetch to that of another; each turn is an epoch."""

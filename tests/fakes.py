@@ -108,6 +108,7 @@ class FakeBackend:
 
     device = "fake"
     io_mode = "none"
+    device_nbytes = None
 
     def __init__(
         self,

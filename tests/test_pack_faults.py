@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.sparse import csr_matrix
+from scipy.sparse import csc_matrix, csr_matrix
 
 import gpuload
 from gpuload import packing
@@ -818,7 +818,34 @@ def test_categories_of_mixed_types_are_refused_before_packing(
     )
     with pytest.raises(gpuload.StoreError, match=words):
         gpuload.pack(paths, tmp_path / "out.zarr", **settings)
-    assert not (tmp_path / "out.zarr").exists()
+    assert sorted(os.listdir(tmp_path)) == ["in.h5ad", "other.h5ad"]
+
+
+def test_values_refused_after_transposing_leave_nothing(tmp_path: Path) -> None:
+    """Neither the sources nor the settings can be put right without the work being of another plan."""
+    adata = cells(300, 20)
+    adata.X = csc_matrix(adata.X, dtype=np.int64)
+    adata.X.data[7] = 1 << 53
+    path = written(adata, tmp_path / "in.h5ad")
+    with pytest.raises(gpuload.StoreError, match="which cannot be kept exactly"):
+        gpuload.pack(path, tmp_path / "out.zarr")
+    assert os.listdir(tmp_path) == ["in.h5ad"]
+
+
+def test_a_target_that_appears_meanwhile_leaves_the_work(source: Path, tmp_path: Path) -> None:
+    target, write_obs = tmp_path / "out.zarr", tables.write_obs
+    gpuload.pack(source, tmp_path / "other.zarr")
+
+    def appear(*args: Any) -> None:
+        shutil.copytree(tmp_path / "other.zarr", target)
+        write_obs(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "write_obs", appear)
+        with pytest.raises(gpuload.StoreError, match="it exists already"):
+            gpuload.pack(source, target)
+    shutil.rmtree(target)
+    assert gpuload.pack(source, target).n_resumed
 
 
 def test_row_larger_than_memory_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from gpuload.checks import check_choice, parse_nbytes
-from gpuload.errors import GpuloadError, PlanError, shown
+from gpuload.errors import GpuloadError, MissingDependencyError, PlanError, shown
 
 if TYPE_CHECKING:
     from gpuload.backends.base import Backend
@@ -111,7 +111,7 @@ def first_gpu() -> tuple[int | None, str]:
         return None, "there is no NVIDIA driver"
     for package in ("cupy", "kvikio", "nvidia.libnvcomp"):
         if not _is_installed(package):
-            return None, f"{package} is not installed"
+            return None, str(MissingDependencyError(package, "device='cuda'", "cuda13"))
     from gpuload.backends.cuda.device import load_cupy
 
     try:

@@ -53,12 +53,15 @@ class Backend(Protocol):
         The I/O path: ``"posix"``; ``"gds"``, ``"compat"``, ``"pinned"`` or ``"remote"`` for a GPU.
     takes_ahead
         Number of `take_rows` that the loader should start ahead of the consumer.
+    device_nbytes
+        Memory of the device that it may use, in bytes; None if it uses the host's.
     stats
         What was read, and how long it took; shared with the loader.
     """
 
     device: str
     takes_ahead: int
+    device_nbytes: int | None
     stats: Stats
 
     @property

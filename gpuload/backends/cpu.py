@@ -151,6 +151,7 @@ class CpuBackend:
     device = "cpu"
     io_mode = "posix"
     takes_ahead = 8
+    device_nbytes: int | None = None
 
     def __init__(
         self, *, num_threads: int | None = None, verify: str = "once", values: str = "float32", n_matrices: int = 1

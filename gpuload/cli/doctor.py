@@ -190,11 +190,6 @@ def _path() -> list[Finding]:
         from gpuload.backends import first_gpu
 
         cure = f"A GPU is present but is not used: {first_gpu()[1]}"
-        if cure.endswith("is not installed"):
-            cure += (
-                ". pip install 'gpuload[cuda13]', or with CUDA 12 'gpuload[cuda12]', installs what the CUDA backend "
-                "needs."
-            )
     return [
         Finding("GPUs", ", ".join(gpus) or "none seen"),
         _noted("device='auto'", device, cure),

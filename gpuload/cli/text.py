@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import GpuloadError, PlanError, ReadError
+from gpuload.logs import is_watched
 from gpuload.plan import chunks_per_block
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class Progress:
             desc=label,
             unit=unit,
             unit_scale=unit != "s",
-            disable=is_quiet or not _is_watched(),
+            disable=is_quiet or not is_watched(),
             leave=False,
             bar_format="{desc}: {percentage:3.0f} % |{bar}| {elapsed} (left {remaining}){postfix}",
         )
@@ -132,17 +133,6 @@ class Progress:
 
     def __exit__(self, *exc_info: object) -> None:
         self._bar.close()
-
-
-def _is_watched() -> bool:
-    """Return whether somebody sees stderr while the command runs."""
-    return sys.stderr.isatty() or _is_notebook()
-
-
-def _is_notebook() -> bool:
-    """Return whether this process is a notebook kernel, whose stderr is displayed but claims not to be a terminal."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def say(message: str, *, is_quiet: bool) -> None:
@@ -210,9 +200,10 @@ def print_saved(*paths: str | Path | None) -> None:
 
 def say_of_compiling(*, is_quiet: bool) -> None:
     """Report on stderr, if somebody sees it, that kernels are about to be compiled, unless they are cached."""
-    from gpuload.backends.native import cache_folder
+    from gpuload.backends import native
 
-    if _is_watched() and not os.listdir(cache_folder()):
+    native.announcement.is_due = False
+    if is_watched() and not os.listdir(native.cache_folder()):
         say("compiling kernels, once on this machine", is_quiet=is_quiet)
 
 

@@ -60,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=text.positive,
         default=20.0,
         metavar="S",
-        help="approximate time for timing runs (default: 20)",
+        help="time for the timing runs, after planning: those that do not fit are left out, but the most promising "
+        "settings and the defaults are timed once in any case (default: 20)",
     )
     group.add_argument("--out", metavar="FILE", help="write the settings to this file, as JSON")
     text.add_output_arguments(parser)

@@ -199,10 +199,9 @@ def _torch(number: int | None, *, has_choice: bool) -> Engine:
 
 
 def _cupy(number: int) -> Engine:
-    try:
-        import cupy
-    except ImportError as error:
-        raise MissingDependencyError("cupy", "engine='cupy'", "cuda13") from error
+    from gpuload.backends.cuda.device import load_cupy
+
+    cupy = load_cupy("engine='cupy'")
     device = f"cuda:{number}"
     try:
         cupy.cuda.Device(number).use()

@@ -170,6 +170,11 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
 
         return Patience().ask(listing)
 
+    @cached_property
+    def contents(self) -> dict[str, bytes]:
+        """What was read of small objects of the folder and kept, by their keys relative to it."""
+        return {}
+
     @property
     def is_tiledb(self) -> bool:
         """Whether there is a folder that is a TileDB group; a web server cannot tell."""

@@ -252,6 +252,14 @@ def check_not_virtual(stored: Any, where: str) -> None:
         raise StoreError(f"{where} keeps its bytes in other files; copy it into one file first, with h5repack.")
 
 
+def check_has_dimensions(stored: Any, where: str) -> None:
+    """Refuse a single value where an array is expected, or a group with one; of h5py, it is no array of NumPy."""
+    for name in stored if hasattr(stored, "values") else ():
+        check_has_dimensions(stored[name], f"{where}/{name}")
+    if getattr(stored, "shape", None) == ():
+        raise StoreError(f"{where} has no dimensions; expected an array of cells or genes.")
+
+
 def check_plain_matrix(where: str, layer: str, obs: Sequence[str], cure: str) -> None:
     """Raise StoreError if a layer or column is requested of a format that holds a single matrix."""
     if layer.startswith(OBSM):

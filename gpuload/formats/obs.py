@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line, shown
-from gpuload.formats.arrays import as_strings, as_text, check_not_virtual, member, no_column
+from gpuload.formats.arrays import as_strings, as_text, check_has_dimensions, check_not_virtual, member, no_column
 from gpuload.sampling.classes import factorize
 from gpuload.store import ObsColumn, check_whole
 
@@ -45,10 +45,13 @@ def column_names(frame: Any) -> list[str]:
 def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
     """Return the index of a stored data frame as strings, shape (n,) object."""
     name = index_name(frame)
+    if not hasattr(frame, "keys"):
+        check_has_dimensions(frame, f"{path}: /{key}")
     stored = None if name is None else member(frame, name, path) if hasattr(frame, "keys") else frame[name]
     if stored is None:
         raise StoreError(f"{path}: /{key} has no index; rewrite the file with anndata's write_h5ad.")
     check_not_virtual(stored, f"{path}: /{key}/{name}")
+    check_has_dimensions(stored, f"{path}: /{key}/{name}")
     if getattr(stored, "ndim", 1) != 1:
         raise StoreError(
             f"{path}: /{key}/{name} has {stored.ndim} dimensions; expected one. Rewrite the file with AnnData."
@@ -177,6 +180,7 @@ def index_name(frame: Any) -> str | None:
 def read_values(frame: Any, name: str, path: str) -> Any:
     """Return a column of a stored data frame of a file as anndata holds it: a NumPy or pandas array."""
     if not hasattr(frame, "keys"):
+        check_has_dimensions(frame, f"{path}: {frame.name}")
         values = frame[name]
         categories = frame.attrs.get(f"{name}_categories")
         legacy = frame.file.get(f"uns/{name}_categories")
@@ -189,9 +193,12 @@ def read_values(frame: Any, name: str, path: str) -> Any:
             return values  # obs and var shared the key: these categories are the other's
         return pd.Categorical.from_codes(values, _texts_or_numbers(categories))
     stored = frame[name]
-    check_not_virtual(stored, f"{path}: {frame.name}/{name}")
+    where = f"{path}: {frame.name}/{name}"
+    check_not_virtual(stored, where)
+    check_has_dimensions(stored, where)
     if "categories" in stored.attrs and not hasattr(stored, "keys"):
         categories = frame.file[stored.attrs["categories"]]
+        check_has_dimensions(categories, f"{path}: {categories.name}")
         is_ordered = bool(categories.attrs.get("ordered", False))
         return pd.Categorical.from_codes(stored[()], _texts_or_numbers(categories[()]), ordered=is_ordered)
     return _read_element(stored)

@@ -122,7 +122,6 @@ class _Experiment:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._read: dict[str, bytes] = {}
         members = self._members("")
         if "obs" not in members or _MEASUREMENTS not in members:
             inside = [name for name in members if "obs" in self._members(members[name])]
@@ -139,7 +138,7 @@ class _Experiment:
     def arrays(self, modality: str, layer: str) -> tuple[Array, Array, Array | None]:
         """Return obs, the array of a layer or an embedding, and the genes that are its columns."""
         below = self._files.below(self._measurements)
-        self._contents([key for key in below if os.path.basename(os.path.dirname(key)) == _GROUP])
+        self._files.read_once([key for key in below if os.path.basename(os.path.dirname(key)) == _GROUP])
         keys = self._keys(self._measurement(modality, layer), layer)
         cells, array, *genes = open_arrays(self._files, [self._obs, *keys])
         return cells, array, genes[0] if genes else None
@@ -194,7 +193,7 @@ class _Experiment:
                 f"{where}: its files are dated later than now, from {date_of(min(map(time_of, known))[0])} on; set "
                 "this machine's clock right, or write the experiment again on one whose clock is."
             )
-        raw = self._contents([f"{folder}/{name}" for name in names])
+        raw = self._files.read_once([f"{folder}/{name}" for name in names])
         found = {}
         for name, path in parse_group([(one, f"{where}/{file}") for one, file in zip(raw, names, strict=True)]).items():
             own = self._relative(path, key)
@@ -205,12 +204,6 @@ class _Experiment:
                 )
             found[name] = own
         return dict(sorted(found.items()))
-
-    def _contents(self, keys: list[str]) -> list[bytes]:
-        """Return the contents of files of groups, each of which is read once."""
-        new = [key for key in keys if key not in self._read]
-        self._read |= zip(new, self._files.read(new), strict=True)
-        return [self._read[key] for key in keys]
 
     def _relative(self, path: str, key: str) -> str | None:
         """Return the key of a member of a group, given its path as stored; None if it is not in the experiment."""

@@ -293,7 +293,7 @@ def open_arrays(files: Files, keys: Sequence[str]) -> list[Array]:
         One cannot be read, or is damaged.
     """
     wanted = [_described_by(files, key) for key in keys]
-    return [Array(files, key, raw) for key, raw in zip(keys, _read_each(files, wanted), strict=True)]
+    return [Array(files, key, raw) for key, raw in zip(keys, _read_each(files.read_once, wanted), strict=True)]
 
 
 def read_tables(tables: Mapping[Array, Sequence[str]], ids: str, *others: Array) -> dict[Array, Table]:
@@ -328,7 +328,7 @@ def read_tables(tables: Mapping[Array, Sequence[str]], ids: str, *others: Array)
     wanted = {**tables, **dict.fromkeys(others, ())}
     located_by = [array.located_by(names) for array, names in wanted.items()]
     files = next(iter(wanted)).files  # they are the same of all
-    for (array, names), raw in zip(wanted.items(), _read_each(files, located_by), strict=True):
+    for (array, names), raw in zip(wanted.items(), _read_each(files.read, located_by), strict=True):
         array.locate(names, raw)
     every = [(array, name) for array, names in tables.items() for name in (ids, *names)]
     found: dict[Array, dict[str, _Column]] = {array: {} for array in tables}
@@ -360,9 +360,9 @@ def _described_by(files: Files, key: str) -> list[str]:
     return [*(_at(key, _SCHEMA, name) for name in names), *(_at(key, _COMMITS, name) for name in lists)]
 
 
-def _read_each(files: Files, wanted: Sequence[Sequence[str]]) -> list[dict[str, bytes]]:
+def _read_each(read: Callable[[Sequence[str]], list[bytes]], wanted: Sequence[Sequence[str]]) -> list[dict[str, bytes]]:
     """Return the contents of files by key, for each of several lists of keys; all are read at once."""
-    raw = iter(files.read([key for keys in wanted for key in keys]))
+    raw = iter(read([key for keys in wanted for key in keys]))
     return [dict(zip(keys, raw, strict=False)) for keys in wanted]
 
 

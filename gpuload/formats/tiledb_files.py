@@ -46,6 +46,9 @@ class Files(Protocol):
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """Return the bytes of small files; raise ReadError if one does not exist."""
 
+    def read_once(self, keys: Sequence[str]) -> list[bytes]:
+        """Return what `read` does; if each read has latency, it is kept for as long as the listing is."""
+
     def source(self, keys: Sequence[str]) -> tuple[FolderSource | RemoteSource, NDArray[np.int64], NDArray[np.int64]]:
         """Return a source over data files, and the base address and size of each; raise ReadError if one is missing."""
 
@@ -90,6 +93,8 @@ class NearFiles:
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """Read files; see `Files.read`."""
         return [self._read(os.path.join(self.name, key)) for key in keys]
+
+    read_once = read
 
     def source(self, keys: Sequence[str]) -> tuple[FolderSource, NDArray[np.int64], NDArray[np.int64]]:
         """Return a source; see `Files.source`."""
@@ -151,6 +156,13 @@ class FarFiles:
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """Read objects concurrently; see `Files.read`."""
         return self._asking.requests.map(self._get, [self._object(key) for key in keys])
+
+    def read_once(self, keys: Sequence[str]) -> list[bytes]:
+        """Read objects that were not read before; see `Files.read_once`."""
+        known = self._address.contents
+        new = [key for key in keys if key not in known]
+        known |= zip(new, self.read(new), strict=True)
+        return [known[key] for key in keys]
 
     def source(self, keys: Sequence[str]) -> tuple[RemoteSource, NDArray[np.int64], NDArray[np.int64]]:
         """Return a source; see `Files.source`."""

@@ -306,7 +306,7 @@ class Group:
             return pd.arrays.IntegerArray(first, second)
         if encoding == "nullable-boolean":
             return pd.arrays.BooleanArray(first, second)
-        first[second] = None
+        first[second] = pd.NA
         return first
 
     def _path(self, path: str) -> str:

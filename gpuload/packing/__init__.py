@@ -163,17 +163,18 @@ def pack(
         stack.enter_context(workplace.at_work(folder, target, plan))
         workplace.check_target(target, files, overwrite=overwrite)  # it may have been put back
         wanted = Wanted(files, layers, obsm, join, codec, block_size, memory_nbytes, num_threads)
-        matrices, lengths = open_matrices(wanted, folder, stack)
-        n_obs = matrices[0].job.n_obs
-        workplace.check_disk(folder, sum(m.nbytes() for m in matrices) + 2 * n_obs * _TABLE_NBYTES)
-        if not jobs.has_order(folder):
-            jobs.write_order(folder, jobs.draw_order(n_obs, seed, labels, is_kept=keep_order))
-        for matrix in matrices:
-            own_lengths, origin = lengths.pop(0), matrix.job.origin
-            workplace.begin_matrix(origin.own)
-            if not jobs.has_offsets(origin):
-                jobs.write_offsets(origin, own_lengths)
-        packed = Work(matrices, files, columns, memory_nbytes, client, num_threads, told).carry_out(target)
+        with workplace.discarded_if_refused(folder), ExitStack() as opened:
+            matrices, lengths = open_matrices(wanted, folder, opened)
+            n_obs = matrices[0].job.n_obs
+            workplace.check_disk(folder, sum(m.nbytes() for m in matrices) + 2 * n_obs * _TABLE_NBYTES)
+            if not jobs.has_order(folder):
+                jobs.write_order(folder, jobs.draw_order(n_obs, seed, labels, is_kept=keep_order))
+            for matrix in matrices:
+                own_lengths, origin = lengths.pop(0), matrix.job.origin
+                workplace.begin_matrix(origin.own)
+                if not jobs.has_offsets(origin):
+                    jobs.write_offsets(origin, own_lengths)
+            packed = Work(matrices, files, columns, memory_nbytes, client, num_threads, told).carry_out(target)
         for file, stamp in zip(files, stamps, strict=True):
             if _stamp(file) != stamp:  # it may have been replaced: matrices and tables would be of two files
                 raise ReadError(

@@ -135,6 +135,16 @@ def at_work(folder: str, target: str, plan: bytes) -> Iterator[None]:
             raise
 
 
+@contextmanager
+def discarded_if_refused(folder: str) -> Iterator[None]:
+    """Discard the work if sources or settings are refused: with others it is of another plan, and is not resumed."""
+    try:
+        yield
+    except (PlanError, StoreError):
+        clear(folder)
+        raise
+
+
 def _put_back(folder: str, target: str) -> None:
     """Put back the target if `publish` was cut short between its renames: nothing else holds what it was."""
     replaced = os.path.join(folder, REPLACED)

@@ -57,7 +57,7 @@ class FakeDevice:
         self._random = None if seed is None else random.Random(seed)
         self._streams: dict[int, FakeStream] = {}
         self._default = self.stream()
-        self._left = n_bytes
+        self._left = self._n_bytes = n_bytes
         self.n_allocated = self.n_freed = 0
         self._blocks: list[NDArray[np.uint8]] = []  # never freed: queued calls only have addresses
         self.launched: list[str] = []
@@ -65,6 +65,9 @@ class FakeDevice:
 
     def use(self) -> None:
         self.used_in.add(threading.get_ident())
+
+    def capacity(self) -> int:
+        return self._n_bytes
 
     def empty(self, nbytes: int) -> NDArray[np.uint8]:
         from gpuload.errors import DeviceError

@@ -639,6 +639,24 @@ def test_device_memory_is_bounded(open_fake: Callable[..., Opened], plain: Store
         list(opened.epoch())
 
 
+def test_fetches_are_held_by_the_device_not_by_this_machine(
+    open_fake: Callable[..., Opened], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = np.ones((60, 100), np.float32)
+    settings = {"batch_size": 10, "fetch_factor": 2, "prefetch": 1}
+    enough = 2 * 20 * 100 * 4
+    monkeypatch.setattr("gpuload.formats.arrays.memory_nbytes", lambda: 1)
+    loader = open_fake(cells, **settings).loader
+    assert sum(map(len, loader)) == 60
+    assert loader.take([0, 1]).X.shape == (2, 100)
+    small = open_fake(cells, n_bytes=enough, **settings).loader
+    with pytest.raises(gpuload.PlanError, match=r"^take: 60 cells take 0\.0 GB but cuda:0 has 0\.0 GB; take fewer"):
+        small.take(np.arange(60))
+    words = r"^fetch_factor=2: 2 fetches of 20 cells take 0\.0 GB but cuda:0 has 0\.0 GB; use fetch_factor=1 or less\.$"
+    with pytest.raises(gpuload.PlanError, match=words):
+        open_fake(cells, n_bytes=enough - 1, **settings)
+
+
 def test_growing_arena_reclaims_idle_memory(open_fake: Callable[..., Opened], plain: Stored) -> None:
     opened = open_fake(plain.path, **SMALL)
     list(opened.epoch())

@@ -59,6 +59,19 @@ def test_a_folder_of_kernels_that_cannot_be_made_is_named() -> None:
     assert re.search(told, done.stderr.splitlines()[-1]), done.stderr
 
 
+def test_a_folder_of_kernels_that_cannot_be_made_is_named_to_an_estimator() -> None:
+    program = (
+        "import numpy as np; from gpuload.estimators import TruncatedSVD; "
+        "TruncatedSVD(2, engine='cupy', device='cuda:0').fit(np.ones((9, 5), np.float32))"
+    )
+    environment = {**os.environ, "CUPY_CACHE_DIR": "/proc/kernels"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert re.search(
+        r"DeviceError: engine='cupy': CuPy cannot keep compiled kernels \(.*'/proc/kernels'\); set CUPY_CACHE_DIR to a",
+        done.stderr.splitlines()[-1],
+    ), done.stderr
+
+
 def test_auto_says_why_cupy_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuload.backends.ctypes.CDLL", lambda name: None)
     monkeypatch.setattr(backends, "_is_installed", lambda package: True)

@@ -90,6 +90,7 @@ class _Terminal(io.StringIO):
 
 def test_the_first_compilation_is_announced_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "cache_folder", lambda: str(tmp_path))
+    monkeypatch.setattr(native.announcement, "is_due", True)
 
     def said(*, is_terminal: bool, is_quiet: bool) -> str:
         out = _Terminal(is_terminal=is_terminal)
@@ -98,10 +99,54 @@ def test_the_first_compilation_is_announced_in_a_terminal(tmp_path: Path, monkey
         return out.getvalue()
 
     assert said(is_terminal=True, is_quiet=False) == "compiling kernels, once on this machine\n"
+    assert not native.announcement.is_due, "it would be said twice, and in spite of --quiet"
     assert not said(is_terminal=True, is_quiet=True)
     assert not said(is_terminal=False, is_quiet=False)
     (tmp_path / "kernel").touch()
     assert not said(is_terminal=True, is_quiet=False)
+
+
+KERNEL = """
+import logging, sys
+import numba
+logging.basicConfig(level=logging.INFO)
+from gpuload.backends import native
+numba.njit(lambda x: x)(1)  # of the program's own
+native.__path__.append(sys.argv[1])
+from gpuload.backends.native.kernel import add
+assert add(1, 1) + add(1.0, 1.0) == 4
+"""
+
+
+def test_compiling_is_logged_once_and_not_for_cached_kernels(tmp_path: Path) -> None:
+    kernel = "import numba\n@numba.njit(cache=True)\ndef add(a, b):\n    return a + b\n"
+    (tmp_path / "kernel.py").write_text(kernel)
+    command = [sys.executable, "-c", KERNEL, str(tmp_path)]
+    said = [
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr.count(
+            "INFO:gpuload:comp"
+        )
+        for _ in range(2)
+    ]
+    assert said == [1, 0]
+
+
+@pytest.mark.parametrize(("is_terminal", "level"), [(True, "WARNING"), (False, "INFO")])
+def test_compiling_is_shown_where_somebody_waits(
+    is_terminal: bool, level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import numba
+
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    add.__module__ = "gpuload.backends.native.kernel"
+    monkeypatch.setattr(native.announcement, "is_due", True)
+    monkeypatch.setattr(sys, "stderr", _Terminal(is_terminal=is_terminal))
+    with caplog.at_level(logging.INFO):
+        assert numba.njit(add)(1, 2) == 3
+    said = "compiling kernels, which are kept for later: the first minibatch can take half a minute longer"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [(level, said)]
 
 
 def test_kernel_cache_falls_back_when_the_disk_is_full(

@@ -230,6 +230,42 @@ def test_the_code_of_a_page_runs(page: str, place: Path, monkeypatch: pytest.Mon
             run(page, block, names)
 
 
+def test_perturbations_held_out_as_the_guide_says_have_their_controls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dealt like a perturbation, the controls of this screen are the whole test part."""
+    page, rng = "docs/sampling.md", np.random.default_rng(3)
+    (tmp_path / "screen").mkdir()
+    genes = np.repeat(["non-targeting", *(f"KO{k}" for k in range(4))], 20)
+    for i in range(2):
+        obs = pd.DataFrame(
+            {"gene": rng.permutation(genes), "cell_line": rng.choice(["K562", "RPE1"], genes.size)},
+            index=[f"{i}-{row}" for row in range(genes.size)],
+        )
+        anndata.AnnData(np.ones((genes.size, 3), np.float32), obs=obs).write_h5ad(tmp_path / "screen" / f"{i}.h5ad")
+    monkeypatch.chdir(tmp_path)
+    assert gpuload.split("screen/", {"train": 0.8, "test": 0.2}, by="gene").groups["test"] == ("non-targeting",)
+    names: dict[str, Any] = {"gpuload": gpuload}
+    (block,) = (block for block in blocks_of(page) if "PairedControl" in block.code)
+    run(page, block, names)
+    with gpuload.open_loader("screen/", obs=["gene", "cell_line", "source_file"]) as loader, names["test"] as test:
+        obs = loader.obs
+        seen, partners = [], []
+        for batch in test:
+            n = batch.rows.size // 2
+            seen.append(batch.rows[:n])
+            partners.append(batch.rows[n:])
+    perturbed, controls = obs.loc[np.concatenate(seen)], obs.loc[np.concatenate(partners)]
+    assert set(controls["gene"]) == {"non-targeting"}
+    held_out = set(perturbed["gene"])
+    assert len(held_out) == 1
+    assert "non-targeting" not in held_out
+    assert sorted(perturbed.index) == sorted(obs.index[obs["gene"].isin(held_out)])
+    assert held_out.isdisjoint(obs.loc[names["parts"]["train"], "gene"])
+    for column in ("cell_line", "source_file"):
+        assert perturbed[column].tolist() == controls[column].tolist()
+
+
 def run(page: str, block: Block, names: dict[str, Any]) -> None:
     """Run a block; a failure names its line in the page."""
     code = block.code

@@ -9,6 +9,7 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -146,7 +147,8 @@ def test_assumed_defaults_match_open_loader(path):
 # --- tuning ---
 
 
-def test_tuned_settings_meet_the_request(path, tmp_path):
+def test_tuned_settings_meet_the_request(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("gpuload.tune._Turns._fits", lambda self, trial: True)  # however busy the machine is
     parts = []
     wish = Wish(200 * MIB, "plate", 0.97, batch_size=8, device="cpu", seconds=0.2)
     tuned = tune(path, wish, parts.append)
@@ -303,6 +305,35 @@ def test_the_defaults_are_timed_as_often_as_the_finalists(path, label, monkeypat
     tuned = tune(path, Wish(200 * MIB, label, 0.5, batch_size=16, device="cpu"))
     assert (tuned.settings["block_size"], tuned.settings["fetch_factor"]) == (16, 94)  # 94 * 16 cells are all
     assert tuned.best.repeats == (500.0, 500.0, 500.0, 1_100.0)
+
+
+@pytest.mark.parametrize(("seconds", "cells_per_s"), [(8, 1_000.0), (20, 1_000.0), (60, 1_000.0), (8, 100.0)])
+def test_turns_that_would_not_end_in_time_are_left_out(path, monkeypatch, seconds, cells_per_s):
+    """A turn reads two fetches after those loaded ahead; two of the turns are not optional."""
+    now, planning_s, default = 0.0, 100.0, (16, 94, 2, 2)  # 94 * 16 cells are all
+
+    def rate(self, trial, turn, least_s):
+        nonlocal now
+        fetch_s = min(16 * trial.fetch_factor, 1_500) / cells_per_s
+        now += trial.prefetch * fetch_s + max(least_s, 2 * fetch_s)
+        return cells_per_s
+
+    def planned(*_):
+        nonlocal now
+        now += planning_s
+        return Pace(1e-9, 1e-8, 1e-6, 2)
+
+    monkeypatch.setattr("gpuload.tune.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("gpuload.tune.os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("gpuload.tune.measure_pace", planned)
+    monkeypatch.setattr(Bench, "time", rate)
+    tuned = tune(path, Wish(200 * MIB, "plate", 0.5, batch_size=16, device="cpu", seconds=seconds))
+    n_turns = [len(trial.repeats) for trial in tuned.trials]
+    assert min(n_turns) >= 1
+    assert default in [trial.key for trial in tuned.trials]
+    assert now - planning_s <= seconds or sum(n_turns) <= 2
+    assert tuned.measured["timed"].startswith(f"{now - planning_s:.0f} s of real reads")
+    assert sum(n_turns) > 2 or seconds < 20
 
 
 @pytest.mark.parametrize("label", ["plate", None])

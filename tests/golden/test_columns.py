@@ -188,6 +188,65 @@ def test_two_dimensional_columns_are_refused(tmp_path: Path, name: str, said: st
         gpuload.obs_names(path) if name == "_index" else gpuload.open_loader(path, obs=name[0])
 
 
+def replace_by_its_first(file: h5py.File, name: str) -> None:
+    """Put a single value in the place of an array."""
+    value, dtype, attributes = file[name][:1][0], file[name].dtype, dict(file[name].attrs)
+    del file[name]
+    file.create_dataset(name, data=value, dtype=dtype).attrs.update(attributes)
+
+
+@pytest.mark.parametrize(
+    "name", ["number", "label/codes", "label/categories", "count/values", "count/mask", "_index/values", "_index/mask"]
+)
+def test_single_values_in_place_of_arrays_are_refused(tmp_path: Path, name: str) -> None:
+    """Of one cell, its number of values is right."""
+    path = tmp_path / "cells.h5ad"
+    index = pd.Index(pd.array(["a"], dtype="string"))
+    columns = {"number": [1.5], "label": pd.Categorical(["x"]), "count": pd.array([1], dtype="Int64")}
+    cells = anndata.AnnData(np.zeros((1, 2), np.float32), obs=pd.DataFrame(columns, index=index))
+    with anndata.settings.override(allow_write_nullable_strings=True):
+        cells.write_h5ad(path)
+    with h5py.File(path, "a") as file:
+        replace_by_its_first(file, f"obs/{name}")
+    said = rf"^{path}: /obs/{name} has no dimensions; expected an array of cells or genes\.$"
+    with pytest.raises(gpuload.StoreError, match=said):
+        gpuload.obs_names(path) if "_index" in name else gpuload.open_loader(path, obs=name.split("/", maxsplit=1)[0])
+    with pytest.raises(gpuload.StoreError, match=said):
+        gpuload.pack(path, tmp_path / "packed.zarr")
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [("compound", "obs"), ("categories", "obs/cell_line"), ("categories", "obs/__categories/cell_line")],
+)
+def test_single_values_in_place_of_arrays_in_old_files_are_refused(tmp_path: Path, write: str, name: str) -> None:
+    path = tmp_path / "cells.h5ad"
+    getattr(writers, f"write_old_{write}")(path, writers.counts())
+    with h5py.File(path, "a") as file:
+        replace_by_its_first(file, name)
+    with pytest.raises(gpuload.StoreError, match=rf"^{path}: /{name} has no dimensions; expected an array of cells"):
+        gpuload.open_loader(path, obs=["cell_line"])
+    if write == "compound":
+        with pytest.raises(
+            gpuload.StoreError, match=rf"^{path}: /{name} has no dimensions; expected an array of cells"
+        ):
+            gpuload.obs_names(path)
+
+
+@pytest.mark.parametrize("name", ["barcodes", "features/name", "features/id"])
+def test_single_values_in_place_of_names_in_10x_files_are_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "one.h5"
+    with h5py.File(path, "w") as file:
+        group = file.create_group("matrix")
+        group["barcodes"], group["features/name"], group["features/id"] = [b"AC"], [b"CD4"], [b"ENSG1"]
+        group["data"], group["indices"], group["indptr"] = [1], [0], [0, 1]
+        group["shape"] = [1, 1]
+        replace_by_its_first(file, f"matrix/{name}")
+    said = rf"^{path}: /matrix/{name} has no dimensions; expected an array of cells or genes\.$"
+    with pytest.raises(gpuload.StoreError, match=said):
+        gpuload.obs_names(path)
+
+
 def test_categories_keep_their_order_and_unused_values(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, obs=["cell_line", "stage", "year", "depth"]) as loader:
         assert list(loader.categories["cell_line"]) == ["K562", "unused", "A549", "HeLa"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import anndata
 import h5py
 import numpy as np
+import pandas as pd
 import pytest
 
 import gpuload
@@ -95,6 +96,23 @@ def test_names_of_a_file_at_an_address(tmp_path: Path) -> None:
     with start(tmp_path) as server:
         options = {"endpoint": server.url, "region": "us-east-1", "anonymous": True}
         assert gpuload.obs_names("s3://data/part00.h5ad", storage_options=options).tolist() == names(5, 3)
+
+
+@pytest.mark.parametrize("form", ["h5ad", "zarr", "memory"])
+def test_missing_names_are_the_text_of_anndatas_missing_value(tmp_path: Path, form: str) -> None:
+    index = pd.Index(pd.array(["a", None, "c"], dtype="string"))
+    cells: Any = anndata.AnnData(np.ones((3, 2), np.float32), obs=pd.DataFrame(index=index))
+    if form == "memory":
+        assert gpuload.obs_names(cells).tolist() == ["a", "<NA>", "c"]
+        return
+    path = tmp_path / f"cells.{form}"
+    with anndata.settings.override(allow_write_nullable_strings=True):
+        write_zarr(path, cells) if form == "zarr" else cells.write_h5ad(path)
+    stored: Any = (anndata.read_zarr if form == "zarr" else anndata.read_h5ad)(path)
+    assert gpuload.obs_names(path).tolist() == [str(name) for name in stored.obs_names] == ["a", "<NA>", "c"]
+    gpuload.pack(path, tmp_path / "packed.zarr", keep_order=True)
+    packed: Any = anndata.read_zarr(tmp_path / "packed.zarr")
+    assert packed.obs_names.tolist() == ["a", "<NA>", "c"]
 
 
 def test_file_without_obs_uses_row_numbers_as_names(tmp_path: Path) -> None:

@@ -101,10 +101,10 @@ def test_dense(server: Running) -> None:
     assert_rows("s3://data/cells", storage_options=options(server))
 
 
-def test_inspect_requests_nothing_more_than_twice(
+def test_inspect_requests_nothing_twice(
     server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What names the columns is read again before the columns; all else, except for cells, is read once."""
+    """Except for cells, which are read to tell how fast that is."""
     monkeypatch.setenv("GPULOAD_INDEX", "off")
     for name, value in (("ENDPOINT_URL", server.url), ("SKIP_SIGNATURE", "true"), ("REGION", "us-east-1")):
         monkeypatch.setenv(f"AWS_{name}", value)
@@ -122,11 +122,8 @@ def test_inspect_requests_nothing_more_than_twice(
     counts = server.counts()
     assert (counts["HEAD 404"], counts["GET 200"]) == (1, 1)  # GET 200 is a listing
     kept = {key: n for key, n in asked.items() if not fnmatch(key, "ms/RNA/X/data/__fragments/*/[ad][01].tdb")}
-    twice = sorted(key for key, n in kept.items() if n > 1)
-    expected = ["__group/*", "obs/__schema/__[0-9]*"]
-    assert len(twice) == len(expected)
-    assert all(map(fnmatch, twice, expected))
-    assert max(kept.values()) == 2
+    assert {"__group", "obs/__schema"} <= {key.rpartition("/")[0] for key in kept}
+    assert not [key for key, n in kept.items() if n > 1]
 
 
 class Rounds:

@@ -262,8 +262,24 @@ def test_set_epoch_on_a_fresh_iterator_applies_to_the_next_one(make_loader: Make
     loader = make_loader()
     batches = iter(loader)
     loader.set_epoch(5)
-    assert rows_of(batches) == epochs[0]
+    state = loader.state_dict()
+    assert (state["epoch"], state["step"]) == (0, 0), "the position of the iteration that is active"
+    next(batches)
+    other = make_loader()
+    other.load_state_dict(state)
+    assert rows_of(other) == epochs[0]
+    assert rows_of(batches) == epochs[0][1:]
     assert rows_of(loader) == epochs[5]
+
+
+def test_the_state_of_a_fresh_iterator_ends_with_it(make_loader: MakeLoader) -> None:
+    loader = make_loader()
+    loader.load_state_dict({**loader.state_dict(), "step": 3})
+    batches = iter(loader)
+    loader.set_epoch(5)
+    assert (loader.state_dict()["epoch"], loader.n_batches_left) == (0, len(loader) - 3)
+    del batches
+    assert (loader.state_dict()["epoch"], loader.n_batches_left) == (5, len(loader))
 
 
 def test_an_iterator_never_advanced_uses_up_no_epoch(make_loader: MakeLoader) -> None:

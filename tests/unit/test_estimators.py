@@ -418,7 +418,7 @@ def test_an_unfitted_model_is_refused_without_scikit_learn(cells: np.ndarray, mo
         (
             "cupy",
             {"engine": "cupy", "device": "cuda:0"},
-            r"^engine='cupy' needs cupy, .* pip install 'gpuload\[cuda13\]'",
+            r"^engine='cupy' needs cupy-cuda13x, .* pip install 'gpuload\[cuda13\]'",
         ),
     ],
 )
@@ -473,7 +473,9 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             return np.tril(A)
 
     functions = {name: getattr(np, name) for name in ("asarray", "zeros", "clip", "exp")}
-    cuda = SimpleNamespace(Device=Device, runtime=SimpleNamespace(CUDARuntimeError=OSError))
+    cuda = SimpleNamespace(
+        Device=Device, runtime=SimpleNamespace(CUDARuntimeError=OSError), Stream=SimpleNamespace(from_external=None)
+    )
     linalg = SimpleNamespace(LinAlgError=np.linalg.LinAlgError, cholesky=cholesky)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, linalg=linalg, **functions))
     monkeypatch.setitem(sys.modules, "cupyx", SimpleNamespace(errstate=errstate))

@@ -163,6 +163,7 @@ class CudaBackend:
     ) -> None:
         check_choice("verify", verify, ("never", "once", "always"))
         self.device = device.name
+        self.device_nbytes: int | None = device.capacity()
         self.stats = Stats()
         self._device = device
         self._reader = reader

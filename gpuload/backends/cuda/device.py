@@ -43,6 +43,9 @@ class Device(Protocol):
     def use(self) -> None:
         """Make this the calling thread's current device."""
 
+    def capacity(self) -> int:
+        """Return the device's memory in bytes, or the limit on it."""
+
     def empty(self, nbytes: int) -> Any:
         """Allocate device memory, uninitialised, as uint8."""
 
@@ -142,14 +145,16 @@ class CupyDevice:
             try:
                 self._kernels.compile()
             except OSError as error:
-                raise _not_kept(error) from error
+                raise _not_kept("device='cuda'", error) from error
             self._n_blocks = 8 * cupy.cuda.Device(number).attributes["MultiProcessorCount"]
             self._functions: dict[str, Any] = {}
             # Pools of our own: memory from CuPy's default pool may still be in use by a stream unknown to us, and its
             # page-locked memory would not be freed with the loader.
             self._memory, self._pinned = cupy.cuda.MemoryPool(), cupy.cuda.PinnedMemoryPool()
+            self._capacity = int(cupy.cuda.runtime.memGetInfo()[1])
             if memory_nbytes is not None:
                 self._memory.set_limit(size=memory_nbytes)
+                self._capacity = min(self._capacity, memory_nbytes)
 
     def use(self) -> None:
         """Make this the calling thread's current device."""
@@ -158,6 +163,10 @@ class CupyDevice:
     def _on_device(self) -> _DeviceScope:
         """Enter this device: another may be current in a consumer's thread, or in one that collects garbage."""
         return _DeviceScope(self.name, self._cupy.cuda.Device(self._number))
+
+    def capacity(self) -> int:
+        """Return the device's memory in bytes, or the limit on it."""
+        return self._capacity
 
     def empty(self, nbytes: int) -> Any:
         """Allocate device memory; raise DeviceError if there is not enough."""
@@ -366,8 +375,8 @@ def _raise_as_device_error(name: str, error: BaseException) -> None:
         raise DeviceError(f"{name}: {error}. See `gpuload doctor`.") from error
 
 
-def load_cupy() -> Any:
-    """Return CuPy, which makes a folder for compiled kernels when it is imported.
+def load_cupy(feature: str = "device='cuda'") -> Any:
+    """Return CuPy, which makes a folder for compiled kernels when it is imported; `feature` needs it.
 
     Raises
     ------
@@ -379,18 +388,17 @@ def load_cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise MissingDependencyError("cupy-cuda13x", "device='cuda'", "cuda13") from error
+        raise MissingDependencyError("cupy-cuda13x", feature, "cuda13") from error
     except OSError as error:
-        raise _not_kept(error) from error
+        raise _not_kept(feature, error) from error
     if not hasattr(cupy.cuda.Stream, "from_external"):
-        raise MissingDependencyError("cupy-cuda13x>=14.1.1", "device='cuda'", "cuda13")
+        raise MissingDependencyError("cupy-cuda13x>=14.1.1", feature, "cuda13")
     return cupy
 
 
-def _not_kept(error: OSError) -> DeviceError:
+def _not_kept(feature: str, error: OSError) -> DeviceError:
     return DeviceError(
-        f"device='cuda': CuPy cannot keep compiled kernels ({error}); set CUPY_CACHE_DIR to a folder that can be "
-        "written."
+        f"{feature}: CuPy cannot keep compiled kernels ({error}); set CUPY_CACHE_DIR to a folder that can be written."
     )
 
 

@@ -20,8 +20,10 @@ from functools import cache
 from importlib import import_module
 
 from numba import config
+from numba.core import event
 
 from gpuload.errors import PlanError
+from gpuload.logs import is_watched
 
 _KERNELS_NBYTES = 1 << 20
 """Approximate size of the compiled kernels."""
@@ -40,6 +42,37 @@ def _passing_folder() -> tempfile.TemporaryDirectory[str]:
             f"there is no place to keep the compiled kernels ({error.strerror}); set NUMBA_CACHE_DIR, or TMPDIR, to a "
             "writable folder."
         ) from error
+
+
+class _Announcement(event.Listener):
+    """Logs once that kernels are being compiled: half a minute of silence looks like a hang.
+
+    numba reports only what it compiles, not what it finds in its cache.
+
+    Attributes
+    ----------
+    is_due
+        Whether it has not been said yet.
+    """
+
+    def __init__(self) -> None:
+        self.is_due = True
+
+    def on_start(self, event: event.Event) -> None:
+        """Say it when the first kernel of this package is compiled."""
+        if self.is_due and event.data["dispatcher"].py_func.__module__.startswith(f"{__name__}."):
+            self.is_due = False
+            logging.getLogger("gpuload").log(
+                logging.WARNING if is_watched() else logging.INFO,
+                "compiling kernels, which are kept for later: the first minibatch can take half a minute longer",
+            )
+
+    def on_end(self, event: event.Event) -> None:
+        """Say nothing."""
+
+
+announcement = _Announcement()
+event.register("numba:compile", announcement)
 
 
 def cache_folder() -> str:
