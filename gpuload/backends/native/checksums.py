@@ -57,7 +57,7 @@ def _adler_sums(_typing: Any, address: Any, n_vectors: Any) -> Any:
 
 
 @native
-def adler32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
+def adler32(buf: Any, pos: int, n: int) -> int:
     """Return the adler32 checksum of buf[pos : pos + n] (uint8), as `zlib.adler32` does."""
     at = np.int64(buf.ctypes.data) + np.int64(pos)
     left = np.int64(n)
@@ -95,7 +95,7 @@ _CRC32, _CRC32C = _crc_tables(0xEDB88320), _crc_tables(0x82F63B78)
 
 
 @native
-def _crc(tables: Any, address: int, n: int) -> int:  # pragma: no cover - compiled
+def _crc(tables: Any, address: int, n: int) -> int:
     crc = 0xFFFFFFFF
     i = 0
     while n - i >= 8:
@@ -119,25 +119,25 @@ def _crc(tables: Any, address: int, n: int) -> int:  # pragma: no cover - compil
 
 
 @native
-def crc32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
+def crc32(buf: Any, pos: int, n: int) -> int:
     """Return the CRC-32 of buf[pos : pos + n] (uint8), as gzip uses it."""
     return _crc(_CRC32, np.int64(buf.ctypes.data) + pos, n)
 
 
 @native
-def crc32c(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
+def crc32c(buf: Any, pos: int, n: int) -> int:
     """Return the CRC-32C of buf[pos : pos + n] (uint8)."""
     return _crc(_CRC32C, np.int64(buf.ctypes.data) + pos, n)
 
 
 @native
-def is_crc32c(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - compiled
+def is_crc32c(buf: Any, pos: int, n: int) -> bool:
     """Return whether the 4 bytes after n bytes are their CRC-32C, little-endian."""
     return bool(load32(np.int64(buf.ctypes.data) + pos + n) == crc32c(buf, pos, n))
 
 
 @native
-def fletcher32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
+def fletcher32(buf: Any, pos: int, n: int) -> int:
     """Return HDF5's fletcher32 of n bytes: sums of big-endian 16-bit words, the first in the low half."""
     a = np.uint64(0)
     b = np.uint64(0)
@@ -161,7 +161,7 @@ def fletcher32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compile
 
 
 @native
-def is_fletcher32(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - compiled
+def is_fletcher32(buf: Any, pos: int, n: int) -> bool:
     """Return whether the 4 bytes after n bytes are their fletcher32, in either byte order that HDF5 accepts."""
     found = load32(np.int64(buf.ctypes.data) + pos + n)
     wanted = fletcher32(buf, pos, n)

@@ -31,23 +31,23 @@ of the inflater's workspace. Returns the result of `call_one` for each, the firs
 
 
 @inline
-def _bytes(address: int, n: int) -> Any:  # pragma: no cover - compiled
+def _bytes(address: int, n: int) -> Any:
     return carray(pointer(address), n, np.uint8)
 
 
 @inline
-def _room(address: int, size: int) -> Any:  # pragma: no cover - compiled
+def _room(address: int, size: int) -> Any:
     return _bytes(address, (size + 7) & -8)
 
 
 @inline
-def _table(addresses: int) -> Any:  # pragma: no cover - compiled
+def _table(addresses: int) -> Any:
     return carray(pointer(addresses), N_ADDRESSES, np.int64)
 
 
 def _zlib(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
-) -> int:  # pragma: no cover - compiled
+) -> int:
     start = np.int64(0)
     return inflate_zlib(_bytes(src, n), start, n, _room(to, size), start, size, hi, _bytes(tables, 1), verify != 0)
 
@@ -65,7 +65,7 @@ def _zlib_two(
     verify_2: int,
     size: int,
     tables: int,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     start = np.int64(0)
     got, got_2 = inflate_two(
         _bytes(src, n),
@@ -88,26 +88,26 @@ def _zlib_two(
 
 def _gzip(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
-) -> int:  # pragma: no cover - compiled
+) -> int:
     return gunzip(_bytes(src, n), np.int64(0), n, _room(to, size), size, hi, _bytes(tables, 1), verify != 0)
 
 
 def _zstd(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
-) -> int:  # pragma: no cover - compiled
+) -> int:
     return decode_zstd(_bytes(src, n), np.int64(0), n, _room(to, size), size, _table(addresses))
 
 
 def _lz4(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
-) -> int:  # pragma: no cover - compiled
+) -> int:
     need = size if verify else hi
     return decode_lz4(_bytes(src, n), np.int64(0), n, _room(to, size), size, need, _table(addresses))
 
 
 def _blosc(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
-) -> int:  # pragma: no cover - compiled
+) -> int:
     return decode_blosc(
         _bytes(src, n),
         np.int64(0),

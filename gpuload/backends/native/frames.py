@@ -69,9 +69,7 @@ _call_blosc = caller(I32, I64, I64, I64, I32)
 
 
 @native
-def unshuffle_items(
-    src: Any, src_pos: int, dst: Any, dst_pos: int, n: int, itemsize: int, lo: int, hi: int
-) -> None:  # pragma: no cover - compiled
+def unshuffle_items(src: Any, src_pos: int, dst: Any, dst_pos: int, n: int, itemsize: int, lo: int, hi: int) -> None:
     """Undo the byte shuffle of n bytes for items ``lo:hi`` only; copy bytes after the last whole item unchanged.
 
     Each item goes to its own position, so `dst` must have room for all of them.
@@ -111,7 +109,7 @@ def unshuffle_items(
 
 
 @native
-def _after_gzip_header(at: int, end: int) -> int:  # pragma: no cover - compiled
+def _after_gzip_header(at: int, end: int) -> int:
     """Return the address of the deflate stream of a gzip member that begins at an address, or a negative code."""
     if end - at < 18:
         return TRUNCATED
@@ -134,7 +132,7 @@ def _after_gzip_header(at: int, end: int) -> int:  # pragma: no cover - compiled
 @native
 def gunzip(  # noqa: PLR0911 - one return per outcome
     src: Any, src_pos: int, src_len: int, dst: Any, dst_len: int, need: int, tables: Any, verify: bool
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Decode gzip members into dst[:dst_len]; parameters and result as in `inflate_zlib`, or a code of this module."""
     at, first = np.int64(src.ctypes.data) + np.int64(src_pos), np.int64(dst.ctypes.data)
     end, out, out_end = at + np.int64(src_len), first, first + np.int64(dst_len)
@@ -164,9 +162,7 @@ def gunzip(  # noqa: PLR0911 - one return per outcome
 
 
 @native
-def decode_lz4(
-    src: Any, src_pos: int, n: int, dst: Any, size: int, need: int, addresses: Any
-) -> int:  # pragma: no cover - compiled
+def decode_lz4(src: Any, src_pos: int, n: int, dst: Any, size: int, need: int, addresses: Any) -> int:
     """Decode an LZ4 block prefixed by its decoded size (int32), as in numcodecs; parameters as in `decode_blosc`."""
     at = np.int64(src.ctypes.data) + src_pos
     if n < 4 or load32(at) != size:
@@ -176,16 +172,14 @@ def decode_lz4(
 
 
 @native
-def decode_zstd(
-    src: Any, src_pos: int, n: int, dst: Any, size: int, addresses: Any
-) -> int:  # pragma: no cover - compiled
+def decode_zstd(src: Any, src_pos: int, n: int, dst: Any, size: int, addresses: Any) -> int:
     """Decode a zstd frame; parameters as in `decode_blosc`."""
     got = zstd_at(np.int64(src.ctypes.data) + src_pos, n, np.int64(dst.ctypes.data), size, addresses)
     return got if got == size else BAD_ZSTD
 
 
 @native
-def lz4_at(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> int:  # pragma: no cover - compiled
+def lz4_at(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> int:
     """Decode a block of exactly `size` bytes, or at least the first `need` of them; return the number decoded."""
     if max(n, size) > _MAX_NBYTES:
         return -1
@@ -196,7 +190,7 @@ def lz4_at(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> 
 
 
 @native
-def zstd_at(src: int, n: int, dst: int, size: int, addresses: Any) -> int:  # pragma: no cover - compiled
+def zstd_at(src: int, n: int, dst: int, size: int, addresses: Any) -> int:
     """Decode a frame into `size` bytes; return the number decoded, or some other number on failure."""
     return _call_zstd(addresses[ZSTD], (addresses[ZSTD_CONTEXT], dst, size, src, n))
 
@@ -204,7 +198,7 @@ def zstd_at(src: int, n: int, dst: int, size: int, addresses: Any) -> int:  # pr
 @native
 def decode_blosc(  # noqa: PLR0911 - one return per outcome
     src: Any, src_pos: int, n: int, dst: Any, size: int, lo: int, hi: int, work: Any, tables: Any, addresses: Any
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Decode at least bytes ``lo:hi`` of a blosc container.
 
     Parameters
@@ -306,7 +300,7 @@ def _block(
     codec: int,
     tables: Any,
     addresses: Any,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Decode the streams of a block, each of `size` bytes, of which the first `need` are wanted."""
     for _ in range(n_streams):
         if end - at < 4:

@@ -43,7 +43,7 @@ def describe(code: int) -> str:
 
 
 @native
-def _check_header(src: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
+def _check_header(src: Any, pos: int, n: int) -> int:
     """Check a zlib header; return 0 or an error code."""
     if n < 2:
         return TRUNCATED
@@ -54,7 +54,7 @@ def _check_header(src: Any, pos: int, n: int) -> int:  # pragma: no cover - comp
 @native
 def _check_end(
     code: int, at: int, end: int, out: int, dst: Any, dst_pos: int, dst_len: int, need: int, verify: bool
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Return the result of `inflate_zlib`, given how and where decoding ended."""
     if code < 0:
         return code
@@ -72,7 +72,7 @@ def _check_end(
 @native
 def inflate_zlib(
     src: Any, src_pos: int, src_len: int, dst: Any, dst_pos: int, dst_len: int, need: int, tables: Any, verify: bool
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Decode the zlib stream src[src_pos : src_pos + src_len] into dst[dst_pos : dst_pos + dst_len].
 
     Nothing outside these ranges is read or written; neither array needs slack or alignment. The part of `dst` after the
@@ -109,7 +109,7 @@ def inflate_zlib(
 
 
 @native
-def suit_interleaving(src_len: int, src_len_2: int, dst_len: int) -> bool:  # pragma: no cover - compiled
+def suit_interleaving(src_len: int, src_len_2: int, dst_len: int) -> bool:
     """Return whether two streams decode faster interleaved than one after the other: those with short matches do."""
     return _LONG_MATCHES * min(src_len, src_len_2) >= dst_len
 
@@ -130,7 +130,7 @@ def inflate_two(
     dst: Any,
     dst_len: int,
     tables: Any,
-) -> Any:  # pragma: no cover - compiled
+) -> Any:
     """Decode two zlib streams of `dst_len` decoded bytes each, interleaved; see `suit_interleaving`.
 
     Parameters are those of `inflate_zlib`, for each stream; both are read from `src` and written to `dst`.

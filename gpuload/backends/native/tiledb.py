@@ -33,7 +33,7 @@ def decode_tile(  # noqa: PLR0911 - one return per fault
     tables: int,
     addresses: Any,
     inflate: int,
-) -> Any:  # pragma: no cover - compiled
+) -> Any:
     """Decode the chunks of a tile of exactly `size` bytes that have any wanted byte; others are left undefined.
 
     The first `n_wanted` rows of `wanted` are half-open ranges of its bytes, disjoint and ascending; the others are as
@@ -74,7 +74,7 @@ def decode_tile(  # noqa: PLR0911 - one return per fault
 
 
 @native
-def largest_chunk(at: int, end: int) -> int:  # pragma: no cover - compiled
+def largest_chunk(at: int, end: int) -> int:
     """Return the largest decoded or stored size of the chunks of a tile, or of tiles in a row; or a code."""
     most = 0
     while at < end:
@@ -107,7 +107,7 @@ def decode_tiles(
     tables: Any,
     addresses: Any,
     inflate: int,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Decode consecutive tiles of `sizes` bytes each into `out`, one after the other; return 0 or a code.
 
     Of each, chunks without any byte in the ranges `wanted` are left undefined.

@@ -26,7 +26,7 @@ HEADER = 4
 
 
 @native
-def count_rows(rows: Any, first: int, counts: Any) -> int:  # pragma: no cover - compiled
+def count_rows(rows: Any, first: int, counts: Any) -> int:
     """Count the values of each row.
 
     Parameters
@@ -55,7 +55,7 @@ def count_rows(rows: Any, first: int, counts: Any) -> int:  # pragma: no cover -
 
 
 @native
-def _narrow(at: int, n: int, n_columns: int, to: int) -> bool:  # pragma: no cover - compiled
+def _narrow(at: int, n: int, n_columns: int, to: int) -> bool:
     """Write n columns, int64, as int32; return whether each is one of `n_columns`."""
     found, narrow = carray(pointer(at), n, np.int64), carray(pointer(to), n, np.int32)
     signs = np.int64(0)
@@ -66,7 +66,7 @@ def _narrow(at: int, n: int, n_columns: int, to: int) -> bool:  # pragma: no cov
 
 
 @native
-def _mark_rows(wanted: Any, place: Any, n_rows: int, is_wanted: Any) -> bool:  # pragma: no cover - compiled
+def _mark_rows(wanted: Any, place: Any, n_rows: int, is_wanted: Any) -> bool:
     """Mark the rows of a band that have any wanted value; return whether all have.
 
     `wanted` are half-open ranges of the band's values, disjoint and ascending, and `place` is the first value of each
@@ -82,7 +82,7 @@ def _mark_rows(wanted: Any, place: Any, n_rows: int, is_wanted: Any) -> bool:  #
 
 
 @native
-def _find_runs(at: int, n: int, starts: Any) -> int:  # pragma: no cover - compiled
+def _find_runs(at: int, n: int, starts: Any) -> int:
     """Write where each run of equal numbers begins among n (int64), and n after the last; return their number.
 
     Runs are tens of values long, so eight are compared at a time.
@@ -108,7 +108,7 @@ def _find_runs(at: int, n: int, starts: Any) -> int:  # pragma: no cover - compi
 @native
 def _wanted_ranges(
     rows: Any, starts: Any, n_runs: int, first: int, n_rows: int, is_wanted: Any, item: int, ranges: Any
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Write where in a tile the values of wanted rows are, as half-open ranges of bytes; return their number.
 
     Parameters are as for `_place_values`; a value is stored in `item` bytes.
@@ -141,7 +141,7 @@ def _place_values(
     item: int,
     n_columns: int,
     out: int,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Put the values of a tile whose rows are in a band at the next place of each row; return their number, or a code.
 
     Those of rows that are not wanted are only counted. `starts` is where each run of values of one row begins, and the
@@ -189,7 +189,7 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
     tables: Any,
     addresses: Any,
     inflate: int,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Decode a band of rows: the tiles that its values are in, put in the order of rows.
 
     Chunks of tiles that hold no value of a wanted row are not decoded.

@@ -77,7 +77,7 @@ def describe(code: int) -> str:
 
 
 @native
-def get_item(at: int, size: int) -> int:  # pragma: no cover - compiled
+def get_item(at: int, size: int) -> int:
     """Return the unsigned integer of 1, 2, 4 or 8 bytes at an address."""
     if size == 8:
         return load64(at)
@@ -87,7 +87,7 @@ def get_item(at: int, size: int) -> int:  # pragma: no cover - compiled
 
 
 @native
-def put_item(at: int, size: int, value: int) -> None:  # pragma: no cover - compiled
+def put_item(at: int, size: int, value: int) -> None:
     """Write the low 1, 2, 4 or 8 bytes of a number at an address."""
     if size == 8:
         store64(at, value)
@@ -100,7 +100,7 @@ def put_item(at: int, size: int, value: int) -> None:  # pragma: no cover - comp
 
 
 @native
-def _undo_rle(src: int, n: int, to: int, room: int, item: int) -> int:  # pragma: no cover - compiled
+def _undo_rle(src: int, n: int, to: int, room: int, item: int) -> int:
     """Runs: an item, and its number as two bytes, the higher first."""
     if n % (item + 2):
         return BAD_CODEC
@@ -116,7 +116,7 @@ def _undo_rle(src: int, n: int, to: int, room: int, item: int) -> int:  # pragma
 
 
 @native
-def _undo_delta(src: int, n: int, to: int, room: int, item: int) -> int:  # pragma: no cover - compiled
+def _undo_delta(src: int, n: int, to: int, room: int, item: int) -> int:
     if n < 8:
         return BAD_CODEC
     count = load64(src)
@@ -130,7 +130,7 @@ def _undo_delta(src: int, n: int, to: int, room: int, item: int) -> int:  # prag
 
 
 @native
-def _undo_double_delta(src: int, n: int, to: int, room: int, item: int) -> int:  # pragma: no cover - compiled
+def _undo_double_delta(src: int, n: int, to: int, room: int, item: int) -> int:
     """Second differences as sign and magnitude, in bits from the highest of each 64-bit word on."""
     if n < 9:
         return BAD_CODEC
@@ -168,7 +168,7 @@ def _undo_double_delta(src: int, n: int, to: int, room: int, item: int) -> int: 
 @native
 def _decompress(  # noqa: PLR0911 - one return per codec
     kind: int, item: int, src: int, n: int, to: int, size: int, tables: int, addresses: Any, inflate: int
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Decode a part of exactly `size` bytes; return whether that succeeded, as 0 or a code."""
     if size == 0:
         return 0
@@ -187,7 +187,7 @@ def _decompress(  # noqa: PLR0911 - one return per codec
 
 
 @native
-def _undo_bit_shuffle(src: int, n: int, to: int, item: int) -> None:  # pragma: no cover - compiled
+def _undo_bit_shuffle(src: int, n: int, to: int, item: int) -> None:
     """Undo the shuffle of a block: bit b of byte k of all items is a plane of bits, in the order of k and b."""
     n_items = n // item
     whole = n_items // 8 * 8
@@ -205,7 +205,7 @@ def _undo_bit_shuffle(src: int, n: int, to: int, item: int) -> None:  # pragma: 
 
 
 @native
-def _undo_shuffled_part(kind: int, src: int, n: int, to: int, item: int) -> None:  # pragma: no cover - compiled
+def _undo_shuffled_part(kind: int, src: int, n: int, to: int, item: int) -> None:
     if kind == BYTE_SHUFFLE:
         whole = carray(pointer(to), (n + 7) & -8, np.uint8)  # of which n bytes are written
         unshuffle_items(carray(pointer(src), n, np.uint8), 0, whole, 0, n, item, 0, n // item)
@@ -222,7 +222,7 @@ def _undo_shuffled_part(kind: int, src: int, n: int, to: int, item: int) -> None
 
 
 @native
-def _undo_scale(steps: Any, k: int, src: int, n: int, to: int) -> int:  # pragma: no cover - compiled
+def _undo_scale(steps: Any, k: int, src: int, n: int, to: int) -> int:
     """Integers times a scale plus an offset, in float64, as float32 or float64; return the bytes written."""
     item, width = steps[k, ITEM], steps[k, WIDTH]
     scale, offset = double_of(steps[k, SCALE]), double_of(steps[k, OFFSET])
@@ -241,9 +241,7 @@ def _undo_scale(steps: Any, k: int, src: int, n: int, to: int) -> int:  # pragma
 
 
 @native
-def _undo_windows(
-    kind: int, item: int, data: int, data_end: int, md: int, md_end: int, to: int, room: int
-) -> Any:  # pragma: no cover - compiled
+def _undo_windows(kind: int, item: int, data: int, data_end: int, md: int, md_end: int, to: int, room: int) -> Any:
     """Undo a filter that works in windows; return the bytes written, or a code, and where its metadata end."""
     head = 8 if kind == BIT_WIDTH else 4
     of_window = item + 5 if kind == BIT_WIDTH else item + 4
@@ -295,7 +293,7 @@ def undo_filters(  # noqa: PLR0911 - one return per fault
     tables: int,
     addresses: Any,
     inflate: int,
-) -> Any:  # pragma: no cover - compiled
+) -> Any:
     """Undo the filters of a chunk, last first.
 
     Parameters
