@@ -111,13 +111,13 @@ def _plain(name: str) -> Decoder:
     return decode_plain
 
 
-def _checksum(name: str, is_right: Callable[[Any, int, int], bool]) -> Decoder:
+def _checksum(name: str, is_right: Callable[[int, int], bool]) -> Decoder:
     """Return a decoder that strips a 4-byte checksum, and raises if it does not match."""
 
     def verify(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
         del values, nbytes, itemsize
         array = np.frombuffer(data, dtype=np.uint8)
-        if array.size < 4 or not is_right(array, 0, array.size - 4):
+        if array.size < 4 or not is_right(array.ctypes.data, array.size - 4):
             raise DecodeError(f"its {name} checksum does not match")
         return array[:-4]
 

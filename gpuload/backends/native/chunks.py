@@ -207,11 +207,11 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
         is_due = _is_due(verify, verified[chunk_id[c]])
         if _is_applied(fletcher, mask):
             n -= 4
-            if n < 0 or (is_due and not is_fletcher32(buffer, place, n)):
+            if n < 0 or (is_due and not is_fletcher32(stored + place, n)):
                 return _bad(c, BAD_FLETCHER, status)
         if crc >= 0:
             n -= 4
-            if n < 0 or (is_due and not is_crc32c(buffer, place, n)):
+            if n < 0 or (is_due and not is_crc32c(stored + place, n)):
                 return _bad(c, BAD_CRC32C, status)
         is_shuffled = _is_applied(shuffle, mask)
         size = n if is_raw else full_nbytes[c]
@@ -263,7 +263,7 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
         if is_due:
             verified[chunk_id[c]] = 1
         if is_shuffled:
-            unshuffle_items(first, at, second, 0, size, itemsize, from_item, to_item)
+            unshuffle_items(plain + at, work, size, itemsize, from_item, to_item)
         decoded = work if is_shuffled else plain + at
         code = call_copy(
             copiers[0],

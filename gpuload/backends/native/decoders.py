@@ -21,23 +21,12 @@ if TYPE_CHECKING:
 call_one = caller(I64, *[I64] * 10)
 """Decode a chunk. Arguments: address and number of its stored bytes; address and number of its decoded bytes; first
 byte wanted and the one after the last; whether to verify checksums; addresses of scratch as large as the decoded bytes,
-of the inflater's workspace and of the table of addresses. Returns the number of bytes decoded, or an error code. The
-decoded bytes and the scratch both have room up to the next multiple of 8."""
+of the inflater's workspace and of the table of addresses. Returns the number of bytes decoded, or an error code."""
 
 call_two = caller(I64, *[I64] * 12)
 """Decode two chunks, interleaved. Arguments: for each chunk, address and number of its stored bytes, address of its
 decoded bytes, number wanted, whether to verify checksums; then the decoded size of each, below 2 GiB, and the address
 of the inflater's workspace. Returns the result of `call_one` for each, the first in the high 32 bits."""
-
-
-@inline
-def _bytes(address: int, n: int) -> Any:
-    return carray(pointer(address), n, np.uint8)
-
-
-@inline
-def _room(address: int, size: int) -> Any:
-    return _bytes(address, (size + 7) & -8)
 
 
 @inline
@@ -48,8 +37,7 @@ def _table(addresses: int) -> Any:
 def _zlib(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
 ) -> int:
-    start = np.int64(0)
-    return inflate_zlib(_bytes(src, n), start, n, _room(to, size), start, size, hi, _bytes(tables, 1), verify != 0)
+    return inflate_zlib(src, n, to, size, hi, tables, verify != 0)
 
 
 def _zlib_two(
@@ -66,60 +54,32 @@ def _zlib_two(
     size: int,
     tables: int,
 ) -> int:
-    start = np.int64(0)
-    got, got_2 = inflate_two(
-        _bytes(src, n),
-        start,
-        n,
-        start,
-        need,
-        verify != 0,
-        src_2 - src,
-        n_2,
-        to_2 - to,
-        need_2,
-        verify_2 != 0,
-        _room(to, size),
-        size,
-        _bytes(tables, 1),
-    )
+    got, got_2 = inflate_two(src, n, to, need, verify != 0, src_2, n_2, to_2, need_2, verify_2 != 0, size, tables)
     return got << 32 | got_2 & 0xFFFFFFFF
 
 
 def _gzip(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
 ) -> int:
-    return gunzip(_bytes(src, n), np.int64(0), n, _room(to, size), size, hi, _bytes(tables, 1), verify != 0)
+    return gunzip(src, n, to, size, hi, tables, verify != 0)
 
 
 def _zstd(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
 ) -> int:
-    return decode_zstd(_bytes(src, n), np.int64(0), n, _room(to, size), size, _table(addresses))
+    return decode_zstd(src, n, to, size, _table(addresses))
 
 
 def _lz4(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
 ) -> int:
-    need = size if verify else hi
-    return decode_lz4(_bytes(src, n), np.int64(0), n, _room(to, size), size, need, _table(addresses))
+    return decode_lz4(src, n, to, size, size if verify else hi, _table(addresses))
 
 
 def _blosc(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
 ) -> int:
-    return decode_blosc(
-        _bytes(src, n),
-        np.int64(0),
-        n,
-        _room(to, size),
-        size,
-        lo,
-        hi,
-        _room(work, size),
-        _bytes(tables, 1),
-        _table(addresses),
-    )
+    return decode_blosc(src, n, to, size, lo, hi, work, tables, _table(addresses))
 
 
 _ONE = {

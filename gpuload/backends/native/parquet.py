@@ -448,8 +448,8 @@ def decode_column(  # noqa: PLR0911 - one return per error
             leader[1] = 0xFFFFFFFF
     else:
         leader[0] = leader[1] = np.int64(1) << (8 * width - 1)
-    base = np.int64(src.ctypes.data)
-    at, end = base, base + n
+    at = np.int64(src.ctypes.data)
+    end = at + n
     to, first, page_at = np.int64(out.ctypes.data), np.int64(entries.ctypes.data), np.int64(buffer.ctypes.data)
     n_out, n_entries, room = 0, np.int64(0), out.size // width
     while at < end:
@@ -459,7 +459,7 @@ def decode_column(  # noqa: PLR0911 - one return per error
         stored, full = page[STORED], page[FULL]
         if stored > end - at or full + SLACK > buffer.size:
             return BAD_PAGE_SIZE
-        if page[CRC] != -1 and crc32(src, at - base, stored) != page[CRC] & 0xFFFFFFFF:
+        if page[CRC] != -1 and crc32(at, stored) != page[CRC] & 0xFFFFFFFF:
             return BAD_CRC
         kind = page[TYPE]
         if kind != DATA and kind != DATA_V2 and kind != DICTIONARY:  # noqa: PLR1714 - compiled

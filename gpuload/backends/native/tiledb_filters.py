@@ -207,8 +207,7 @@ def _undo_bit_shuffle(src: int, n: int, to: int, item: int) -> None:
 @native
 def _undo_shuffled_part(kind: int, src: int, n: int, to: int, item: int) -> None:
     if kind == BYTE_SHUFFLE:
-        whole = carray(pointer(to), (n + 7) & -8, np.uint8)  # of which n bytes are written
-        unshuffle_items(carray(pointer(src), n, np.uint8), 0, whole, 0, n, item, 0, n // item)
+        unshuffle_items(src, to, n, item, 0, n // item)
     elif kind == XOR:
         value = 0
         for k in range(n // item):
