@@ -208,4 +208,4 @@ def _check_rows(code: int, n_found: int, n_rows: int) -> None:
 
 def _raise(code: int) -> NoReturn:
     is_missing = code in (parquet_pages.NULL_VALUE, parquet_pages.NULL_LIST)
-    raise (MissingError if is_missing else codecs.DecodeError)(parquet_pages.describe(code))
+    raise (MissingError if is_missing else codecs.DecodeError)(parquet_pages.REASONS[code])

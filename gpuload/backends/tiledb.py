@@ -99,7 +99,7 @@ def decode_tiles(
     stored = np.require(stored, requirements=["C", "W"])
     most = MAX_RATIO * (stored.size + 1024)
     if sizes.size and (int(sizes.min()) < 0 or int(sizes.max()) > most or sum(sizes.tolist()) > most):
-        raise codecs.DecodeError(filters.describe(filters.BAD_SIZE))
+        raise codecs.DecodeError(filters.REASONS[filters.BAD_SIZE])
     total = int(sizes.sum())
     out = np.empty(total + _SLACK, dtype=np.uint8)
     ranges = np.array([[0, total]]) if wanted is None else wanted
@@ -174,7 +174,7 @@ def decode_band(
     (capacity, n_columns, n_row_steps), flat = values[:3], values[3:]
     stored = np.require(stored, requirements=["C", "W", "A"])
     if stored.size < 8 * HEADER:
-        raise codecs.DecodeError(filters.describe(filters.BAD_TILE))
+        raise codecs.DecodeError(filters.REASONS[filters.BAD_TILE])
     _, n_rows, n_tiles, _ = stored[: 8 * HEADER].view(np.int64).tolist()
     out = np.empty(nbytes + _SLACK, dtype=np.uint8)
     ranges = np.array([[0, nbytes]]) if wanted is None else wanted
@@ -233,9 +233,9 @@ def _bytes_at(address: int, n: int, *memory: NDArray[np.uint8]) -> bytes:
         start = address - known.ctypes.data
         if 0 <= start <= known.size - n:
             return known[start : start + n].tobytes()
-    raise codecs.DecodeError(filters.describe(filters.BAD_TILE))
+    raise codecs.DecodeError(filters.REASONS[filters.BAD_TILE])
 
 
 def _check(code: int) -> None:
     if code < 0:
-        raise codecs.DecodeError(filters.describe(code))
+        raise codecs.DecodeError(filters.REASONS[code])

@@ -33,14 +33,13 @@ NEVER, ONCE, ALWAYS = 0, 1, 2
 _pread = types.ExternalFunction("pread", types.intp(types.intc, types.uintp, types.uintp, types.int64))
 
 
-def describe(code: int) -> str:
-    """Return the meaning of a code, as part of a sentence; except `pieces.BAD_VALUE`, which is not damage."""
-    return {
-        BAD_SIZE: "its decoded size is wrong",
-        BAD_FLETCHER: "its fletcher32 checksum does not match",
-        BAD_CRC32C: "its crc32c checksum does not match",
-        BAD_COLUMN: "it holds a column number outside the matrix",
-    }[code]
+REASONS = {
+    BAD_SIZE: "its decoded size is wrong",
+    BAD_FLETCHER: "its fletcher32 checksum does not match",
+    BAD_CRC32C: "its crc32c checksum does not match",
+    BAD_COLUMN: "it holds a column number outside the matrix",
+}
+"""What a code means, as part of a sentence; except `pieces.BAD_VALUE`, which is not damage."""
 
 
 @native

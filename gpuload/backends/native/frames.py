@@ -49,17 +49,16 @@ _MAX_CODECS = 4
 _MAX_NBYTES = (1 << 31) - 1
 
 
-def describe(code: int) -> str:
-    """Return the meaning of a code of this module, as part of a sentence."""
-    return {
-        BAD_BLOSC: "its blosc container is malformed",
-        BAD_BLOSC_SIZE: "its blosc header does not give the chunk's size",
-        BAD_STREAM: "a stream of its blosc container cannot be decoded",
-        BAD_ZSTD: "zstd cannot decode it",
-        BAD_LZ4: "lz4 cannot decode it",
-        BAD_GZIP: "its gzip header is wrong",
-        BAD_CRC32: "its crc32 checksum, or the size next to it, does not match",
-    }[code]
+REASONS = {
+    BAD_BLOSC: "its blosc container is malformed",
+    BAD_BLOSC_SIZE: "its blosc header does not give the chunk's size",
+    BAD_STREAM: "a stream of its blosc container cannot be decoded",
+    BAD_ZSTD: "zstd cannot decode it",
+    BAD_LZ4: "lz4 cannot decode it",
+    BAD_GZIP: "its gzip header is wrong",
+    BAD_CRC32: "its crc32 checksum, or the size next to it, does not match",
+}
+"""What a code of this module means, as part of a sentence."""
 
 
 _call_lz4 = caller(I32, I64, I64, I32, I32)

@@ -26,18 +26,17 @@ _LONG_MATCHES = 4
 """Compression ratio above which a stream's matches are assumed to be long."""
 
 
-def describe(code: int) -> str:
-    """Return the meaning of a code of this module, as part of a sentence."""
-    return {
-        BAD_HEADER: "its zlib header is wrong",
-        BAD_BLOCK: "a block of its deflate stream has an unknown type or a wrong length",
-        BAD_CODE: "its deflate stream holds an invalid Huffman code",
-        BAD_DISTANCE: "its deflate stream refers to bytes before its start, or holds an invalid distance code",
-        TRUNCATED: "its deflate stream is cut off",
-        TOO_LONG: "it decodes to more bytes than it should",
-        TOO_SHORT: "it decodes to fewer bytes than it should",
-        BAD_CHECKSUM: "its adler32 checksum does not match",
-    }[code]
+REASONS = {
+    BAD_HEADER: "its zlib header is wrong",
+    BAD_BLOCK: "a block of its deflate stream has an unknown type or a wrong length",
+    BAD_CODE: "its deflate stream holds an invalid Huffman code",
+    BAD_DISTANCE: "its deflate stream refers to bytes before its start, or holds an invalid distance code",
+    TRUNCATED: "its deflate stream is cut off",
+    TOO_LONG: "it decodes to more bytes than it should",
+    TOO_SHORT: "it decodes to fewer bytes than it should",
+    BAD_CHECKSUM: "its adler32 checksum does not match",
+}
+"""What a code of this module means, as part of a sentence."""
 
 
 @native

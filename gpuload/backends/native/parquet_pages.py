@@ -86,22 +86,21 @@ MAX_PAGE = 1 << 30
 _call_snappy = caller(I32, I64, I64, I64, I64)
 
 
-def describe(code: int) -> str:
-    """Return the meaning of a code of this module, as part of a sentence."""
-    return {
-        BAD_HEADER: "the header of a page is malformed",
-        BAD_PAGE_SIZE: "its pages do not fit its size",
-        BAD_CRC: "the CRC-32 of a page does not match",
-        BAD_CODEC: "a page cannot be decompressed",
-        BAD_LEVELS: "the levels of a page are malformed",
-        NULL_VALUE: "a list holds a missing value",
-        NULL_LIST: "a list is missing",
-        BAD_ENCODING: "a page has an unsupported encoding",
-        BAD_INDEX: "a page names an entry that its dictionary does not have",
-        BAD_COUNT: "it does not hold as many values as its rows should have",
-        BAD_LEADER: "a row does not begin with the [CLS] pair (1 and a value below 0) that the others begin with",
-        SHORT_READ: "it could not be read whole",
-    }[code]
+REASONS = {
+    BAD_HEADER: "the header of a page is malformed",
+    BAD_PAGE_SIZE: "its pages do not fit its size",
+    BAD_CRC: "the CRC-32 of a page does not match",
+    BAD_CODEC: "a page cannot be decompressed",
+    BAD_LEVELS: "the levels of a page are malformed",
+    NULL_VALUE: "a list holds a missing value",
+    NULL_LIST: "a list is missing",
+    BAD_ENCODING: "a page has an unsupported encoding",
+    BAD_INDEX: "a page names an entry that its dictionary does not have",
+    BAD_COUNT: "it does not hold as many values as its rows should have",
+    BAD_LEADER: "a row does not begin with the [CLS] pair (1 and a value below 0) that the others begin with",
+    SHORT_READ: "it could not be read whole",
+}
+"""What a code of this module means, as part of a sentence."""
 
 
 @native

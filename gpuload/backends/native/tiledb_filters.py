@@ -63,17 +63,16 @@ _BLOCK = 8192
 """Bytes that are bit-shuffled together."""
 
 
-def describe(code: int) -> str:
-    """Return the meaning of a code of this module, as part of a sentence."""
-    return {
-        BAD_TILE: "a tile is malformed",
-        BAD_FILTER: "the metadata of a filter do not fit its data",
-        BAD_CODEC: "a chunk of a tile cannot be decompressed",
-        BAD_SIZE: "a tile does not have the size that the fragment's metadata say",
-        BAD_ROW: "it holds a row that the matrix does not have",
-        BAD_COLUMN: "it holds a column that the matrix does not have",
-        BAD_COUNT: "its rows do not hold as many values as when the array was opened",
-    }[code]
+REASONS = {
+    BAD_TILE: "a tile is malformed",
+    BAD_FILTER: "the metadata of a filter do not fit its data",
+    BAD_CODEC: "a chunk of a tile cannot be decompressed",
+    BAD_SIZE: "a tile does not have the size that the fragment's metadata say",
+    BAD_ROW: "it holds a row that the matrix does not have",
+    BAD_COLUMN: "it holds a column that the matrix does not have",
+    BAD_COUNT: "its rows do not hold as many values as when the array was opened",
+}
+"""What a code of this module means, as part of a sentence."""
 
 
 @native
