@@ -52,16 +52,7 @@ _work = _Work()
 
 def can_decode(kind: int) -> bool:
     """Return whether this machine can undo a filter, given by its number in the specification."""
-    known = (
-        filters.GZIP,
-        filters.RLE,
-        filters.DOUBLE_DELTA,
-        filters.BIT_WIDTH,
-        filters.BIT_SHUFFLE,
-        filters.BYTE_SHUFFLE,
-    )
-    more = (filters.POSITIVE_DELTA, filters.FLOAT_SCALE, filters.XOR, filters.DELTA)
-    return kind in known + more or (kind in (filters.ZSTD, filters.LZ4) and codecs.has_addresses())
+    return kind in filters.KINDS and (kind not in (filters.ZSTD, filters.LZ4) or codecs.has_addresses())
 
 
 @cache

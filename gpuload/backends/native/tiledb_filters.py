@@ -44,12 +44,12 @@ BAD_ROW = -405
 BAD_COLUMN = -406
 BAD_COUNT = -407
 
-GZIP, ZSTD, LZ4, RLE, DOUBLE_DELTA, BIT_WIDTH, BIT_SHUFFLE, BYTE_SHUFFLE, POSITIVE_DELTA, FLOAT_SCALE, XOR, DELTA = (
-    *(1, 2, 3, 4),
-    *(6, 7, 8, 9, 10),
-    *(15, 16, 19),
-)
+KINDS = (1, 2, 3, 4, 6, 7, 8, 9, 10, 15, 16, 19)
 """Filters, by the numbers that the specification gives them."""
+
+GZIP, ZSTD, LZ4, RLE, DOUBLE_DELTA, BIT_WIDTH, BIT_SHUFFLE, BYTE_SHUFFLE, POSITIVE_DELTA, FLOAT_SCALE, XOR, DELTA = (
+    KINDS
+)
 
 KIND, ITEM, SCALE, OFFSET, WIDTH = range(5)
 """Columns of the description of a step: the filter; bytes of an item; and for `FLOAT_SCALE` the bits of its scale and
