@@ -30,7 +30,6 @@ from gpuload.formats.arrays import (
     check_n_dims,
     check_plain_matrix,
     checked_indptr,
-    csr_arrays,
     dense_matrix,
     member,
     numbered,
@@ -42,7 +41,7 @@ from gpuload.formats.obs import column_names
 from gpuload.formats.zarr_arrays import Array
 from gpuload.formats.zarr_nodes import FolderTree, Group, ZipTree, open_node
 from gpuload.formats.zarr_remote import RemoteTree
-from gpuload.store import CsrMatrix, Store
+from gpuload.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -221,7 +220,7 @@ class _Access:
     writer = "write_zarr"
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.name = path
         self.held: list[Source] = []
 
     def close(self) -> None:
@@ -232,14 +231,10 @@ class _Access:
     def is_array(self, node: Any) -> bool:
         return isinstance(node, Array)
 
-    def layout(self, node: Array) -> ArrayLayout:
-        layout = node.layout()
+    def layout(self, stored: Array) -> ArrayLayout:
+        layout = stored.layout()
         self.held.append(layout.source)
         return layout
 
-    def csr(self, node: Group, n_rows: int, n_vars: int) -> CsrMatrix:
-        where = f"{self._path}: {node.name}"
-        data, indices, offsets = csr_arrays(node, where, n_rows, n_vars, self.is_array)
-        nnz = data.shape[0], indices.shape[0]
-        indptr = checked_indptr(offsets.read(), f"{where}/indptr", n_rows, nnz)
-        return CsrMatrix(indptr, self.layout(data), self.layout(indices), n_vars)
+    def indptr(self, stored: Array, n_rows: int, nnz: tuple[int, int]) -> NDArray[np.int64]:
+        return checked_indptr(stored.read(), f"{self.name}: {stored.name}", n_rows, nnz)
