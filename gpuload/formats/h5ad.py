@@ -91,9 +91,4 @@ def anndata_groups(path: str, modality: str = "") -> Iterator[list[Any]]:
 
 def _groups(file: Any, path: str, modality: str) -> list[tuple[str, Any]]:
     """Return the AnnData group of a file, if it has one, after its name in errors."""
-    if mudata.is_mudata(file):
-        name, group = mudata.find_modality(file, path, modality)
-        return [(f"{path}/{name}", group)]
-    if modality:
-        raise mudata.no_modalities(path, modality)
-    return [] if tenx.is_tenx(file) else [(path, file)]
+    return mudata.modality_groups(file, path, modality) or ([] if tenx.is_tenx(file) else [(path, file)])

@@ -35,7 +35,7 @@ from gpuload.formats.arrays import (
     numbered,
 )
 from gpuload.formats.members import read_by_columns, read_members
-from gpuload.formats.mudata import find_modality, is_mudata, no_modalities, read_modality
+from gpuload.formats.mudata import is_mudata, modality_groups, read_modality
 from gpuload.formats.mudata import obs_columns as columns_of
 from gpuload.formats.obs import column_names
 from gpuload.formats.zarr_arrays import Array
@@ -87,11 +87,11 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "", 
         def read(group: Any, own: Sequence[str], name: str) -> Store:
             return _store(name, *read_members(group, name, layer, own, access))
 
-        if isinstance(root, Array):
-            return _read_array(root, access, path, layer, obs, modality)
         if is_mudata(root):
             return read_modality(root, path, modality, obs, read)
         groups = _groups(root, path, modality)
+        if isinstance(root, Array):
+            return _read_array(root, access, path, layer, obs)
         known = [column_names(member(group, "obs", path)) if obs and fill else obs for _, group in groups]
         each = zip(groups, stored_columns(obs, known), strict=True)
         stores = [with_columns(read(group, own, name), obs) for (name, group), own in each]
@@ -113,7 +113,7 @@ def open_by_columns(path: str, *, layer: str, modality: str = "") -> Store | Non
 def obs_columns(path: str, modality: str = "") -> list[str]:
     """Return the names of the columns of obs; for a collection, those of any of its data sets."""
     with _opened(path) as (root, access):
-        if isinstance(root, Group) and is_mudata(root):
+        if is_mudata(root):
             names = columns_of(root, path, modality)
         else:
             frames = [member(group, "obs", path) for _, group in _groups(root, path, modality)]
@@ -179,13 +179,9 @@ def _translated(path: str) -> Iterator[None]:
 
 def _groups(root: Group | Array, path: str, modality: str) -> list[tuple[str, Group]]:
     """Return the AnnData groups of a store, each after its name in errors; none if it is an array."""
-    if isinstance(root, Array):
-        return []
-    if is_mudata(root):
-        name, group = find_modality(root, path, modality)
-        return [(f"{path}/{name}", group)]
-    if modality:
-        raise no_modalities(path, modality)
+    chosen = modality_groups(root, path, modality)
+    if chosen or isinstance(root, Array):
+        return chosen
     if root.attrs.get("encoding-type") != _COLLECTION:
         return [(path, root)]
     found = sorted((int(m[1]), name) for name in root if (m := _DATASET.fullmatch(name)))
@@ -197,10 +193,8 @@ def _groups(root: Group | Array, path: str, modality: str) -> list[tuple[str, Gr
     return [(os.path.join(path, name), root[name]) for _, name in found]
 
 
-def _read_array(array: Array, access: _Access, path: str, layer: str, obs: Sequence[str], modality: str) -> Store:
+def _read_array(array: Array, access: _Access, path: str, layer: str, obs: Sequence[str]) -> Store:
     """Return the store of an array by itself, of cells x values."""
-    if modality:
-        raise no_modalities(path, modality)
     check_plain_matrix(path, layer, obs, "store an AnnData")
     check_n_dims(f"{path}: it", array.ndim)
     matrix = dense_matrix(access.layout(array), f"{path}: it")
