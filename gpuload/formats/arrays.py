@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import CorruptDataError, ReadError, StoreError, listing, nearest
+from gpuload.errors import CorruptDataError, GpuloadError, ReadError, StoreError, first_line, listing, nearest
 from gpuload.layout import ArrayLayout
 from gpuload.store import DenseMatrix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -160,6 +161,24 @@ def checked_indptr(
     if nnz != (indptr[-1], indptr[-1]):
         raise CorruptDataError(f"{where} ends at {indptr[-1]} but there are {nnz[0]} data and {nnz[1]} indices. {cure}")
     return indptr
+
+
+@contextmanager
+def damage_to_metadata(path: str) -> Iterator[None]:
+    """Report what NumPy, pandas, h5py and anndata raise of damaged metadata, whatever it is."""
+    try:
+        yield
+    except (GpuloadError, ImportError):  # a missing package that anndata needs is not the file's fault
+        raise
+    except MemoryError as error:
+        raise CorruptDataError(
+            f"{path}: a size in its metadata is impossible ({first_line(error)}), or there is too little memory; "
+            "free some, or restore the file."
+        ) from error
+    except Exception as error:
+        raise CorruptDataError(
+            f"{path}: its metadata cannot be read ({first_line(error)}); restore the file from its source."
+        ) from error
 
 
 def check_length(where: str, found: int, wanted: int, what: str) -> None:

@@ -30,13 +30,14 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
-from gpuload.errors import CorruptDataError, GpuloadError, ReadError, StoreError, first_line
+from gpuload.errors import CorruptDataError, ReadError, StoreError, first_line
 from gpuload.formats.addresses import as_address, first_bytes
 from gpuload.formats.arrays import (
     as_text,
     check_dtype,
     check_not_virtual,
     checked_indptr,
+    damage_to_metadata,
     ends_early,
     plain_layout,
 )
@@ -185,7 +186,7 @@ def opened(path: str) -> Iterator[tuple[h5py.File, Hdf5Source]]:
     address = as_address(path)
     source = LocalHdf5(path) if address is None else RemoteHdf5(address)
     try:
-        with source.content() as content, _open_file(path, content) as file, _translated(path):
+        with source.content() as content, _open_file(path, content) as file, damage_to_metadata(path):
             if isinstance(source, LocalHdf5):
                 source.check_in_place()
             if content is not None:
@@ -236,24 +237,6 @@ def _cure(path: str) -> str:
         if begin.startswith(HDF5):
             return "it begins like one, so it was truncated or damaged: copy it again"
     return "expected an .h5ad file"
-
-
-@contextmanager
-def _translated(path: str) -> Iterator[None]:
-    """Translate errors of h5py and anndata on damaged metadata, in one place."""
-    try:
-        yield
-    except (GpuloadError, ImportError):  # a missing package that anndata needs is not the file's fault
-        raise
-    except MemoryError as error:
-        raise CorruptDataError(
-            f"{path}: a size in its metadata is impossible ({first_line(error)}), or there is too little memory; "
-            "free some, or restore the file."
-        ) from error
-    except Exception as error:
-        raise CorruptDataError(
-            f"{path}: its metadata cannot be read ({first_line(error)}); restore the file from its source."
-        ) from error
 
 
 class Access:

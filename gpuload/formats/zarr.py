@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.concat import concat, stored_columns, with_columns
-from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line
+from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import (
     check_n_dims,
     check_plain_matrix,
     checked_indptr,
+    damage_to_metadata,
     dense_matrix,
     member,
     numbered,
@@ -146,7 +147,7 @@ def _opened(path: str) -> Iterator[tuple[Group | Array, _Access]]:
     access = _Access(path)
     try:
         tree: Tree
-        with ExitStack() as asking, _translated(path):
+        with ExitStack() as asking, damage_to_metadata(path):
             if address is not None:
                 tree = RemoteTree(address)
                 asking.callback(tree.close)
@@ -162,19 +163,6 @@ def _opened(path: str) -> Iterator[tuple[Group | Array, _Access]]:
     except BaseException:
         access.close()
         raise
-
-
-@contextmanager
-def _translated(path: str) -> Iterator[None]:
-    """Translate errors of NumPy and pandas on damaged metadata, in one place."""
-    try:
-        yield
-    except GpuloadError:
-        raise
-    except Exception as error:
-        raise CorruptDataError(
-            f"{path}: its metadata cannot be read ({first_line(error)}); restore it from its source."
-        ) from error
 
 
 def _groups(root: Group | Array, path: str, modality: str) -> list[tuple[str, Group]]:
