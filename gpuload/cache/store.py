@@ -30,7 +30,6 @@ from gpuload.remote import FolderRemote, open_remote
 from gpuload.threads import MOST_IN_FLIGHT, Closer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -243,7 +242,7 @@ class SampleStore:
         OSError
             The last uses of samples cannot be recorded. Everything is released all the same.
         """
-        if not self.is_of_this_process:
+        if not self._catalogue.is_of_this_process:
             return
         with ExitStack() as stack:
             stack.callback(self._closer)
@@ -342,7 +341,7 @@ class SampleStore:
             pin = self._catalogue.pin(generation, self._lease.name, ids[position:])
         else:
             self._catalogue.keep_pinned(pin, ids)
-        snapshot = Snapshot(self, generation, pin, ids, settings, position)
+        snapshot = Snapshot(self, self._catalogue, generation, pin, ids, settings, position)
         self._snapshots.add(snapshot)
         return snapshot
 
@@ -412,15 +411,6 @@ class SampleStore:
 
     # --- what an epoch asks of its store ---
 
-    @property
-    def is_of_this_process(self) -> bool:
-        """Whether this process opened the store, and not one that it is a fork of."""
-        return self._catalogue.is_of_this_process
-
-    def check_process(self) -> None:
-        """Raise PlanError in a forked process."""
-        self._catalogue.check_process()
-
     def drop_strays(self) -> None:
         """Remove copies without a row, as after the loss of the catalogue, if no process lists and would adopt them.
 
@@ -483,14 +473,6 @@ class SampleStore:
     def quarantine_sample(self, sample: Sample, reason: str, *, may_pass: bool = False) -> None:
         """Put a sample in quarantine; if its fault may pass, only after as many as a download may have."""
         self._catalogue.fail(sample.key_id, reason, time.time(), self._settings.max_failures if may_pass else 1)
-
-    def note_visits(self, pin: int, key_ids: Sequence[int]) -> None:
-        """Record uses of samples."""
-        self._catalogue.visited(pin, key_ids)
-
-    def end_snapshot(self, pin: int) -> None:
-        """Release what an epoch holds."""
-        self._catalogue.unpin(pin)
 
     # --- what it says of itself ---
 
