@@ -30,7 +30,6 @@ from gpuload.remote import FolderRemote, open_remote
 from gpuload.threads import MOST_IN_FLIGHT, Closer
 
 if TYPE_CHECKING:
-
     import numpy as np
     from numpy.typing import NDArray
 
