@@ -83,13 +83,13 @@ def _blosc(
 
 
 _ONE = {
-    "deflate": Callback(_zlib, 10),
-    "gzip": Callback(_gzip, 10),
-    "zstd": Callback(_zstd, 10),
-    "lz4-sized": Callback(_lz4, 10),
-    "blosc": Callback(_blosc, 10),
+    "deflate": Callback(_zlib),
+    "gzip": Callback(_gzip),
+    "zstd": Callback(_zstd),
+    "lz4-sized": Callback(_lz4),
+    "blosc": Callback(_blosc),
 }
-_TWO = {"deflate": Callback(_zlib_two, 12)}
+_TWO = {"deflate": Callback(_zlib_two)}
 
 CODECS = tuple(_ONE)
 """Filters decoded natively, as `ArrayLayout` names them; a pipeline has at most one of them."""

@@ -174,7 +174,7 @@ def _copier(stored: np.dtype[Any], out_dtype: np.dtype[Any]) -> Callback:
             carray(pointer(out), _ANY, out_dtype),
         )
 
-    return Callback(copy, 11)
+    return Callback(copy)
 
 
 def _filler(out_dtype: np.dtype[Any]) -> Callback:
@@ -193,4 +193,4 @@ def _filler(out_dtype: np.dtype[Any]) -> Callback:
             carray(pointer(out), _ANY, out_dtype),
         )
 
-    return Callback(fill, 9)
+    return Callback(fill)

@@ -184,11 +184,7 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
     is_wanted: Any,
     starts: Any,
     ranges: Any,
-    work: Any,
-    room: int,
-    tables: Any,
-    addresses: Any,
-    inflate: int,
+    tools: Any,
 ) -> int:
     """Decode a band of rows: the tiles that its values are in, put in the order of rows.
 
@@ -214,7 +210,7 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
     rows, values, place, is_wanted, starts, ranges
         Scratch: one tile's rows (int64) and values (uint8); a word and one more, and a truth value, per row of the
         band; a word and one more, and two words, per cell of a tile.
-    work, room, tables, addresses, inflate
+    tools
         As for `undo_filters`.
 
     Returns
@@ -246,50 +242,23 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
         return BAD_COUNT
     are_all = _mark_rows(wanted, place, n_rows, is_wanted)
     end_rows = at_values
-    at_work, at_tables = np.int64(work.ctypes.data), np.int64(tables.ctypes.data)
     stored_item = 8 if n_columns else item
-    to_values = np.int64(values.ctypes.data)
+    to_rows, to_values = np.int64(rows.ctypes.data), np.int64(values.ctypes.data)
     n_done = 0
     for t in range(n_tiles):
         n = load64(cells + 8 * t)
         if n < 0 or n > min(rows.size, starts.size - 1, len(ranges)) or n * stored_item > values.size:
             return BAD_TILE
         ranges[0, 0], ranges[0, 1] = 0, 8 * n
-        code, at = decode_tile(
-            at,
-            end_rows,
-            row_steps,
-            np.int64(rows.ctypes.data),
-            8 * n,
-            ranges,
-            1,
-            at_work,
-            room,
-            at_tables,
-            addresses,
-            inflate,
-        )
+        code, at = decode_tile(at, end_rows, row_steps, to_rows, 8 * n, ranges, 1, tools)
         if code < 0:
             return code
-        n_runs, n_ranges = _find_runs(np.int64(rows.ctypes.data), n, starts), 1
+        n_runs, n_ranges = _find_runs(to_rows, n, starts), 1
         if are_all:
             ranges[0, 1] = n * stored_item
         else:
             n_ranges = _wanted_ranges(rows, starts, n_runs, first, n_rows, is_wanted, stored_item, ranges)
-        code, at_values = decode_tile(
-            at_values,
-            end,
-            steps,
-            to_values,
-            n * stored_item,
-            ranges,
-            n_ranges,
-            at_work,
-            room,
-            at_tables,
-            addresses,
-            inflate,
-        )
+        code, at_values = decode_tile(at_values, end, steps, to_values, n * stored_item, ranges, n_ranges, tools)
         if code < 0:
             return code
         code = _place_values(

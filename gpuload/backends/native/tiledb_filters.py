@@ -141,9 +141,10 @@ def _undo_double_delta(src: int, n: int, to: int, room: int, item: int) -> int:
 
 @native
 def _decompress(  # noqa: PLR0911 - one return per codec
-    kind: int, item: int, src: int, n: int, to: int, size: int, tables: int, addresses: Any, inflate: int
+    kind: int, item: int, src: int, n: int, to: int, size: int, tools: Any
 ) -> int:
     """Decode a part of exactly `size` bytes; return whether that succeeded, as 0 or a code."""
+    _, _, tables, addresses, inflate = tools
     if size == 0:
         return 0
     if kind == ZSTD:
@@ -254,18 +255,7 @@ def _undo_windows(kind: int, item: int, data: int, data_end: int, md: int, md_en
 
 @native
 def undo_filters(  # noqa: PLR0911 - one return per fault
-    md: int,
-    n_md: int,
-    data: int,
-    n_data: int,
-    steps: Any,
-    to: int,
-    size: int,
-    work: int,
-    room: int,
-    tables: int,
-    addresses: Any,
-    inflate: int,
+    md: int, n_md: int, data: int, n_data: int, steps: Any, to: int, size: int, tools: Any
 ) -> Any:
     """Undo the filters of a chunk, last first.
 
@@ -277,16 +267,16 @@ def undo_filters(  # noqa: PLR0911 - one return per fault
         The filters in the order in which they were applied; see `KIND`.
     to, size
         Where the result goes, and the room there; 0 if it may stay in the working memory.
-    work, room
-        Working memory of four times `room` bytes.
-    tables, addresses, inflate
-        The inflater's workspace, the table of addresses, and the address of the inflater.
+    tools
+        Working memory: its address, and a quarter of its bytes; the address of the inflater's workspace; the table of
+        addresses; and the address of the inflater.
 
     Returns
     -------
     tuple
         Address and number of the decoded bytes, or a code and 0; address and number of the metadata that are left.
     """
+    work, room, _, _, _ = tools
     n_steps = steps.shape[0]
     md_end, data_end, turn, md_turn = md + n_md, data + n_data, 0, 0
     for k in range(n_steps - 1, -1, -1):
@@ -331,7 +321,7 @@ def undo_filters(  # noqa: PLR0911 - one return per fault
                 at = into_md + md_done if is_md else into + done
                 if n > data_end - data or full > (room - md_done if is_md else limit - done):
                     return BAD_FILTER, 0, md, 0
-                code = _decompress(kind, item, data, n, at, full, tables, addresses, inflate)
+                code = _decompress(kind, item, data, n, at, full, tools)
                 if code < 0:
                     return code, 0, md, 0
                 data += n
