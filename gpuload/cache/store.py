@@ -15,7 +15,7 @@ from gpuload.cache.catalogue import POLICIES, Catalogue
 from gpuload.cache.copies import Copies
 from gpuload.cache.fetch import Settings, Window, get_patiently
 from gpuload.cache.fetchers import Fetchers
-from gpuload.cache.files import Folders, check_digest, digest_of, repair, stray_names, usable
+from gpuload.cache.files import Folders, Local, check_digest, digest_of, repair, stray_names, usable
 from gpuload.cache.leases import Lease
 from gpuload.cache.order import visiting_order
 from gpuload.cache.reading import no_copy
@@ -173,7 +173,8 @@ class SampleStore:
         self._check_apart()
         self._opened_at = time.time()
         self._folders, self._catalogue, self._lease = _opened(self.root)
-        self.copies = Copies(self._folders, self._catalogue, self._lease.name, self._settings)
+        self._local = Local(self._folders, self._catalogue, self._lease.name, self._settings)
+        self.copies = Copies(self._local)
         """The samples on the local disk."""
         self.reads = Reads()
         """Statistics of reading from the local copies."""
@@ -181,7 +182,7 @@ class SampleStore:
         """Files whose crc was verified since the store was opened."""
         self._stop = threading.Event()
         self._window = Window(in_flight)
-        self._fetchers = Fetchers(self._folders, self._catalogue, self._lease.name, self.remote, self._settings)
+        self._fetchers = Fetchers(self._local, self.remote)
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._waited_s = 0.0
         self._warned: set[str] = set()
@@ -190,7 +191,7 @@ class SampleStore:
         try:
             self._check_remote()
             with usable(self.root):
-                repair(self._folders, self._catalogue, self._lease.name, self._settings.budget, is_opening=True)
+                repair(self._local, is_opening=True)
             *_, self._fault_before = self._catalogue.listing_fault() or ("",)
             if fetch:
                 self._catalogue.forgive_size(self._settings.budget)
@@ -348,7 +349,7 @@ class SampleStore:
         """Wait until so many samples are here; return what `Catalogue.take_snapshot` returns."""
         start = time.monotonic()
         pause_s = 0.01
-        room = Room(self._folders, self._catalogue, self._settings)
+        room = Room(self._local)
         is_told = False
         while True:
             n_here = self._catalogue.n_ready()
@@ -418,7 +419,7 @@ class SampleStore:
         if self._may_have_strays and not self._fetchers.are_started and not self._catalogue.meta("listing"):
             self._may_have_strays = False
             with usable(self.root):
-                for name in stray_names(self._folders, self._catalogue):
+                for name in stray_names(self._local):
                     self._folders.remove(name)
 
     def fetch_whole(self, sample: Sample) -> Any:
