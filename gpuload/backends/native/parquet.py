@@ -21,7 +21,7 @@ import numpy as np
 
 from gpuload.backends.native.checksums import crc32
 from gpuload.backends.native.chunks import read_fully
-from gpuload.backends.native.parquet_encodings import make_plain
+from gpuload.backends.native.parquet_encodings import make_plain, store
 from gpuload.backends.native.parquet_pages import (
     BAD_COUNT,
     BAD_CRC,
@@ -72,18 +72,7 @@ from gpuload.backends.native.parquet_pages import (
     snappy_front,
     start_levels,
 )
-from gpuload.backends.native.words import (
-    copy_bytes,
-    load8,
-    load16,
-    load32,
-    load64,
-    load_item,
-    native,
-    shift_right,
-    store32,
-    store_item,
-)
+from gpuload.backends.native.words import copy_bytes, load8, load16, load32, load64, native, shift_right, store32
 
 LEADER = 1
 """Token number of the whole cell, if the first value of each row is dropped; its expression value is below 0."""
@@ -258,9 +247,14 @@ def scan_pages(src: Any, n: int, found: Any) -> int:
 
 
 @native
+def _load(at: int, width: int) -> int:
+    return load32(at) if width == 4 else load64(at) if width == 8 else load16(at)
+
+
+@native
 def _item(at: int, spec: Any) -> int:
     """Return a stored value in output form, in the low bytes."""
-    item = load_item(at, spec[WIDTH])
+    item = _load(at, spec[WIDTH])
     if not spec[IS_GENES]:
         return item
     if spec[WIDTH] == 4:
@@ -317,7 +311,7 @@ def _look_up(at: int, first: int, bits: int, n: int, entries: int, n_entries: in
         index = shift_right(load64(at + (bit >> 3)), bit & 7) & mask
         bit += bits
         greatest = max(greatest, index)
-        store_item(to + width * k, width, load_item(entries + width * min(index, last), width))
+        store(to + width * k, _load(entries + width * min(index, last), width), width)
     return greatest
 
 
@@ -375,7 +369,7 @@ def _values(  # noqa: PLR0911 - one return per error
                 at += (bits + 7) >> 3
                 if index >= n_entries:
                     return BAD_INDEX
-                item = load_item(entries + width * index, width)
+                item = _load(entries + width * index, width)
         stop = min(done + left, dropped[k] if k < n_dropped else n)
         m = stop - done
         if m == 0:  # a leader
@@ -386,7 +380,7 @@ def _values(  # noqa: PLR0911 - one return per error
                 index = shift_right(load64(item + (bit >> 3)), bit & 7) & ((1 << bits) - 1)
                 if index >= n_entries:
                     return BAD_INDEX
-                value = load_item(entries + width * index, width)
+                value = _load(entries + width * index, width)
             else:
                 value = item
             if value & leader[0] != leader[1]:
@@ -401,7 +395,7 @@ def _values(  # noqa: PLR0911 - one return per error
                 return BAD_INDEX
         else:
             for i in range(m):
-                store_item(to + width * (out + i), width, item)
+                store(to + width * (out + i), item, width)
         done, left, run, out = stop, left - m, run + m, out + m
     return out
 

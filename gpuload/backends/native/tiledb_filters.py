@@ -24,16 +24,18 @@ from gpuload.backends.native.words import (
     copy_bytes,
     double_of,
     load8,
+    load16,
     load32,
     load64,
-    load_item,
     low_bits,
     native,
     pointer,
     shift_left,
     shift_right,
     store8,
-    store_item,
+    store16,
+    store32,
+    store64,
 )
 
 BAD_TILE = -401
@@ -74,6 +76,29 @@ REASONS = {
 
 
 @native
+def get_item(at: int, size: int) -> int:
+    """Return the unsigned integer of 1, 2, 4 or 8 bytes at an address."""
+    if size == 8:
+        return load64(at)
+    if size == 4:
+        return load32(at)
+    return load16(at) if size == 2 else load8(at)
+
+
+@native
+def put_item(at: int, size: int, value: int) -> None:
+    """Write the low 1, 2, 4 or 8 bytes of a number at an address."""
+    if size == 8:
+        store64(at, value)
+    elif size == 4:
+        store32(at, value)
+    elif size == 2:
+        store16(at, value)
+    else:
+        store8(at, value)
+
+
+@native
 def _undo_rle(src: int, n: int, to: int, room: int, item: int) -> int:
     """Runs: an item, and its number as two bytes, the higher first."""
     if n % (item + 2):
@@ -98,8 +123,8 @@ def _undo_delta(src: int, n: int, to: int, room: int, item: int) -> int:
         return BAD_CODEC
     value = 0
     for k in range(count):
-        value += load_item(src + 8 + k * item, item)
-        store_item(to + k * item, item, value)
+        value += get_item(src + 8 + k * item, item)
+        put_item(to + k * item, item, value)
     return count * item
 
 
@@ -118,12 +143,12 @@ def _undo_double_delta(src: int, n: int, to: int, room: int, item: int) -> int:
     if count < 0 or count > room // item or end - at < min(count, 2) * item:
         return BAD_CODEC
     for k in range(min(count, 2)):
-        store_item(to + k * item, item, load_item(at, item))
+        put_item(to + k * item, item, get_item(at, item))
         at += item
     if count > 2 and (count - 2) * (bits + 1) > (end - at) // 8 * 64:
         return BAD_CODEC
-    last = load_item(to + item, item) if count > 2 else 0
-    before = load_item(to, item) if count > 2 else 0
+    last = get_item(to + item, item) if count > 2 else 0
+    before = get_item(to, item) if count > 2 else 0
     bit = 0
     for k in range(2, count):
         sign = shift_right(load64(at + (bit >> 6) * 8), 63 - (bit & 63)) & 1
@@ -134,7 +159,7 @@ def _undo_double_delta(src: int, n: int, to: int, room: int, item: int) -> int:
             size |= shift_right(load64(at + ((bit >> 6) + 1) * 8), 128 - used - bits)
         bit += bits
         value = (-size if sign else size) + 2 * last - before
-        store_item(to + k * item, item, value)
+        put_item(to + k * item, item, value)
         before, last = last, value
     return count * item
 
@@ -186,8 +211,8 @@ def _undo_shuffled_part(kind: int, src: int, n: int, to: int, item: int) -> None
     elif kind == XOR:
         value = 0
         for k in range(n // item):
-            value ^= load_item(src + k * item, item)
-            store_item(to + k * item, item, value)
+            value ^= get_item(src + k * item, item)
+            put_item(to + k * item, item, value)
     elif n % item or n % 8:
         copy_bytes(to, src, n)
     else:
@@ -202,7 +227,7 @@ def _undo_scale(steps: Any, k: int, src: int, n: int, to: int) -> int:
     scale, offset = double_of(steps[k, SCALE]), double_of(steps[k, OFFSET])
     count = n // width
     for i in range(count):
-        value = load_item(src + i * width, width)
+        value = get_item(src + i * width, width)
         if width < 8:
             top = np.int64(1) << np.int64(8 * width - 1)
             value = (value ^ top) - top
@@ -227,7 +252,7 @@ def _undo_windows(kind: int, item: int, data: int, data_end: int, md: int, md_en
     md += head
     done = 0
     for _ in range(n_windows):
-        first = load_item(md, item)
+        first = get_item(md, item)
         bits = load8(md + item) if kind == BIT_WIDTH else 8 * item
         nbytes = load32(md + of_window - 4)
         md += of_window
@@ -245,9 +270,9 @@ def _undo_windows(kind: int, item: int, data: int, data_end: int, md: int, md_en
                 return BAD_FILTER, md
             value = first
             for k in range(count):
-                found = load_item(data, width)
+                found = get_item(data, width)
                 value = value + found if kind == POSITIVE_DELTA else first + found
-                store_item(to + done + k * item, item, value)
+                put_item(to + done + k * item, item, value)
                 data += width
         done += nbytes
     return done, md

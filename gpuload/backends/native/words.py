@@ -78,29 +78,6 @@ low_bits = _arithmetic(
 )
 
 
-@native
-def load_item(at: int, nbytes: int) -> int:
-    """Return the unsigned integer of 1, 2, 4 or 8 bytes at an address."""
-    if nbytes == 4:
-        return load32(at)
-    if nbytes == 8:
-        return load64(at)
-    return load16(at) if nbytes == 2 else load8(at)
-
-
-@native
-def store_item(at: int, nbytes: int, value: int) -> None:
-    """Write the low 1, 2, 4 or 8 bytes of a number at an address."""
-    if nbytes == 4:
-        store32(at, value)
-    elif nbytes == 8:
-        store64(at, value)
-    elif nbytes == 2:
-        store16(at, value)
-    else:
-        store8(at, value)
-
-
 @intrinsic
 def reverse(_typing: Any, value: Any) -> Any:
     """Reverse all 64 bits."""
