@@ -29,7 +29,7 @@ from unittest import mock
 import gpuload.cache
 from gpuload.cache import SampleStore, fetch
 from gpuload.cache.fetch import Fetcher, Settings
-from gpuload.cache.files import Folders, repair
+from gpuload.cache.files import Folders, Local, repair
 from gpuload.cache.leases import Lease
 from gpuload.errors import ReadError
 from gpuload.remote import FolderRemote
@@ -66,7 +66,7 @@ class Opened:
         self.fetcher = self.fetcher_of(self.lease)
 
     def fetcher_of(self, lease: Lease) -> Fetcher:
-        return Fetcher(self.folders, self.catalogue, lease.name, self.remote, SETTINGS)
+        return Fetcher(Local(self.folders, self.catalogue, lease.name, SETTINGS), self.remote)
 
     def fill(self) -> None:
         while self.fetcher.fetch_one():
@@ -126,7 +126,7 @@ def badly(root: Path, remote: Path) -> None:
     fetcher._drop_outdated()
     opened.fill()
     let_another_die(opened)
-    repair(opened.folders, catalogue, opened.lease.name, BUDGET, is_opening=False)
+    repair(fetcher._local, is_opening=False)
     store.close()
     os.unlink(opened.folders.catalogue)
     opened = Opened(root, remote)

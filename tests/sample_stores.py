@@ -91,4 +91,4 @@ def lose_catalogue(tmp_path: Path) -> None:
 
 
 def fetcher_of(store: SampleStore) -> Fetcher:
-    return Fetcher(store._folders, store._catalogue, store._lease.name, store.remote, store._settings)
+    return Fetcher(store._local, store.remote)

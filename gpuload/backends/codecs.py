@@ -20,6 +20,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import imagecodecs
 import numpy as np
 
 from gpuload.backends.native import checksums, frames
@@ -103,21 +104,17 @@ def _plain(name: str) -> Decoder:
     """Return a decoder that only calls a function of imagecodecs."""
 
     def decode_plain(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-        import imagecodecs
-
-        del values, itemsize
         return getattr(imagecodecs, name)(data, out=_room(nbytes))
 
     return decode_plain
 
 
-def _checksum(name: str, is_right: Callable[[Any, int, int], bool]) -> Decoder:
+def _checksum(name: str, is_right: Callable[[int, int], bool]) -> Decoder:
     """Return a decoder that strips a 4-byte checksum, and raises if it does not match."""
 
     def verify(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-        del values, nbytes, itemsize
         array = np.frombuffer(data, dtype=np.uint8)
-        if array.size < 4 or not is_right(array, 0, array.size - 4):
+        if array.size < 4 or not is_right(array.ctypes.data, array.size - 4):
             raise DecodeError(f"its {name} checksum does not match")
         return array[:-4]
 
@@ -125,7 +122,6 @@ def _checksum(name: str, is_right: Callable[[Any, int, int], bool]) -> Decoder:
 
 
 def _shuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    del nbytes
     size = values[0] if values else itemsize
     array = np.frombuffer(data, dtype=np.uint8)
     whole = array.size // size * size
@@ -136,9 +132,6 @@ def _shuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -
 
 
 def _blosc(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    import imagecodecs
-
-    del values, itemsize
     _check_blosc_size(data, nbytes)
     return imagecodecs.blosc_decode(data, out=_room(nbytes), numthreads=1)
 
@@ -156,9 +149,6 @@ def _check_blosc_size(data: Bytes, nbytes: int) -> None:
 
 def _gzip(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
     """Decode gzip members in turn; there is nearly always just one, which imagecodecs decodes faster."""
-    import imagecodecs
-
-    del values, itemsize
     if nbytes >= 0:
         plain = imagecodecs.gzip_decode(data, out=_room(nbytes))
         if len(plain) == nbytes:
@@ -177,9 +167,6 @@ def _gzip(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> B
 
 def _lz4(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
     """Decode HDF5's own LZ4 framing: total size and block size, big-endian, then blocks preceded by their sizes."""
-    import imagecodecs
-
-    del values, itemsize
     if len(data) < 12 or nbytes not in (-1, struct.unpack_from(">Q", data)[0]):
         raise DecodeError("its lz4 header does not give the chunk's size")
     return imagecodecs.lz4h5_decode(data, out=_room(nbytes))
@@ -187,9 +174,6 @@ def _lz4(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> By
 
 def _lz4_sized(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
     """Decode numcodecs' LZ4 framing: the size, then one block."""
-    import imagecodecs
-
-    del values, itemsize
     if len(data) < 4 or nbytes not in (-1, struct.unpack_from("<I", data)[0]):
         raise DecodeError("its lz4 header does not give the chunk's size")
     return imagecodecs.lz4_decode(data[4:], out=struct.unpack_from("<I", data)[0])
@@ -200,8 +184,6 @@ def _bitshuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int
 
     Client data: two version numbers, element size, block size, compressor.
     """
-    import imagecodecs
-
     size = values[2] if len(values) > 2 else itemsize
     block = values[3] if len(values) > 3 else 0
     compressor = values[4] if len(values) > 4 else 0
@@ -213,8 +195,6 @@ def _bitshuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int
 
 
 def _bitshuffle_blocks(data: Bytes, itemsize: int, nbytes: int, decode_block: Callable[..., Any]) -> Bytes:
-    import imagecodecs
-
     total, block_nbytes = struct.unpack_from(">QI", data)
     if nbytes not in (-1, total) or block_nbytes <= 0 or block_nbytes % (8 * itemsize):
         raise DecodeError("its bitshuffle header does not give the chunk's size")
@@ -247,7 +227,6 @@ def _tiledb(
     """Decode a data tile; `values` describe its filters, in the order of `native.tiledb_filters`."""
     from gpuload.backends import tiledb
 
-    del itemsize
     stored = np.frombuffer(data, dtype=np.uint8)
     return tiledb.decode_tiles(stored, values, np.array([nbytes], dtype=np.int64), wanted)
 
@@ -289,15 +268,11 @@ IN_PART = ("tiledb", "tiledb-band")
 
 def encode_zstd(plain: Any, level: int) -> bytes:
     """Compress bytes into one zstd frame."""
-    import imagecodecs
-
     return bytes(imagecodecs.zstd_encode(plain, level=level))
 
 
 def encode_blosc(plain: Any, compressor: str, level: int, itemsize: int) -> bytes:
     """Compress bytes into a blosc container, with byte shuffle; `compressor` is a blosc name."""
-    import imagecodecs
-
     return bytes(
         imagecodecs.blosc_encode(plain, level=level, compressor=compressor, shuffle=1, typesize=itemsize, numthreads=1)
     )

@@ -30,9 +30,10 @@ import numpy as np
 
 from gpuload.backends.buffers import BufferPool
 from gpuload.backends.damage import check_fits_csr, read_again_if_far, rounding_warning, too_large_for_half
-from gpuload.backends.decoding import TWO_AHEAD_NBYTES, VERIFY, Part, Scratch, decode, round_up
+from gpuload.backends.decoding import TWO_AHEAD_NBYTES, VERIFY, Part, decode, round_up
 from gpuload.backends.native import rows
 from gpuload.backends.reading import read_extents
+from gpuload.backends.workspace import Workspace
 from gpuload.checks import check_choice, check_whole
 from gpuload.errors import PlanError
 from gpuload.stats import Stats
@@ -168,7 +169,7 @@ class CpuBackend:
         self._far_reads = DaemonThreads(FAR_PARTS, f"{_THREADS}read")
         self._takes = QuickThreads(n, f"{_THREADS}take")
         self._scratch_nbytes: dict[tuple[int, str], int] = {}
-        self._scratch = Scratch(self._scratch_nbytes)
+        self._scratch = Workspace(self._scratch_nbytes)
         self._stored = BufferPool(max_idle=FAR_PARTS)
         self._residents = BufferPool(max_idle=2 * n_matrices)
         self._outputs = BufferPool(max_idle=(self.takes_ahead + 3) * n_matrices)
@@ -240,7 +241,7 @@ class CpuBackend:
             buffer, place = memory, offset  # decoded in place
         else:
             place = np.cumsum(nbytes) - nbytes
-            buffer = self._scratch.bytes("stored", int(nbytes.sum()))
+            buffer = self._scratch.memory("stored", int(nbytes.sum()))
             read_extents(layout, offset, nbytes, place, buffer)
         self.stats.spent("read_s", start, read_nbytes=int(nbytes.sum()))
         self._decode(read, lo, hi, buffer, place - offset, resident)
@@ -298,9 +299,10 @@ class CpuBackend:
             bad = rows.gather_dense(positions, resident.indptr, resident.X, resident.map_start, *arithmetic, out)
         else:
             csr = (positions, resident.indptr, resident.indices, resident.data, resident.map_start)
-            wide = narrow = self._scratch.zeros("wide", form.n_cols * 4 + 2 * rows.SLACK).view(np.float32)
+            n = form.n_cols + rows.SLACK // 2
+            wide = narrow = self._scratch.memory("wide", n, np.float32, is_zeroed=True)
             if kind is not np.float32:
-                narrow = self._scratch.zeros("narrow", form.n_cols * 2 + rows.SLACK).view(kind)
+                narrow = self._scratch.memory("narrow", n, np.uint16, is_zeroed=True).view(kind)
             bad = rows.densify_csr(*csr, *arithmetic, wide, narrow, out)
         if bad >= 0:
             raise PlanError(too_large_for_half(bad))
@@ -341,7 +343,7 @@ class CpuBackend:
         if form.transform is None and form.columns is None:
             return _NO_SCRATCH
         longest = int((resident.indptr[positions + 1] - resident.indptr[positions]).max(initial=0))
-        return self._scratch.bytes("row", 8 * longest).view(np.float32)
+        return self._scratch.memory("row", 2 * longest, np.float32)
 
 
 def scratch_nbytes(layouts: Iterable[ArrayLayout]) -> int:

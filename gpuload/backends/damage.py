@@ -18,6 +18,9 @@ T = TypeVar("T")
 MAX_CSR = (1 << 31) - 1
 """Largest number of stored values that the int32 row offsets of a CSR minibatch can count."""
 
+REASONS = frames.REASONS | inflate.REASONS | chunks.REASONS
+"""What a status code of the native decoders and the kernels means, as part of a sentence."""
+
 _log = logging.getLogger("gpuload")
 
 
@@ -35,18 +38,10 @@ def read_again_if_far(read: ArrayRead, run: Callable[[], T]) -> T:
         return run()
 
 
-def reason(code: int) -> str:
-    """Return the meaning of a status code of the native decoders and the kernels, as part of a sentence."""
-    for module, last in ((frames, frames.BAD_BLOSC), (chunks, chunks.BAD_SIZE)):
-        if code <= last:
-            return str(module.describe(code))
-    return inflate.describe(code)
-
-
 def bad_chunk(read: ArrayRead, chunk: int, code: int) -> GpuloadError:
     """Return the error for chunk `chunk` of a read, for which a decoder or kernel returned a status code below 0."""
     if code != pieces.BAD_VALUE:
-        return corrupt(read, chunk, reason(code))
+        return corrupt(read, chunk, REASONS[code])
     path, at = read.layout.source.where_is(int(read.chunk_offset[chunk]))
     number = read.layout.number_in_file(int(read.chunk_id[chunk]))
     return StoreError(

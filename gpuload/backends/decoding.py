@@ -5,7 +5,6 @@ Each thread decodes into its own scratch chunk, from which only the wanted rows 
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +13,13 @@ import numpy as np
 from gpuload.backends import codecs
 from gpuload.backends.damage import bad_chunk, corrupt
 from gpuload.backends.native import chunks, decoders, pieces
-from gpuload.backends.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from numpy.typing import NDArray
 
+    from gpuload.backends.workspace import Workspace
     from gpuload.layout import ArrayLayout
     from gpuload.types import ArrayRead
 
@@ -58,34 +57,7 @@ class Part:
     out: NDArray[Any]
 
 
-class Scratch(Workspace):
-    """Working memory of one thread, whose size is reported."""
-
-    def __init__(self, sizes: dict[tuple[int, str], int]) -> None:
-        super().__init__()
-        self._sizes = sizes
-
-    def zeros(self, name: str, nbytes: int) -> NDArray[np.uint8]:
-        """Return zeroed memory; the caller must leave it zeroed."""
-        memory = self._memory.get(name)
-        if memory is None or memory.size < nbytes:
-            memory = self._keep(name, np.zeros(nbytes, dtype=np.uint8))
-        return memory[:nbytes]
-
-    def bytes(self, name: str, nbytes: int) -> NDArray[np.uint8]:
-        """Return uninitialised memory."""
-        memory = self._memory.get(name)
-        if memory is None or memory.size < nbytes:
-            memory = self._keep(name, np.empty(nbytes + nbytes // 8, dtype=np.uint8))
-        return memory[:nbytes]
-
-    def _keep(self, name: str, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        self._memory[name] = memory
-        self._sizes[threading.get_ident(), name] = memory.size
-        return memory
-
-
-def decode(part: Part, scratch: Scratch, verify: str) -> tuple[int, int, bool]:
+def decode(part: Part, scratch: Workspace, verify: str) -> tuple[int, int, bool]:
     """Decode chunks and copy their wanted pieces; `verify` is a key of `VERIFY`.
 
     Returns
@@ -102,14 +74,16 @@ def decode(part: Part, scratch: Scratch, verify: str) -> tuple[int, int, bool]:
     return _by_library(part) if steps is None else _natively(part, *steps, scratch, VERIFY[verify])
 
 
-def _natively(part: Part, steps: NDArray[np.int64], codec: str, scratch: Scratch, verify: int) -> tuple[int, int, bool]:
+def _natively(
+    part: Part, steps: NDArray[np.int64], codec: str, scratch: Workspace, verify: int
+) -> tuple[int, int, bool]:
     read, first, last = part.read, part.first, part.last
     layout, chosen = read.layout, slice(first, last)
     stored_dtype = _of_numbers(layout.dtype)
     full = layout.decoded_nbytes(read.chunk_id[chosen])
     room = round_up(max(int(full.max()), int(read.chunk_nbytes[chosen].max()) if layout.is_raw else 0), 8)
     decoder = decoders.addresses_of(codec, may_pair=room <= TWO_AHEAD_NBYTES)
-    one, two = scratch.bytes("first", 2 * room if decoder[1] else room), scratch.bytes("second", room)
+    one, two = scratch.memory("first", 2 * room if decoder[1] else room), scratch.memory("second", room)
     status = np.zeros(3, dtype=np.int64)
     n = chunks.decode_chunks(
         part.buffer,

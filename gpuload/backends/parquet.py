@@ -118,8 +118,9 @@ def row_starts(
         The chunk is damaged, or its number of rows is different.
     """
     starts, found = np.empty(n_rows, dtype=np.int64), np.zeros(4, dtype=np.int64)
-    code = 1
-    while code == 1:
+    code, n_stored, n_whole = 1, 0, native.FRONT
+    while code == 1:  # a page was larger than the memory given for those before it
+        n_stored, n_whole = max(n_stored, int(found[2])), max(n_whole, int(found[3]))
         code = native.row_starts(
             descriptor,
             offset,
@@ -128,8 +129,8 @@ def row_starts(
             starts,
             found,
             _work.memory("front", native.FRONT + SLACK),
-            _work.memory("stored", int(found[2]) + SLACK),
-            _work.memory("whole", max(native.FRONT + SLACK, int(found[3]))),
+            _work.memory("stored", n_stored + SLACK),
+            _work.memory("whole", n_whole + SLACK),
             _work.addresses_for(spec),
         )
     _check_rows(code, int(found[0]), n_rows)
@@ -208,4 +209,4 @@ def _check_rows(code: int, n_found: int, n_rows: int) -> None:
 
 def _raise(code: int) -> NoReturn:
     is_missing = code in (parquet_pages.NULL_VALUE, parquet_pages.NULL_LIST)
-    raise (MissingError if is_missing else codecs.DecodeError)(parquet_pages.describe(code))
+    raise (MissingError if is_missing else codecs.DecodeError)(parquet_pages.REASONS[code])

@@ -39,12 +39,13 @@ class _Work(Workspace):
         return int(decoders.addresses_of("deflate", may_pair=False)[0])
 
     def decoding(self, stored: NDArray[np.uint8], first: int, largest: int) -> tuple[Any, ...]:
-        """Return the last arguments of the native functions, for tiles of at most `largest` bytes from `first` on."""
+        """Return the tools of the native functions, for tiles of at most `largest` bytes from `first` on."""
         start = stored.ctypes.data
         most = native.largest_chunk(start + first, start + stored.size)
         _check(most if most <= max(largest, stored.size) else filters.BAD_TILE)
         room = 4 * most + _META_NBYTES
-        return self.memory("work", 4 * room), room, self.tables, self.addresses.table, self.inflater
+        work = self.memory("work", 4 * room)
+        return work.ctypes.data, room, self.tables.ctypes.data, self.addresses.table, self.inflater
 
 
 _work = _Work()
@@ -52,16 +53,7 @@ _work = _Work()
 
 def can_decode(kind: int) -> bool:
     """Return whether this machine can undo a filter, given by its number in the specification."""
-    known = (
-        filters.GZIP,
-        filters.RLE,
-        filters.DOUBLE_DELTA,
-        filters.BIT_WIDTH,
-        filters.BIT_SHUFFLE,
-        filters.BYTE_SHUFFLE,
-    )
-    more = (filters.POSITIVE_DELTA, filters.FLOAT_SCALE, filters.XOR, filters.DELTA)
-    return kind in known + more or (kind in (filters.ZSTD, filters.LZ4) and codecs.has_addresses())
+    return kind in filters.KINDS and (kind not in (filters.ZSTD, filters.LZ4) or codecs.has_addresses())
 
 
 @cache
@@ -99,12 +91,12 @@ def decode_tiles(
     stored = np.require(stored, requirements=["C", "W"])
     most = MAX_RATIO * (stored.size + 1024)
     if sizes.size and (int(sizes.min()) < 0 or int(sizes.max()) > most or sum(sizes.tolist()) > most):
-        raise codecs.DecodeError(filters.describe(filters.BAD_SIZE))
+        raise codecs.DecodeError(filters.REASONS[filters.BAD_SIZE])
     total = int(sizes.sum())
     out = np.empty(total + _SLACK, dtype=np.uint8)
     ranges = np.array([[0, total]]) if wanted is None else wanted
-    arguments = _work.decoding(stored, 0, int(sizes.max(initial=0)))
-    _check(native.decode_tiles(stored, steps_of(steps), sizes, ranges, out, *arguments))
+    tools = _work.decoding(stored, 0, int(sizes.max(initial=0)))
+    _check(native.decode_tiles(stored, steps_of(steps), sizes, ranges, out, tools))
     return out[:total]
 
 
@@ -114,27 +106,14 @@ def chunks_of(stored: NDArray[np.uint8], steps: tuple[int, ...], size: int) -> l
     `steps` describe the other filters, and `size` is the decoded size. Raise DecodeError if the bytes are damaged.
     """
     stored = np.require(stored, requirements=["C", "W"])
-    work, room, tables, addresses, inflater = _work.decoding(stored, 0, size)
-    described = steps_of(steps)
+    tools, described = _work.decoding(stored, 0, size), steps_of(steps)
+    work = _work.memory("work", 4 * tools[1])
     start, out = stored.ctypes.data, []
     at, n_chunks = 8, int(stored[:8].view(np.int64)[0])
     for _ in range(n_chunks):
         _, n_data, n_md = stored[at : at + 12].view(np.uint32).tolist()
         at += 12
-        data, n, md, left = filters.undo_filters(
-            start + at,
-            n_md,
-            start + at + n_md,
-            n_data,
-            described,
-            0,
-            0,
-            work.ctypes.data,
-            room,
-            tables.ctypes.data,
-            addresses,
-            inflater,
-        )
+        data, n, md, left = filters.undo_filters(start + at, n_md, start + at + n_md, n_data, described, 0, 0, tools)
         _check(data)
         out.append((_bytes_at(data, n, stored, work), _bytes_at(md, left, stored, work)))
         at += n_md + n_data
@@ -174,7 +153,7 @@ def decode_band(
     (capacity, n_columns, n_row_steps), flat = values[:3], values[3:]
     stored = np.require(stored, requirements=["C", "W", "A"])
     if stored.size < 8 * HEADER:
-        raise codecs.DecodeError(filters.describe(filters.BAD_TILE))
+        raise codecs.DecodeError(filters.REASONS[filters.BAD_TILE])
     _, n_rows, n_tiles, _ = stored[: 8 * HEADER].view(np.int64).tolist()
     out = np.empty(nbytes + _SLACK, dtype=np.uint8)
     ranges = np.array([[0, nbytes]]) if wanted is None else wanted
@@ -194,7 +173,7 @@ def decode_band(
         _work.memory("is wanted", n_rows, np.bool_),
         _work.memory("starts", capacity + 1, np.int64),
         _work.memory("ranges", 2 * (capacity + 1), np.int64).reshape(-1, 2),
-        *_work.decoding(stored, 8 * (HEADER + n_rows + n_tiles), 8 * capacity),
+        _work.decoding(stored, 8 * (HEADER + n_rows + n_tiles), 8 * capacity),
     )
     _check(code)
     return out[:nbytes]
@@ -233,9 +212,9 @@ def _bytes_at(address: int, n: int, *memory: NDArray[np.uint8]) -> bytes:
         start = address - known.ctypes.data
         if 0 <= start <= known.size - n:
             return known[start : start + n].tobytes()
-    raise codecs.DecodeError(filters.describe(filters.BAD_TILE))
+    raise codecs.DecodeError(filters.REASONS[filters.BAD_TILE])
 
 
 def _check(code: int) -> None:
     if code < 0:
-        raise codecs.DecodeError(filters.describe(code))
+        raise codecs.DecodeError(filters.REASONS[code])

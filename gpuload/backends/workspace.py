@@ -16,10 +16,17 @@ if TYPE_CHECKING:
 
 
 class Workspace(threading.local):
-    """Working memory of one thread, grown to its largest task so far."""
+    """Working memory of one thread, grown to its largest task so far.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    sizes
+        Bytes of each memory, by thread and name; kept up to date here.
+    """
+
+    def __init__(self, sizes: dict[tuple[int, str], int] | None = None) -> None:
         self._memory: dict[str, NDArray[Any]] = {}
+        self._sizes = {} if sizes is None else sizes
 
     @cached_property
     def tables(self) -> NDArray[np.uint8]:
@@ -31,9 +38,10 @@ class Workspace(threading.local):
         """Addresses of the library functions that decode natively."""
         return codecs.Addresses()
 
-    def memory(self, name: str, n: int, dtype: Any = np.uint8) -> NDArray[Any]:
-        """Return uninitialised memory for at least n items."""
+    def memory(self, name: str, n: int, dtype: Any = np.uint8, *, is_zeroed: bool = False) -> NDArray[Any]:
+        """Return memory for n items: uninitialised, or zeroed, and then the caller must leave it so."""
         found = self._memory.get(name)
         if found is None or found.size < n:
-            found = self._memory[name] = np.empty(n, dtype=dtype)
-        return found
+            found = self._memory[name] = (np.zeros if is_zeroed else np.empty)(n + n // 8, dtype=dtype)
+            self._sizes[threading.get_ident(), name] = found.nbytes
+        return found[:n]

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from gpuload.cache.catalogue import Catalogue
-    from gpuload.cache.fetch import Settings
-    from gpuload.cache.files import Folders
+    from gpuload.cache.files import Local
 
 _log = logging.getLogger("gpuload.cache")
 
@@ -30,16 +28,13 @@ class Copies:
 
     Parameters
     ----------
-    folders, catalogue
-        Those of the store.
-    holder
-        Name of this process's lease.
-    settings
-        Those of the store: the budget, and the room to leave on the disk.
+    local
+        The store, with the lease of this process.
     """
 
-    def __init__(self, folders: Folders, catalogue: Catalogue, holder: str, settings: Settings) -> None:
-        self._folders, self._catalogue, self._holder, self._settings = folders, catalogue, holder, settings
+    def __init__(self, local: Local) -> None:
+        self._folders, self._catalogue, self._settings = local.folders, local.catalogue, local.settings
+        self._lease = local.lease
 
     def samples(self, ids: NDArray[np.int64]) -> list[Sample]:
         """Return the samples to read, by file numbers of a snapshot."""
@@ -70,7 +65,7 @@ class Copies:
         """Keep an object that was read from the remote anyway; return its path, or None if there is no room for it."""
         if not self.has_room(wanted.nbytes):
             return None
-        file = self._catalogue.reserve_known(wanted, self._holder, self._settings.budget)
+        file = self._catalogue.reserve_known(wanted, self._lease, self._settings.budget)
         if file is None:
             found = self.find(wanted)
             return None if found is None else found.path
@@ -84,17 +79,17 @@ class Copies:
             self._folders.publish(file.name)
         except BaseException as error:
             self._folders.remove(file.name)
-            self._catalogue.give_up(file, self._holder)
+            self._catalogue.give_up(file, self._lease)
             if isinstance(error, OSError) and error.errno in DISK_FULL:
                 return None
             raise
-        self._catalogue.publish(file, self._holder, download.crc)
+        self._catalogue.publish(file, self._lease, download.crc)
         return self._folders.path(file.name)
 
     def drop(self, sample: Sample, fault: str) -> None:
         """Remove a damaged local copy; it will be downloaded again."""
         _log.warning("%s: its local copy is unusable: %s; reading from the remote", sample.key, fault)
-        file = self._catalogue.take_leaving(sample.file_id, self._holder, is_damaged=True)
+        file = self._catalogue.take_leaving(sample.file_id, self._lease, is_damaged=True)
         if file is None:
             return
         try:
@@ -111,7 +106,7 @@ class Copies:
     def evict(self, file_ids: Iterable[int]) -> None:
         """Remove copies, except those that an epoch needs or that the remote has no more."""
         for file_id in file_ids:
-            file = self._catalogue.take_leaving(file_id, self._holder)
+            file = self._catalogue.take_leaving(file_id, self._lease)
             if file is not None:
                 self._folders.remove(file.name)
                 self._catalogue.let_go(file)

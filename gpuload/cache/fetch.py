@@ -29,8 +29,8 @@ from gpuload.threads import PATIENCE_S
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gpuload.cache.catalogue import Catalogue, File
-    from gpuload.cache.files import Folders
+    from gpuload.cache.catalogue import File
+    from gpuload.cache.files import Local
     from gpuload.remote import Remote, RemoteObject
 
 _log = logging.getLogger("gpuload.cache")
@@ -157,21 +157,18 @@ class Fetcher:
 
     Parameters
     ----------
-    folders, catalogue
-        The store.
-    lease
-        The lease of this process.
+    local
+        The store, with the lease of this process.
     remote
         The source of the objects.
-    settings
-        How to download.
     """
 
-    def __init__(self, folders: Folders, catalogue: Catalogue, lease: str, remote: Remote, settings: Settings) -> None:
-        self._folders, self._catalogue, self._lease = folders, catalogue, lease
-        self._remote, self._settings = remote, settings
+    def __init__(self, local: Local, remote: Remote) -> None:
+        self._local, self._remote = local, remote
+        self._folders, self._catalogue, self._lease = local.folders, local.catalogue, local.lease
+        self._settings = local.settings
         self._stop = threading.Event()
-        self._window = Window(settings.in_flight)
+        self._window = Window(local.settings.in_flight)
         self._soft = SoftDigests()
         self._evict_lock = threading.Lock()
         self._candidates: deque[int] = deque()
@@ -183,7 +180,7 @@ class Fetcher:
         self._probe = threading.Lock()
         self._lock = threading.Lock()
         self._under_way: dict[str, Download] = {}
-        self._waits_for_listing = not catalogue.meta("listed_at") and bool(stray_names(folders, catalogue))
+        self._waits_for_listing = not self._catalogue.meta("listed_at") and bool(stray_names(local))
 
     def start(self) -> None:
         """Start the threads."""
@@ -253,7 +250,7 @@ class Fetcher:
                     self._drop_outdated()
                 if time.monotonic() - repaired_at > _REPAIR_S:
                     self._drop_outdated()
-                    repair(self._folders, self._catalogue, self._lease, self._settings.budget, is_opening=False)
+                    repair(self._local, is_opening=False)
                     repaired_at = time.monotonic()
             except Exception as error:  # noqa: BLE001 - as in `_attempt`
                 if not self._stop.is_set() and str(error) != said:
@@ -286,7 +283,7 @@ class Fetcher:
                 if self._stop.is_set():
                     return False
             if is_first:  # before it counts as listed, so that it is repeated if interrupted
-                adopt_strays(self._folders, catalogue, self._lease, self._settings.budget, self._touch)
+                adopt_strays(self._local, self._touch)
             is_whole = True
         finally:
             catalogue.end_listing(number, is_whole=is_whole)

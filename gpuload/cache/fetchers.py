@@ -11,9 +11,7 @@ from gpuload.cache.process import FetcherProcess
 from gpuload.errors import ReadError
 
 if TYPE_CHECKING:
-    from gpuload.cache.catalogue import Catalogue
-    from gpuload.cache.fetch import Settings
-    from gpuload.cache.files import Folders
+    from gpuload.cache.files import Local
     from gpuload.remote import Remote
 
 _log = logging.getLogger("gpuload.cache")
@@ -30,15 +28,12 @@ class Fetchers:
 
     Parameters
     ----------
-    folders, catalogue, remote, settings
-        Those of the store.
-    holder
-        Name of this process's lease.
+    local, remote
+        The store, with the lease of this process; its remote.
     """
 
-    def __init__(self, folders: Folders, catalogue: Catalogue, holder: str, remote: Remote, settings: Settings) -> None:
-        self._folders, self._catalogue, self._holder = folders, catalogue, holder
-        self._remote, self._settings = remote, settings
+    def __init__(self, local: Local, remote: Remote) -> None:
+        self._local, self._remote = local, remote
         self._stop = threading.Event()
         self._keeper: threading.Thread | None = None
         self.thread_fetcher: Fetcher | None = None
@@ -64,11 +59,11 @@ class Fetchers:
         """
         self.are_started = True
         if n_processes == 0:
-            self.thread_fetcher = Fetcher(self._folders, self._catalogue, self._holder, self._remote, self._settings)
+            self.thread_fetcher = Fetcher(self._local, self._remote)
             self.thread_fetcher.start()
             return
         for _ in range(n_processes):
-            self.processes.append(FetcherProcess(self._folders.root, self._remote, self._settings, hung_s))
+            self.processes.append(FetcherProcess(self._local.folders.root, self._remote, self._local.settings, hung_s))
         keeper = threading.Thread(target=_keep, args=(self.processes, self._stop), name="gpuload-keeper", daemon=True)
         keeper.start()
         self._keeper = keeper

@@ -23,6 +23,7 @@ import re
 import threading
 import zlib
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpuload.cache import leases
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from gpuload.cache.catalogue import Catalogue
+    from gpuload.cache.fetch import Settings
     from gpuload.remote import RemoteObject
 
 _log = logging.getLogger("gpuload.cache")
@@ -128,6 +130,26 @@ class Folders:
         return os.path.join(self.root, "objects", part)
 
 
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A store's folder, as a process has it open.
+
+    Attributes
+    ----------
+    folders, catalogue
+        Its files, and their rows.
+    lease
+        Name of the process's lease.
+    settings
+        How much to keep, and how to download.
+    """
+
+    folders: Folders
+    catalogue: Catalogue
+    lease: str
+    settings: Settings
+
+
 class Download:
     """A file being downloaded: written piece by piece, with its digests computed on the way.
 
@@ -211,23 +233,20 @@ def check_digest(wanted: RemoteObject, digest: Any) -> None:
         )
 
 
-def repair(folders: Folders, catalogue: Catalogue, lease: str, budget: int, *, is_opening: bool) -> None:
+def repair(local: Local, *, is_opening: bool) -> None:
     """Repair what dead processes have left; on opening, also what a machine failure may have.
 
     Parameters
     ----------
-    folders, catalogue
-        The store.
-    lease
-        The lease of this process.
-    budget
-        Limit on the store's bytes.
+    local
+        The store, with the lease of this process.
     is_opening
         Compare all files with all rows; only a machine failure or a lost catalogue can make them differ.
     """
-    for dead in catalogue.leases() - {lease}:
+    folders, catalogue = local.folders, local.catalogue
+    for dead in catalogue.leases() - {local.lease}:
         if not leases.is_alive(folders.leases, dead):
-            _finish_for(dead, folders, catalogue, lease)
+            _finish_for(dead, local)
     if is_opening:
         for file in catalogue.published():
             size = _size(folders.path(file.name))
@@ -239,41 +258,41 @@ def repair(folders: Folders, catalogue: Catalogue, lease: str, budget: int, *, i
         for name in set(in_tmp) - catalogue.names():
             folders.remove(name)
         if catalogue.meta("listed_at"):
-            adopt_strays(folders, catalogue, lease, budget)
+            adopt_strays(local)
     leases.sweep(folders.leases, catalogue.leases())
 
 
-def _finish_for(dead: str, folders: Folders, catalogue: Catalogue, lease: str) -> None:
+def _finish_for(dead: str, local: Local) -> None:
     """Finish or undo the work of a dead process."""
+    folders, catalogue = local.folders, local.catalogue
     catalogue.drop_pins(dead)
-    reserved, leaving = catalogue.take_over(dead, lease)
+    reserved, leaving = catalogue.take_over(dead, local.lease)
     for file in leaving:
         if _size(folders.path(file.name)) is None:
             catalogue.let_go(file)
         else:  # unknown whether the remote was asked
-            catalogue.put_back(file, lease, is_gone=False)
+            catalogue.put_back(file, local.lease, is_gone=False)
     for file in reserved:
         crc = checked_crc(folders.path(file.name), file.wanted)
         if crc is None:
             folders.remove(file.name)
-            catalogue.give_up(file, lease)
+            catalogue.give_up(file, local.lease)
         else:  # it was renamed, so it was complete
-            catalogue.publish(file, lease, crc)
+            catalogue.publish(file, local.lease, crc)
 
 
-def stray_names(folders: Folders, catalogue: Catalogue) -> list[str]:
+def stray_names(local: Local) -> list[str]:
     """Return the names of published files without a row."""
-    on_disk = list(folders.names())  # before the rows: a row is created before its file, and removed after it
-    known = catalogue.names()
+    on_disk = list(local.folders.names())  # before the rows: a row is created before its file, and removed after it
+    known = local.catalogue.names()
     return [name for name in on_disk if name not in known]
 
 
-def adopt_strays(
-    folders: Folders, catalogue: Catalogue, lease: str, budget: int, at_each: Callable[[], None] = lambda: None
-) -> None:
+def adopt_strays(local: Local, at_each: Callable[[], None] = lambda: None) -> None:
     """Add rows for published files without one, as after the loss of the catalogue; remove useless files."""
+    folders, catalogue = local.folders, local.catalogue
     strays: dict[str, list[str]] = {}
-    for name in stray_names(folders, catalogue):
+    for name in stray_names(local):
         strays.setdefault(name.partition(".")[0], []).append(name)
     if not strays:
         return
@@ -288,9 +307,9 @@ def adopt_strays(
                 _log.warning("%s: it cannot be read (%s); it is left alone, and not counted", folders.path(name), error)
                 strays[content_name(wanted)].remove(name)
                 continue
-            file = catalogue.adopt(name, wanted, lease, budget) if crc is not None else None
+            file = catalogue.adopt(name, wanted, local.lease, local.settings.budget) if crc is not None else None
             if file is not None and crc is not None:
-                catalogue.publish(file, lease, crc, is_fetched=False)
+                catalogue.publish(file, local.lease, crc, is_fetched=False)
                 strays[content_name(wanted)].remove(name)
     known = catalogue.names()  # another process may have adopted some meanwhile
     for names in strays.values():

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from gpuload.cache.catalogue import Catalogue
 from gpuload.cache.fetch import Fetcher, Settings
-from gpuload.cache.files import Folders
+from gpuload.cache.files import Folders, Local
 from gpuload.cache.leases import Lease
 from gpuload.errors import PlanError
 from gpuload.threads import PATIENCE_S
@@ -48,7 +48,7 @@ def main() -> None:
     root, remote, settings = cast("tuple[str, Remote, Settings]", pickle.load(sys.stdin.buffer))  # noqa: S301
     folders = Folders(root)
     lease = Lease(folders.leases)
-    fetcher = Fetcher(folders, Catalogue(folders.catalogue), lease.name, remote, settings)
+    fetcher = Fetcher(Local(folders, Catalogue(folders.catalogue), lease.name, settings), remote)
     fetcher.start()
     ended = threading.Event()
 

@@ -106,9 +106,12 @@ def read_form(sample: Sample, start: bytes) -> NpyForm:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, is_fortran, dtype = read(file)
-    except ValueError as error:
+        if any(n < 0 for n in shape):
+            raise ValueError(f"its shape is {shape!r}")
+    except Exception as error:  # NumPy parses it as Python source, which can fail in any way
         raise CorruptDataError(
-            f"{sample.key}: not a .npy file ({error}); use decode='bytes' or a function for other formats."
+            f"{sample.key}: not a .npy file ({first_line(error):.200}); use decode='bytes' or a function for other "
+            "formats."
         ) from error
     if dtype.hasobject or (is_fortran and len(shape) > 1):
         raise PlanError(

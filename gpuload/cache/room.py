@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gpuload.errors import ReadError
 
 if TYPE_CHECKING:
-    from gpuload.cache.catalogue import Catalogue
-    from gpuload.cache.fetch import Settings
-    from gpuload.cache.files import Folders
+    from gpuload.cache.files import Local
 
 _LOOK_S = 1.0
 """Time between looks: one goes through all rows."""
@@ -28,12 +26,12 @@ class Room:
 
     Parameters
     ----------
-    folders, catalogue, settings
-        Those of the store.
+    local
+        The store.
     """
 
-    def __init__(self, folders: Folders, catalogue: Catalogue, settings: Settings) -> None:
-        self._folders, self._catalogue, self._settings = folders, catalogue, settings
+    def __init__(self, local: Local) -> None:
+        self._folders, self._catalogue, self._settings = local.folders, local.catalogue, local.settings
         self._look_at = 0.0
         self._was_listed = False
         self._why = ""

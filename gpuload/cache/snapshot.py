@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from gpuload.cache.catalogue import Catalogue
     from gpuload.cache.reading import Decode, SampleBatch
     from gpuload.cache.store import SampleStore
 
@@ -36,8 +37,8 @@ class Snapshot:
 
     Parameters
     ----------
-    store
-        The store.
+    store, catalogue
+        The store, and its catalogue.
     generation, pin
         Its number, and the pin that protects its files.
     ids : (n,) int64
@@ -51,13 +52,14 @@ class Snapshot:
     def __init__(
         self,
         store: SampleStore,
+        catalogue: Catalogue,
         generation: int,
         pin: int,
         ids: NDArray[np.int64],
         settings: dict[str, Any],
         position: int,
     ) -> None:
-        self._store, self._pin, self._ids, self._settings = store, pin, ids, settings
+        self._store, self._catalogue, self._pin, self._ids, self._settings = store, catalogue, pin, ids, settings
         self.generation = generation
         self.position = position
         """Samples returned."""
@@ -162,7 +164,7 @@ class Snapshot:
         clerk.start()
         try:
             while True:
-                self._store.check_process()
+                self._catalogue.check_process()
                 while len(pending) < prefetch + 1 and (start := next(left, None)) is not None:
                     ids = self._ids[start : start + batch_size]
                     pending.append(_Pending(planner.submit(self._begin, reader, readers, ids)))
@@ -185,7 +187,7 @@ class Snapshot:
                     yield ready
                 del ready
         finally:
-            if self._store.is_of_this_process:  # a fork has none of the threads, and may find their locks locked
+            if self._catalogue.is_of_this_process:  # a fork has none of the threads, and may find their locks locked
                 for one in pending:
                     one.cancel()
                 is_over.set()
@@ -241,14 +243,14 @@ class Snapshot:
 
     def flush(self) -> None:
         """Write the uses so far to the catalogue, which makes the samples evictable."""
-        self._store.check_process()
+        self._catalogue.check_process()
         with self._noting:
             with self._lock:
                 used, self._used = self._used, []
             if not used:
                 return
             try:
-                self._store.note_visits(self._pin, used)
+                self._catalogue.visited(self._pin, used)
             except BaseException:
                 with self._lock:
                     self._used = used + self._used
@@ -256,12 +258,12 @@ class Snapshot:
 
     def close(self) -> None:
         """Release the unread samples; may be called twice. In a forked process it does nothing."""
-        if not self._is_closed and self._store.is_of_this_process:
+        if not self._is_closed and self._catalogue.is_of_this_process:
             self._is_closed = True
             try:
                 self.flush()
             finally:
-                self._store.end_snapshot(self._pin)
+                self._catalogue.unpin(self._pin)
 
     def __enter__(self) -> Self:
         return self

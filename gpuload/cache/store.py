@@ -15,7 +15,7 @@ from gpuload.cache.catalogue import POLICIES, Catalogue
 from gpuload.cache.copies import Copies
 from gpuload.cache.fetch import Settings, Window, get_patiently
 from gpuload.cache.fetchers import Fetchers
-from gpuload.cache.files import Folders, check_digest, digest_of, repair, stray_names, usable
+from gpuload.cache.files import Folders, Local, check_digest, digest_of, repair, stray_names, usable
 from gpuload.cache.leases import Lease
 from gpuload.cache.order import visiting_order
 from gpuload.cache.reading import no_copy
@@ -30,8 +30,6 @@ from gpuload.remote import FolderRemote, open_remote
 from gpuload.threads import MOST_IN_FLIGHT, Closer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
     from numpy.typing import NDArray
 
@@ -175,7 +173,8 @@ class SampleStore:
         self._check_apart()
         self._opened_at = time.time()
         self._folders, self._catalogue, self._lease = _opened(self.root)
-        self.copies = Copies(self._folders, self._catalogue, self._lease.name, self._settings)
+        self._local = Local(self._folders, self._catalogue, self._lease.name, self._settings)
+        self.copies = Copies(self._local)
         """The samples on the local disk."""
         self.reads = Reads()
         """Statistics of reading from the local copies."""
@@ -183,7 +182,7 @@ class SampleStore:
         """Files whose crc was verified since the store was opened."""
         self._stop = threading.Event()
         self._window = Window(in_flight)
-        self._fetchers = Fetchers(self._folders, self._catalogue, self._lease.name, self.remote, self._settings)
+        self._fetchers = Fetchers(self._local, self.remote)
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._waited_s = 0.0
         self._warned: set[str] = set()
@@ -192,7 +191,7 @@ class SampleStore:
         try:
             self._check_remote()
             with usable(self.root):
-                repair(self._folders, self._catalogue, self._lease.name, self._settings.budget, is_opening=True)
+                repair(self._local, is_opening=True)
             *_, self._fault_before = self._catalogue.listing_fault() or ("",)
             if fetch:
                 self._catalogue.forgive_size(self._settings.budget)
@@ -243,7 +242,7 @@ class SampleStore:
         OSError
             The last uses of samples cannot be recorded. Everything is released all the same.
         """
-        if not self.is_of_this_process:
+        if not self._catalogue.is_of_this_process:
             return
         with ExitStack() as stack:
             stack.callback(self._closer)
@@ -342,7 +341,7 @@ class SampleStore:
             pin = self._catalogue.pin(generation, self._lease.name, ids[position:])
         else:
             self._catalogue.keep_pinned(pin, ids)
-        snapshot = Snapshot(self, generation, pin, ids, settings, position)
+        snapshot = Snapshot(self, self._catalogue, generation, pin, ids, settings, position)
         self._snapshots.add(snapshot)
         return snapshot
 
@@ -350,7 +349,7 @@ class SampleStore:
         """Wait until so many samples are here; return what `Catalogue.take_snapshot` returns."""
         start = time.monotonic()
         pause_s = 0.01
-        room = Room(self._folders, self._catalogue, self._settings)
+        room = Room(self._local)
         is_told = False
         while True:
             n_here = self._catalogue.n_ready()
@@ -412,15 +411,6 @@ class SampleStore:
 
     # --- what an epoch asks of its store ---
 
-    @property
-    def is_of_this_process(self) -> bool:
-        """Whether this process opened the store, and not one that it is a fork of."""
-        return self._catalogue.is_of_this_process
-
-    def check_process(self) -> None:
-        """Raise PlanError in a forked process."""
-        self._catalogue.check_process()
-
     def drop_strays(self) -> None:
         """Remove copies without a row, as after the loss of the catalogue, if no process lists and would adopt them.
 
@@ -429,7 +419,7 @@ class SampleStore:
         if self._may_have_strays and not self._fetchers.are_started and not self._catalogue.meta("listing"):
             self._may_have_strays = False
             with usable(self.root):
-                for name in stray_names(self._folders, self._catalogue):
+                for name in stray_names(self._local):
                     self._folders.remove(name)
 
     def fetch_whole(self, sample: Sample) -> Any:
@@ -483,14 +473,6 @@ class SampleStore:
     def quarantine_sample(self, sample: Sample, reason: str, *, may_pass: bool = False) -> None:
         """Put a sample in quarantine; if its fault may pass, only after as many as a download may have."""
         self._catalogue.fail(sample.key_id, reason, time.time(), self._settings.max_failures if may_pass else 1)
-
-    def note_visits(self, pin: int, key_ids: Sequence[int]) -> None:
-        """Record uses of samples."""
-        self._catalogue.visited(pin, key_ids)
-
-    def end_snapshot(self, pin: int) -> None:
-        """Release what an epoch holds."""
-        self._catalogue.unpin(pin)
 
     # --- what it says of itself ---
 

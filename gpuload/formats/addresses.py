@@ -88,7 +88,7 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
         """Return the address of something in this folder, reached in the same way."""
         child = self.of(f"{self.base}/{name}{self.query}", self.cache, self.options)
         key = unquote(name) if self.startswith("http") else name
-        vars(child)["_reached"] = self.remote, f"{self.key}/{key}" if self.key else key
+        vars(child)["_reached"] = self.remote, self.key_of(key)
         known = vars(self).get("listed") or {}
         if name in known:
             child.found = known[name]
@@ -145,6 +145,10 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
         """Its key in the remote; empty if it is the remote itself, or less."""
         return "" if self.base.endswith("://") else self._reached[1]
 
+    def key_of(self, name: str) -> str:
+        """Return the key in the remote of something in this folder."""
+        return f"{self.key}/{name}" if self.key else name
+
     @cached_property
     def found(self) -> RemoteObject | None:
         """The object currently there, or None, as if a web server denies it."""
@@ -162,7 +166,7 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
         inner: Any = self.uncached
         if not self.can_list:
             return None
-        prefix = f"{self.key}/" if self.key else ""
+        prefix = self.key_of("")
 
         def listing() -> dict[str, RemoteObject]:  # starts afresh each time
             every = inner.list(self.key) if hasattr(inner, "can_list") else inner.list()
@@ -209,7 +213,7 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
     def metadata(self, name: str) -> RemoteObject | None:
         """Return what a folder holds under a name, or None, as if a web server denies whatever is not there."""
         try:
-            return self.head(f"{self.key}/{name}" if self.key else name)
+            return self.head(self.key_of(name))
         except ReadError as error:
             if self.can_list or not error.is_denied or not self._denies_what_is_not_there:
                 raise
@@ -218,7 +222,7 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
     @cached_property
     def _denies_what_is_not_there(self) -> bool:
         try:
-            self.head(f"{self.key}/{_NOT_THERE}" if self.key else _NOT_THERE)
+            self.head(self.key_of(_NOT_THERE))
         except ReadError as error:
             if not error.is_denied:
                 raise
@@ -245,7 +249,12 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
     def first_bytes(self, n: int) -> bytes:
         """Return the first bytes of the object."""
         found = self.object()
-        return bytes(memoryview(Patience().ask(lambda: self.uncached.get(found, 0, min(n, found.nbytes)))))
+        return Patience().ask(lambda: self.content(found, n))
+
+    def content(self, found: RemoteObject, most: int | None = None) -> bytes:
+        """Return the bytes of an object of the remote, or at most so many of them, past any cache."""
+        n = found.nbytes if most is None else min(most, found.nbytes)
+        return bytes(memoryview(self.uncached.get(found, 0, n))) if n else b""
 
 
 def first_bytes(path: str) -> bytes:

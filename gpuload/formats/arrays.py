@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import CorruptDataError, ReadError, StoreError, listing, nearest
+from gpuload.errors import CorruptDataError, GpuloadError, ReadError, StoreError, first_line, listing, nearest
 from gpuload.layout import ArrayLayout
 from gpuload.store import DenseMatrix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -29,8 +30,9 @@ NAME_NBYTES, MANY_NAMES = 64, 1 << 24
 """Bytes of memory that a gene's name takes: a str of Python of some characters, and its address. Fewer names fit."""
 
 OBSM = "obsm/"
-_NAMES_OF_CELLS = ("index", "_index", "obs_names")
 """Prefix of the name of a matrix in obsm, as opposed to a layer."""
+
+_NAMES_OF_CELLS = ("index", "_index", "obs_names")
 
 RESTORE = "Restore the file from its source."
 
@@ -161,33 +163,22 @@ def checked_indptr(
     return indptr
 
 
-def csr_arrays(
-    group: Any, where: str, n_rows: int, n_vars: int, is_array: Callable[[Any], bool]
-) -> tuple[Any, Any, Any]:
-    """Return data, indices and indptr of the CSR matrix in a group, without reading them.
-
-    Raises
-    ------
-    StoreError
-        One of them is missing, is not one-dimensional, or has an unsupported type; or there are too many genes.
-    CorruptDataError
-        The length of indptr does not match the number of rows.
-    """
-    arrays = {name: group.get(name) for name in ("data", "indices", "indptr")}
-    for name, array in arrays.items():
-        if not is_array(array):
-            raise StoreError(f"{where} lacks {name!r}; a CSR matrix has data, indices and indptr.")
-        if array.ndim != 1:
-            raise StoreError(f"{where}/{name} has {array.ndim} dimensions; expected one.")
-        if name != "data":
-            check_integers(f"{where}/{name}", array.dtype)
-    check_n_vars(where, n_vars)
-    n = arrays["indptr"].shape[0]
-    if n != n_rows + 1:
+@contextmanager
+def damage_to_metadata(path: str) -> Iterator[None]:
+    """Report what NumPy, pandas, h5py and anndata raise of damaged metadata, whatever it is."""
+    try:
+        yield
+    except (GpuloadError, ImportError):  # a missing package that anndata needs is not the file's fault
+        raise
+    except MemoryError as error:
         raise CorruptDataError(
-            f"{where}/indptr has {n} entries for {n_rows} rows; expected {n_rows + 1}. Rewrite the file."
-        )
-    return arrays["data"], arrays["indices"], arrays["indptr"]
+            f"{path}: a size in its metadata is impossible ({first_line(error)}), or there is too little memory; "
+            "free some, or restore the file."
+        ) from error
+    except Exception as error:
+        raise CorruptDataError(
+            f"{path}: its metadata cannot be read ({first_line(error)}); restore the file from its source."
+        ) from error
 
 
 def check_length(where: str, found: int, wanted: int, what: str) -> None:

@@ -25,10 +25,6 @@ from gpuload.store import Store
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gpuload.formats.hdf5 import Hdf5Source
-    from gpuload.layout import ArrayLayout
-    from gpuload.store import CsrMatrix
-
 
 def open_hdf5(path: str, *, layer: str, obs: Sequence[str], modality: str = "") -> Store:
     """Open an HDF5 file that is an AnnData, a MuData or a feature-barcode matrix.
@@ -56,21 +52,21 @@ def open_hdf5(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
     with hdf5.opened(path) as (file, source):
 
         def read(root: Any, own: Sequence[str], name: str) -> Store:
-            matrix, var_names, columns = read_members(root, name, layer, own, _Access(source))
+            matrix, var_names, columns = read_members(root, name, layer, own, hdf5.Access(source))
             return Store((matrix,), (name,), var_names, columns, (source,))
 
         if mudata.is_mudata(file):
             return mudata.read_modality(file, path, modality, obs, read)
         if _groups(file, path, modality):
             return read(file, obs, path)
-        return tenx.read_tenx(file, source, layer, obs)
+        return tenx.read_tenx(file, hdf5.Access(source), layer, obs)
 
 
 def open_by_columns(path: str, *, layer: str, modality: str = "") -> Store | None:
     """Open a CSC matrix as a store of genes x cells, without names; None if it is not CSC."""
     with hdf5.opened(path) as (file, source):
         for name, group in _groups(file, path, modality):
-            matrix = read_by_columns(group, name, layer, _Access(source))
+            matrix = read_by_columns(group, name, layer, hdf5.Access(source))
             if matrix is not None:
                 return Store((matrix,), (name,), np.empty(matrix.n_vars, dtype=object), {}, (source,))
         source.close()
@@ -95,28 +91,4 @@ def anndata_groups(path: str, modality: str = "") -> Iterator[list[Any]]:
 
 def _groups(file: Any, path: str, modality: str) -> list[tuple[str, Any]]:
     """Return the AnnData group of a file, if it has one, after its name in errors."""
-    if mudata.is_mudata(file):
-        name, group = mudata.find_modality(file, path, modality)
-        return [(f"{path}/{name}", group)]
-    if modality:
-        raise mudata.no_modalities(path, modality)
-    return [] if tenx.is_tenx(file) else [(path, file)]
-
-
-class _Access:
-    """HDF5's side of `members`."""
-
-    owner = "an .h5ad file"
-    writer = "write_h5ad"
-
-    def __init__(self, source: Hdf5Source) -> None:
-        self._source = source
-
-    def is_array(self, node: Any) -> bool:
-        return hdf5.is_array(node)
-
-    def layout(self, node: Any) -> ArrayLayout:
-        return hdf5.array_layout(node, self._source)
-
-    def csr(self, node: Any, n_rows: int, n_vars: int) -> CsrMatrix:
-        return hdf5.open_csr(node, self._source, n_rows, n_vars)
+    return mudata.modality_groups(file, path, modality) or ([] if tenx.is_tenx(file) else [(path, file)])

@@ -30,14 +30,14 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
-from gpuload.errors import CorruptDataError, GpuloadError, ReadError, StoreError, first_line
+from gpuload.errors import CorruptDataError, ReadError, StoreError, first_line
 from gpuload.formats.addresses import as_address, first_bytes
 from gpuload.formats.arrays import (
     as_text,
     check_dtype,
     check_not_virtual,
     checked_indptr,
-    csr_arrays,
+    damage_to_metadata,
     ends_early,
     plain_layout,
 )
@@ -47,7 +47,6 @@ from gpuload.layout import ArrayLayout, Filter
 from gpuload.remote_file import RemoteFile
 from gpuload.remote_source import RemoteSource
 from gpuload.source import BufferSource, FileSource
-from gpuload.store import CsrMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -187,7 +186,7 @@ def opened(path: str) -> Iterator[tuple[h5py.File, Hdf5Source]]:
     address = as_address(path)
     source = LocalHdf5(path) if address is None else RemoteHdf5(address)
     try:
-        with source.content() as content, _open_file(path, content) as file, _translated(path):
+        with source.content() as content, _open_file(path, content) as file, damage_to_metadata(path):
             if isinstance(source, LocalHdf5):
                 source.check_in_place()
             if content is not None:
@@ -240,81 +239,56 @@ def _cure(path: str) -> str:
     return "expected an .h5ad file"
 
 
-@contextmanager
-def _translated(path: str) -> Iterator[None]:
-    """Translate errors of h5py and anndata on damaged metadata, in one place."""
-    try:
-        yield
-    except (GpuloadError, ImportError):  # a missing package that anndata needs is not the file's fault
-        raise
-    except MemoryError as error:
-        raise CorruptDataError(
-            f"{path}: a size in its metadata is impossible ({first_line(error)}), or there is too little memory; "
-            "free some, or restore the file."
-        ) from error
-    except Exception as error:
-        raise CorruptDataError(
-            f"{path}: its metadata cannot be read ({first_line(error)}); restore the file from its source."
-        ) from error
+class Access:
+    """HDF5's side of `members`."""
 
+    owner = "an .h5ad file"
+    writer = "write_h5ad"
 
-def open_csr(node: h5py.Group, source: Hdf5Source, n_rows: int, n_vars: int) -> CsrMatrix:
-    """Return the CSR matrix whose data, indices and indptr are in a group.
+    is_array = staticmethod(is_array)
 
-    Raises
-    ------
-    StoreError
-        One of them is missing, has the wrong number of dimensions or an unsupported type, or has an unsupported
-        encoding.
-    ReadError, CorruptDataError
-        A byte range lies outside the file, or indptr does not fit.
-    """
-    where = f"{source.name}: {node.name}"
-    *stored, offsets = csr_arrays(node, where, n_rows, n_vars, is_array)
-    data, indices = (array_layout(array, source) for array in stored)
-    indptr = _read_indptr(offsets, source, n_rows, (data.shape[0], indices.shape[0]))
-    return CsrMatrix(indptr, data, indices, n_vars)
+    def __init__(self, source: Hdf5Source) -> None:
+        self.source, self.name = source, source.name
 
+    def layout(self, stored: h5py.Dataset) -> ArrayLayout:
+        """Return where a data set's bytes lie, checked against the file's size."""
+        where = f"{self.name}: {stored.name}"
+        check_dtype(where, stored.dtype)
+        _check_type(where, stored.id.get_type())
+        is_linked = stored.file.filename != self.source.file_name  # at its offset there are other bytes in this file
+        if is_linked or stored.is_virtual or stored.external:
+            raise StoreError(
+                f"{where} keeps its bytes in other files; copy it into one file first, with h5copy -f ext if it is "
+                "linked, or else with h5repack."
+            )
+        storage = stored.id.get_create_plist().get_layout()
+        if storage == h5py.h5d.CHUNKED:
+            return _chunked(stored, self.source)
+        fill_value = float(stored.fillvalue)
+        if storage == h5py.h5d.COMPACT:
+            data = np.frombuffer(np.ascontiguousarray(stored[()]).tobytes(), dtype=np.uint8)
+            return plain_layout(BufferSource(self.name, data), stored.name, stored.shape, stored.dtype, 0, fill_value)
+        return plain_layout(self.source, stored.name, stored.shape, stored.dtype, stored.id.get_offset(), fill_value)
 
-def _read_indptr(stored: h5py.Dataset, source: Hdf5Source, n_rows: int, nnz: tuple[int, int]) -> NDArray[np.int64]:
-    where = f"{source.name}: {stored.name}"
-    check_not_virtual(stored, where)
-    if n_rows < source.index.min_rows:
-        return checked_indptr(stored[()], where, n_rows, nnz)
-    counts = source.index.get(stored.name)
-    if counts is not None and counts.size == n_rows:
-        indptr = indptr_of(counts)
-        if source.index.is_exact or all(np.array_equal(stored[k : k + 2], indptr[k : k + 2]) for k in _places(n_rows)):
-            return checked_indptr(indptr, where, n_rows, nnz)
-    indptr = checked_indptr(stored[()], where, n_rows, nnz)
-    source.index.keep(stored.name, np.diff(indptr))
-    return indptr
+    def indptr(self, stored: h5py.Dataset, n_rows: int, nnz: tuple[int, int]) -> NDArray[np.int64]:
+        """Return row offsets; from the index if it holds what the file says too."""
+        where, index = f"{self.name}: {stored.name}", self.source.index
+        check_not_virtual(stored, where)
+        if n_rows < index.min_rows:
+            return checked_indptr(stored[()], where, n_rows, nnz)
+        counts = index.get(stored.name)
+        if counts is not None and counts.size == n_rows:
+            indptr = indptr_of(counts)
+            if index.is_exact or all(np.array_equal(stored[k : k + 2], indptr[k : k + 2]) for k in _places(n_rows)):
+                return checked_indptr(indptr, where, n_rows, nnz)
+        indptr = checked_indptr(stored[()], where, n_rows, nnz)
+        index.keep(stored.name, np.diff(indptr))
+        return indptr
 
 
 def _places(n: int) -> list[int]:
     """Return some indices below n at which what was kept is compared with the file: both ends, and between."""
     return sorted({0, n // 4, n // 2, 3 * n // 4, n - 1})
-
-
-def array_layout(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
-    """Return where a data set's bytes lie, checked against the file's size."""
-    where = f"{source.name}: {stored.name}"
-    check_dtype(where, stored.dtype)
-    _check_type(where, stored.id.get_type())
-    is_linked = stored.file.filename != source.file_name  # at its offset there are other bytes in this file
-    if is_linked or stored.is_virtual or stored.external:
-        raise StoreError(
-            f"{where} keeps its bytes in other files; copy it into one file first, with h5copy -f ext if it is linked, "
-            "or else with h5repack."
-        )
-    storage = stored.id.get_create_plist().get_layout()
-    if storage == h5py.h5d.CHUNKED:
-        return _chunked(stored, source)
-    fill_value = float(stored.fillvalue)
-    if storage == h5py.h5d.COMPACT:
-        data = np.frombuffer(np.ascontiguousarray(stored[()]).tobytes(), dtype=np.uint8)
-        return plain_layout(BufferSource(source.name, data), stored.name, stored.shape, stored.dtype, 0, fill_value)
-    return plain_layout(source, stored.name, stored.shape, stored.dtype, stored.id.get_offset(), fill_value)
 
 
 def _check_type(where: str, found: Any) -> None:

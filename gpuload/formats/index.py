@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import time
+from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,7 +76,6 @@ class Index:
 
     def __init__(self, source: Named, key: dict[str, Any] | None = None) -> None:
         self._source = source
-        self._arrays: dict[str, NDArray[Any]] | None = None
         self._key = key
         self._has_news = False
         objects = source.objects if isinstance(source, RemoteSource) else None
@@ -86,21 +86,18 @@ class Index:
 
     def get(self, name: str) -> NDArray[Any] | None:
         """Return a kept array, or None."""
-        if self._arrays is None:
-            self._arrays = {} if self._is_off else self._load()
         return self._arrays.get(name)
 
     def keep(self, name: str, array: NDArray[Any]) -> None:
         """Keep an array for the next time; integers are narrowed to the smallest type that holds them."""
-        self.get(name)
-        assert self._arrays is not None  # noqa: S101 - narrows the type; get() loads it
         self._arrays[name] = _narrow(array)
         self._has_news = True
 
     def save(self) -> None:
         """Write the arrays if any are new, and release them; never fails."""
-        arrays, self._arrays = self._arrays, {}
-        if not self._has_news or self._is_off or not arrays:
+        arrays = self._arrays if self._has_news and not self._is_off else {}
+        self._arrays = {}
+        if not arrays:
             return
         try:
             key = self._key_of_file()
@@ -114,9 +111,10 @@ class Index:
                 _log.info("%s: kept %.1f MB in %s to open it faster.", self._source.name, len(content) / 1e6, place)
                 return
 
-    def _load(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays of the first index that is valid for the file's current state."""
-        for place in self._places():
+    @cached_property
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays of the first index that is valid for the file's current state."""
+        for place in () if self._is_off else self._places():
             try:
                 return _unpack(np.fromfile(place, dtype=np.uint8), self._key_of_file())
             except FileNotFoundError:

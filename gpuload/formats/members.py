@@ -10,12 +10,14 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gpuload.errors import StoreError
+from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.arrays import (
     OBSM,
     as_text,
+    check_integers,
     check_length,
     check_n_dims,
+    check_n_vars,
     dense_matrix,
     member,
     no_obsm,
@@ -23,14 +25,16 @@ from gpuload.formats.arrays import (
     other_matrices,
 )
 from gpuload.formats.obs import read_column, read_index
+from gpuload.store import CsrMatrix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from gpuload.layout import ArrayLayout
-    from gpuload.store import CsrMatrix, Matrix, ObsColumn
+    from gpuload.store import Matrix, ObsColumn
 
 _SPARSE = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
 
@@ -38,6 +42,8 @@ _SPARSE = {"csr_matrix": "csr", "csc_matrix": "csc", "csr": "csr", "csc": "csc"}
 class Access(Protocol):
     """What differs between the libraries and files that hold the members."""
 
+    name: str
+    """The name in errors of the file or store."""
     owner: str
     """What errors call the whole: "an .h5ad file"."""
     writer: str
@@ -46,11 +52,11 @@ class Access(Protocol):
     def is_array(self, node: Any) -> bool:
         """Return whether a member is an array rather than a group."""
 
-    def layout(self, node: Any) -> ArrayLayout:
+    def layout(self, stored: Any) -> ArrayLayout:
         """Return the layout of an array's bytes."""
 
-    def csr(self, node: Any, n_rows: int, n_vars: int) -> CsrMatrix:
-        """Return the CSR matrix whose data, indices and indptr are in a group."""
+    def indptr(self, stored: Any, n_rows: int, nnz: tuple[int, int]) -> NDArray[np.int64]:
+        """Return the row offsets of a CSR matrix, read and validated; see `checked_indptr`."""
 
 
 def read_members(
@@ -90,6 +96,37 @@ def read_members(
     for name, column in columns.items():
         check_length(f"{path}: {name_in(root, 'obs')}/{name}", column.values.size, matrix.n_rows, "cells")
     return matrix, var_names, columns
+
+
+def open_csr(group: Any, n_rows: int, n_vars: int, access: Access) -> CsrMatrix:
+    """Return the CSR matrix whose data, indices and indptr are in a group.
+
+    Raises
+    ------
+    StoreError
+        One of them is missing, is not one-dimensional, or has an unsupported type or encoding; or there are too many
+        genes.
+    ReadError, CorruptDataError
+        A byte range lies outside the file, or indptr does not fit.
+    """
+    where = f"{access.name}: {group.name}"
+    arrays = {name: group.get(name) for name in ("data", "indices", "indptr")}
+    for name, array in arrays.items():
+        if not access.is_array(array):
+            raise StoreError(f"{where} lacks {name!r}; a CSR matrix has data, indices and indptr.")
+        if array.ndim != 1:
+            raise StoreError(f"{where}/{name} has {array.ndim} dimensions; expected one.")
+        if name != "data":
+            check_integers(f"{where}/{name}", array.dtype)
+    check_n_vars(where, n_vars)
+    n = arrays["indptr"].shape[0]
+    if n != n_rows + 1:
+        raise CorruptDataError(
+            f"{where}/indptr has {n} entries for {n_rows} rows; expected {n_rows + 1}. Rewrite the file."
+        )
+    data, indices = (access.layout(arrays[name]) for name in ("data", "indices"))
+    indptr = access.indptr(arrays["indptr"], n_rows, (data.shape[0], indices.shape[0]))
+    return CsrMatrix(indptr, data, indices, n_vars)
 
 
 def name_in(root: Any, key: str) -> str:
@@ -178,7 +215,7 @@ def _open_matrix(file: Any, key: str, path: str, access: Access) -> Matrix:
         raise StoreError(
             f"{path}: /{key} is neither a dense nor a CSR matrix; rewrite the file with anndata's {access.writer}."
         )
-    return access.csr(node, *shape)
+    return open_csr(node, *shape, access)
 
 
 def _packing(path: str, key: str) -> str:
@@ -198,7 +235,7 @@ def read_by_columns(root: Any, path: str, layer: str, access: Access) -> CsrMatr
     if access.is_array(node):
         return None
     _, kind, shape = _sparse(node)
-    return access.csr(node, shape[1], shape[0]) if kind == "csc" and shape is not None else None
+    return open_csr(node, shape[1], shape[0], access) if kind == "csc" and shape is not None else None
 
 
 def _sparse(node: Any) -> tuple[str, str | None, tuple[int, int] | None]:

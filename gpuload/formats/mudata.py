@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def is_mudata(root: Any) -> bool:
-    """Return whether a root holds modalities, and no matrix of its own."""
-    return hasattr(root.get("mod"), "keys") and "X" not in root
+    """Return whether a root is a group that holds modalities, and no matrix of its own."""
+    return hasattr(root, "keys") and hasattr(root.get("mod"), "keys") and "X" not in root
 
 
 def no_modalities(path: str, modality: str) -> StoreError:
@@ -35,6 +35,16 @@ def no_modalities(path: str, modality: str) -> StoreError:
     return StoreError(
         f"{path}: it holds no modalities, so {path + '/' + modality!r} does not exist; pass its path alone."
     )
+
+
+def modality_groups(root: Any, path: str, modality: str) -> list[tuple[str, Any]]:
+    """Return the group of a modality, after its name in errors; none for a root that is no MuData, if none is named."""
+    if is_mudata(root):
+        name, group = find_modality(root, path, modality)
+        return [(f"{path}/{name}", group)]
+    if modality:
+        raise no_modalities(path, modality)
+    return []
 
 
 def find_modality(root: Any, path: str, modality: str) -> tuple[str, Any]:

@@ -23,13 +23,13 @@ import numpy as np
 from gpuload.errors import StoreError
 from gpuload.formats import hdf5
 from gpuload.formats.arrays import OBSM, as_strings, check_has_dimensions, check_length, no_column, no_obsm
+from gpuload.formats.members import open_csr
 from gpuload.formats.obs import encode
 from gpuload.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpuload.formats.hdf5 import Hdf5Source
     from gpuload.store import ObsColumn
 
 COLUMNS = {"barcode": "barcodes", "filtered_barcodes": "filtered_barcodes"}
@@ -46,15 +46,15 @@ def genomes(file: Any) -> list[str]:
     return [name for name, node in file.items() if hdf5.is_group(node) and {"barcodes", "indptr"} <= set(node)]
 
 
-def read_tenx(file: Any, source: Hdf5Source, layer: str, obs: Sequence[str]) -> Store:
+def read_tenx(file: Any, access: hdf5.Access, layer: str, obs: Sequence[str]) -> Store:
     """Return the store of a feature-barcode matrix.
 
     Parameters
     ----------
     file
         The open file.
-    source
-        Its bytes.
+    access
+        HDF5's side of its arrays.
     layer
         ``"X"``; or the name of a genome, if a file of version 2 holds several.
     obs
@@ -67,16 +67,16 @@ def read_tenx(file: Any, source: Hdf5Source, layer: str, obs: Sequence[str]) -> 
     ReadError, CorruptDataError
         A byte range lies outside the file, or the arrays do not fit together.
     """
-    group = file[_choose(genomes(file), layer, source.name)]
-    where = f"{source.name}: {group.name}"
+    group = file[_choose(genomes(file), layer, access.name)]
+    where = f"{access.name}: {group.name}"
     if not hdf5.is_array(group.get("shape")) or group["shape"].shape != (2,):
         raise StoreError(f"{where} lacks its 'shape' of two numbers; is it a feature-barcode matrix of Cell Ranger?")
     n_vars, n_rows = (int(n) for n in group["shape"][()])
-    matrix = hdf5.open_csr(group, source, n_rows, n_vars)
+    matrix = open_csr(group, n_rows, n_vars, access)
     names, ids = ("features/name", "features/id") if "features" in group else ("gene_names", "genes")
     var_names, var_ids = (_strings(group, key, where, n_vars, "genes") for key in (names, ids))
     columns = {name: _column(group, name, where, n_rows) for name in obs}
-    return Store((matrix,), (source.name,), var_names, columns, (source,), var_ids)
+    return Store((matrix,), (access.name,), var_names, columns, (access.source,), var_ids)
 
 
 def obs_columns(file: Any) -> list[str]:

@@ -155,7 +155,7 @@ class FarFiles:
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
         """Read objects concurrently; see `Files.read`."""
-        return self._asking.requests.map(self._get, [self._object(key) for key in keys])
+        return self._asking.requests.map(self._address.content, [self._object(key) for key in keys])
 
     def read_once(self, keys: Sequence[str]) -> list[bytes]:
         """Read objects that were not read before; see `Files.read_once`."""
@@ -179,11 +179,6 @@ class FarFiles:
         if found is None:
             raise _missing(f"{self.name}/{key}", "no such object")
         return found
-
-    def _get(self, wanted: RemoteObject) -> bytes:
-        if not wanted.nbytes:
-            return b""
-        return bytes(memoryview(self._address.uncached.get(wanted, 0, wanted.nbytes)))
 
 
 def _missing(path: str, why: str | None) -> ReadError:

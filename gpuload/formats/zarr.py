@@ -24,25 +24,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.concat import concat, stored_columns, with_columns
-from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line
+from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.addresses import as_address
 from gpuload.formats.arrays import (
     check_n_dims,
     check_plain_matrix,
     checked_indptr,
-    csr_arrays,
+    damage_to_metadata,
     dense_matrix,
     member,
     numbered,
 )
 from gpuload.formats.members import read_by_columns, read_members
-from gpuload.formats.mudata import find_modality, is_mudata, no_modalities, read_modality
+from gpuload.formats.mudata import is_mudata, modality_groups, read_modality
 from gpuload.formats.mudata import obs_columns as columns_of
 from gpuload.formats.obs import column_names
 from gpuload.formats.zarr_arrays import Array
 from gpuload.formats.zarr_nodes import FolderTree, Group, ZipTree, open_node
 from gpuload.formats.zarr_remote import RemoteTree
-from gpuload.store import CsrMatrix, Store
+from gpuload.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -88,11 +88,11 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "", 
         def read(group: Any, own: Sequence[str], name: str) -> Store:
             return _store(name, *read_members(group, name, layer, own, access))
 
-        if isinstance(root, Array):
-            return _read_array(root, access, path, layer, obs, modality)
         if is_mudata(root):
             return read_modality(root, path, modality, obs, read)
         groups = _groups(root, path, modality)
+        if isinstance(root, Array):
+            return _read_array(root, access, path, layer, obs)
         known = [column_names(member(group, "obs", path)) if obs and fill else obs for _, group in groups]
         each = zip(groups, stored_columns(obs, known), strict=True)
         stores = [with_columns(read(group, own, name), obs) for (name, group), own in each]
@@ -114,7 +114,7 @@ def open_by_columns(path: str, *, layer: str, modality: str = "") -> Store | Non
 def obs_columns(path: str, modality: str = "") -> list[str]:
     """Return the names of the columns of obs; for a collection, those of any of its data sets."""
     with _opened(path) as (root, access):
-        if isinstance(root, Group) and is_mudata(root):
+        if is_mudata(root):
             names = columns_of(root, path, modality)
         else:
             frames = [member(group, "obs", path) for _, group in _groups(root, path, modality)]
@@ -147,7 +147,7 @@ def _opened(path: str) -> Iterator[tuple[Group | Array, _Access]]:
     access = _Access(path)
     try:
         tree: Tree
-        with ExitStack() as asking, _translated(path):
+        with ExitStack() as asking, damage_to_metadata(path):
             if address is not None:
                 tree = RemoteTree(address)
                 asking.callback(tree.close)
@@ -165,28 +165,11 @@ def _opened(path: str) -> Iterator[tuple[Group | Array, _Access]]:
         raise
 
 
-@contextmanager
-def _translated(path: str) -> Iterator[None]:
-    """Translate errors of NumPy and pandas on damaged metadata, in one place."""
-    try:
-        yield
-    except GpuloadError:
-        raise
-    except Exception as error:
-        raise CorruptDataError(
-            f"{path}: its metadata cannot be read ({first_line(error)}); restore it from its source."
-        ) from error
-
-
 def _groups(root: Group | Array, path: str, modality: str) -> list[tuple[str, Group]]:
     """Return the AnnData groups of a store, each after its name in errors; none if it is an array."""
-    if isinstance(root, Array):
-        return []
-    if is_mudata(root):
-        name, group = find_modality(root, path, modality)
-        return [(f"{path}/{name}", group)]
-    if modality:
-        raise no_modalities(path, modality)
+    chosen = modality_groups(root, path, modality)
+    if chosen or isinstance(root, Array):
+        return chosen
     if root.attrs.get("encoding-type") != _COLLECTION:
         return [(path, root)]
     found = sorted((int(m[1]), name) for name in root if (m := _DATASET.fullmatch(name)))
@@ -198,10 +181,8 @@ def _groups(root: Group | Array, path: str, modality: str) -> list[tuple[str, Gr
     return [(os.path.join(path, name), root[name]) for _, name in found]
 
 
-def _read_array(array: Array, access: _Access, path: str, layer: str, obs: Sequence[str], modality: str) -> Store:
+def _read_array(array: Array, access: _Access, path: str, layer: str, obs: Sequence[str]) -> Store:
     """Return the store of an array by itself, of cells x values."""
-    if modality:
-        raise no_modalities(path, modality)
     check_plain_matrix(path, layer, obs, "store an AnnData")
     check_n_dims(f"{path}: it", array.ndim)
     matrix = dense_matrix(access.layout(array), f"{path}: it")
@@ -221,7 +202,7 @@ class _Access:
     writer = "write_zarr"
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.name = path
         self.held: list[Source] = []
 
     def close(self) -> None:
@@ -232,14 +213,10 @@ class _Access:
     def is_array(self, node: Any) -> bool:
         return isinstance(node, Array)
 
-    def layout(self, node: Array) -> ArrayLayout:
-        layout = node.layout()
+    def layout(self, stored: Array) -> ArrayLayout:
+        layout = stored.layout()
         self.held.append(layout.source)
         return layout
 
-    def csr(self, node: Group, n_rows: int, n_vars: int) -> CsrMatrix:
-        where = f"{self._path}: {node.name}"
-        data, indices, offsets = csr_arrays(node, where, n_rows, n_vars, self.is_array)
-        nnz = data.shape[0], indices.shape[0]
-        indptr = checked_indptr(offsets.read(), f"{where}/indptr", n_rows, nnz)
-        return CsrMatrix(indptr, self.layout(data), self.layout(indices), n_vars)
+    def indptr(self, stored: Array, n_rows: int, nnz: tuple[int, int]) -> NDArray[np.int64]:
+        return checked_indptr(stored.read(), f"{self.name}: {stored.name}", n_rows, nnz)

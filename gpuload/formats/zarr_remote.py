@@ -104,21 +104,18 @@ class RemoteTree(Tree):
     def _get(self, key: str) -> bytes | None:
         listed = self._address.listed
         found = self._address.metadata(key) if listed is None else listed[key]
-        if found is None or not found.nbytes:
-            return None if found is None else b""
-        body = self._bytes(found)
-        if not _is_json(body):  # it may have been damaged in transfer, as chunks may
+        if found is None:
+            return None
+        body = self._address.content(found)
+        if body and not _is_json(body):  # it may have been damaged in transfer, as chunks may
             _log.warning("%s: %s is not valid JSON. Reading it once more.", self.name, key)
-            body = self._bytes(found)
+            body = self._address.content(found)
         return body
-
-    def _bytes(self, found: RemoteObject) -> bytes:
-        return bytes(memoryview(self._address.uncached.get(found, 0, found.nbytes)))
 
     def _chunk(self, key: str) -> RemoteObject | None:
         """Return a chunk's object, or None if it does not exist, as one of zeros need not."""
         try:
-            return self._address.head(f"{self._address.key}/{key}" if self._address.key else key)
+            return self._address.head(self._address.key_of(key))
         except ReadError as error:
             if not error.is_denied:
                 raise

@@ -125,7 +125,7 @@ class Shards:
             raise ReadError(
                 f"{self._path(first)}: the index of this shard of {self.name} cannot be read whole. Was it truncated?"
             )
-        if self.spec.index_has_crc and int(raw[-4:].view("<u4")[0]) != crc32c(raw, 0, 16 * n):
+        if self.spec.index_has_crc and int(raw[-4:].view("<u4")[0]) != crc32c(raw.ctypes.data, 16 * n):
             raise CorruptDataError(
                 f"{self._path(first)}: the index of this shard of {self.name} is damaged: its crc32c checksum does not "
                 f"match. {RESTORE}"

@@ -122,7 +122,7 @@ def shard_pieces(chunks: Sequence[Any], n_places: int) -> Iterator[Any]:
         yield bytes(padding)
     raw = index.view(np.uint8).reshape(-1)
     yield raw.data
-    yield struct.pack("<I", crc32c(raw, 0, raw.size))
+    yield struct.pack("<I", crc32c(raw.ctypes.data, raw.size))
 
 
 def write_group(folder: str, attributes: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from scipy.sparse import csr_matrix, save_npz
 
 import gpuload
 from gpuload.backends import cpu
-from gpuload.formats import hdf5
+from gpuload.formats.arrays import damage_to_metadata
 from gpuload.source import FileSource
 from tests.mutants import by_gpuload, by_h5py, is_same, write_base
 from tests.variants import read_matrix
@@ -229,7 +229,7 @@ def test_too_many_open_files_are_not_damage(copy_of: Callable[[str], Path], monk
 
 
 def test_a_package_that_cannot_be_imported_is_not_damage() -> None:
-    with pytest.raises(ImportError, match="libcublas"), hdf5._translated("cells.h5ad"):
+    with pytest.raises(ImportError, match="libcublas"), damage_to_metadata("cells.h5ad"):
         raise ImportError("libcublas cannot be loaded")
 
 

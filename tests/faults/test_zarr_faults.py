@@ -643,6 +643,17 @@ def test_an_array_has_no_modalities(tmp_path: Path) -> None:
     assert_refused("StoreError", path / "rna", str(path), "rna")
 
 
+def test_a_package_that_cannot_be_imported_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ImportError("libcublas cannot be loaded")
+
+    path = tmp_path / "store.zarr"
+    writers.csr(path)
+    monkeypatch.setattr("gpuload.formats.members.read_index", refuse)
+    with pytest.raises(ImportError, match="libcublas"):
+        gpuload.open_loader(path)
+
+
 def test_incomplete_collections_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "collection.zarr"
     writers.collection(path, 3)

@@ -30,6 +30,7 @@ from benchmarks.s3server import start
 from gpuload.cache import BlockRemote, SampleStore
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.formats import zarr_remote
+from gpuload.formats.addresses import Address
 from gpuload.remote import open_remote
 from tests import several, zarr_writers
 from tests.other_forms import FORMS, write_parquet
@@ -221,9 +222,9 @@ def test_metadata_of_modalities_matrices_is_requested_once(
 ) -> None:
     """Comparing the names of the cells requests no more of a matrix, whose rows its open store knows."""
     keys: Counter[str] = Counter()
-    get = zarr_remote.RemoteTree._bytes
+    get = Address.content
     monkeypatch.setattr(
-        zarr_remote.RemoteTree, "_bytes", lambda self, found: keys.update([found.key]) or get(self, found)
+        Address, "content", lambda self, found, *most: keys.update([found.key]) or get(self, found, *most)
     )
     paths = {}
     for name in ("rna", "prot"):
@@ -593,8 +594,6 @@ def test_parquet_index_is_not_reused_after_a_change(server: Running, parquet: Pa
 def test_inaccessible_gene_table_is_treated_as_missing(
     server: Running, parquet: Parquet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from gpuload.formats.addresses import Address
-
     form, there = parquet("parquet")
     real = Address.head
 

@@ -17,13 +17,14 @@ import pytest
 numcodecs = pytest.importorskip("numcodecs")
 
 from gpuload.backends import codecs  # noqa: E402
-from gpuload.backends.damage import reason  # noqa: E402
+from gpuload.backends.damage import REASONS  # noqa: E402
 from gpuload.backends.native import checksums, frames  # noqa: E402
 from gpuload.backends.native.huffman import new_tables  # noqa: E402
 from gpuload.layout import Filter  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TABLES, ADDRESSES = new_tables(), codecs.Addresses()
+WORK = TABLES.ctypes.data
 SLACK = 0xDD
 
 
@@ -33,6 +34,14 @@ def values(dtype: str, n: int) -> np.ndarray:
 
 def as_array(data: bytes) -> np.ndarray:
     return np.frombuffer(data, dtype=np.uint8).copy()
+
+
+def at(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+def crc32c(array: np.ndarray) -> int:
+    return checksums.crc32c(at(array), array.size)
 
 
 def room(nbytes: int) -> np.ndarray:
@@ -48,7 +57,7 @@ def blosc(stored: np.ndarray, nbytes: int, lo: int, hi: int) -> tuple[int, np.nd
     """Decode a part of a container that lies between other bytes, and see that nothing else is written."""
     between = np.concatenate([[1, 2, 3], stored, [4, 5]]).astype(np.uint8)
     out, work = room(nbytes), room(nbytes)
-    got = frames.decode_blosc(between, 3, stored.size, out, nbytes, lo, hi, work, TABLES, ADDRESSES.table)
+    got = frames.decode_blosc(at(between) + 3, stored.size, at(out), nbytes, lo, hi, at(work), WORK, ADDRESSES.table)
     assert (out[nbytes:] == SLACK).all()
     return got, out
 
@@ -59,17 +68,17 @@ def test_the_libraries_are_found() -> None:
 
 
 def test_crc() -> None:
-    assert checksums.crc32c(as_array(b"123456789"), 0, 9) == 0xE3069283  # RFC 3720, B.4
-    assert checksums.crc32c(np.zeros(32, np.uint8), 0, 32) == 0x8A9136AA
-    assert checksums.crc32c(np.full(32, 255, np.uint8), 0, 32) == 0x62A8AB43
-    assert checksums.crc32c(np.arange(32, dtype=np.uint8), 0, 32) == 0x46DD794E
+    assert crc32c(as_array(b"123456789")) == 0xE3069283  # RFC 3720, B.4
+    assert crc32c(np.zeros(32, np.uint8)) == 0x8A9136AA
+    assert crc32c(np.full(32, 255, np.uint8)) == 0x62A8AB43
+    assert crc32c(np.arange(32, dtype=np.uint8)) == 0x46DD794E
     data = values("u1", 1000)
     for start, n in ((0, 0), (0, 1), (3, 7), (1, 8), (5, 900)):
-        assert checksums.crc32(data, start, n) == zlib.crc32(data[start : start + n].tobytes())
-    checked = np.append(data, np.frombuffer(np.uint32(checksums.crc32c(data, 0, 1000)).tobytes(), np.uint8))
-    assert checksums.is_crc32c(checked, 0, 1000)
+        assert checksums.crc32(at(data) + start, n) == zlib.crc32(data[start : start + n].tobytes())
+    checked = np.append(data, np.frombuffer(np.uint32(crc32c(data)).tobytes(), np.uint8))
+    assert checksums.is_crc32c(at(checked), 1000)
     checked[-1] ^= 1
-    assert not checksums.is_crc32c(checked, 0, 1000)
+    assert not checksums.is_crc32c(at(checked), 1000)
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 3, 4, 8, 16])
@@ -78,14 +87,14 @@ def test_unshuffle(itemsize: int) -> None:
     n = data.size // itemsize
     shuffled = np.concatenate([data[: n * itemsize].reshape(n, itemsize).T.ravel(), data[n * itemsize :]])
     for lo, hi in ((0, n), (5, 30), (36, 37), (7, 7)):
-        for at in (0, 8, 3):
-            out = room(data.size + 8)
-            frames.unshuffle_items(np.append([9], shuffled).astype(np.uint8), 1, out, at, data.size, itemsize, lo, hi)
+        for first in (0, 8, 3):
+            out, src = room(data.size + 8), np.append([9], shuffled).astype(np.uint8)
+            frames.unshuffle_items(at(src) + 1, at(out) + first, data.size, itemsize, lo, hi)
             part = slice(lo * itemsize, hi * itemsize)
-            np.testing.assert_array_equal(out[at : at + data.size][part], data[part])
-            np.testing.assert_array_equal(out[at : at + data.size][n * itemsize :], data[n * itemsize :])
-            assert (out[:at] == SLACK).all()
-            assert (out[at + hi * itemsize : at + n * itemsize] == SLACK).all()
+            np.testing.assert_array_equal(out[first : first + data.size][part], data[part])
+            np.testing.assert_array_equal(out[first : first + data.size][n * itemsize :], data[n * itemsize :])
+            assert (out[:first] == SLACK).all()
+            assert (out[first + hi * itemsize : first + n * itemsize] == SLACK).all()
 
 
 @pytest.mark.parametrize("dtype", ["u1", "u2", "f4", "i8"])
@@ -100,7 +109,7 @@ def test_blosc(dtype: str, codec: str, shuffle: int, level: int) -> None:
         assert stored[3] == size
         for lo, hi in ((0, n), (n // 3, n // 2 + 1), (n - 1, n), (0, 1), (max(0, n - 300), n)):
             got, out = blosc(stored, len(raw), lo * size, hi * size)
-            assert got >= (hi - lo) * size, reason(got)
+            assert got >= (hi - lo) * size, REASONS[got]
             assert out[lo * size : hi * size].tobytes() == raw[lo * size : hi * size]
 
 
@@ -117,15 +126,15 @@ def test_damaged_blosc(codec: str, shuffle: int) -> None:
     for number in range(1500):
         damaged = whole.copy()
         most = 80 if number % 2 else whole.size  # the header and the table, or anywhere
-        for at in rng.integers(0, most, rng.integers(1, 4)):
-            damaged[at] = rng.integers(0, 256)
+        for place in rng.integers(0, most, rng.integers(1, 4)):
+            damaged[place] = rng.integers(0, 256)
         if number % 5 == 0:
             damaged = damaged[: rng.integers(0, damaged.size)]
         lo = int(rng.integers(0, len(raw)))
         got, _ = blosc(damaged, len(raw), lo, int(rng.integers(lo + 1, len(raw) + 1)))
         if got < 0:
             n_bad += 1
-            assert reason(got)
+            assert REASONS[got]
     assert n_bad > 300
     assert blosc(whole, len(raw) + 4, 0, 8)[0] == frames.BAD_BLOSC_SIZE
 
@@ -133,7 +142,7 @@ def test_damaged_blosc(codec: str, shuffle: int) -> None:
 GUARDED = """
 import ctypes, mmap
 import numpy as np
-from tests.unit.test_frames import ADDRESSES, TABLES, container, frames, values
+from tests.unit.test_frames import ADDRESSES, WORK, at, container, frames, values
 
 def guarded(nbytes):
     size = -(-nbytes // 4096) * 4096
@@ -149,17 +158,16 @@ for codec in ("lz4", "zlib", "zstd"):
         src, out, work = guarded(len(stored)), guarded(len(raw)), guarded(len(raw))
         for number in range(3000):
             src[:] = stored
-            for at in rng.integers(0, 80 if number % 2 else src.size, rng.integers(1, 4)):
-                src[at] = rng.integers(0, 256)
+            for place in rng.integers(0, 80 if number % 2 else src.size, rng.integers(1, 4)):
+                src[place] = rng.integers(0, 256)
             cut = int(rng.integers(0, 40)) if number % 3 == 0 else 0
-            frames.decode_blosc(
-                src[cut:] if number % 2 else src, 0, src.size - (cut if number % 2 else 0), out, len(raw), 0, len(raw),
-                work, TABLES, ADDRESSES.table,
-            )
+            begin = at(src) + (cut if number % 2 else 0)
+            n = src.size - (cut if number % 2 else 0)
+            frames.decode_blosc(begin, n, at(out), len(raw), 0, len(raw), at(work), WORK, ADDRESSES.table)
             for place in (16, 20, 24):  # blocks that begin near the end of the container
                 src[:] = stored
                 src[place : place + 4].view(np.uint32)[:] = src.size - rng.integers(0, 40)
-                frames.decode_blosc(src, 0, src.size, out, len(raw), 0, len(raw), work, TABLES, ADDRESSES.table)
+                frames.decode_blosc(at(src), src.size, at(out), len(raw), 0, len(raw), at(work), WORK, ADDRESSES.table)
 """
 
 
@@ -173,18 +181,18 @@ def test_zstd_and_lz4() -> None:
     raw = values("f4", 9000).tobytes()
     out = room(len(raw))
     zstd = as_array(imagecodecs.zstd_encode(raw))
-    assert frames.decode_zstd(zstd, 0, zstd.size, out, len(raw), ADDRESSES.table) == len(raw)
+    assert frames.decode_zstd(at(zstd), zstd.size, at(out), len(raw), ADDRESSES.table) == len(raw)
     assert out[: len(raw)].tobytes() == raw
-    assert frames.decode_zstd(zstd, 0, zstd.size - 1, out, len(raw), ADDRESSES.table) == frames.BAD_ZSTD
-    assert frames.decode_zstd(zstd, 0, zstd.size, out, len(raw) + 1, ADDRESSES.table) == frames.BAD_ZSTD
+    assert frames.decode_zstd(at(zstd), zstd.size - 1, at(out), len(raw), ADDRESSES.table) == frames.BAD_ZSTD
+    assert frames.decode_zstd(at(zstd), zstd.size, at(out), len(raw) + 1, ADDRESSES.table) == frames.BAD_ZSTD
     lz4 = as_array(len(raw).to_bytes(4, "little") + imagecodecs.lz4_encode(raw))
     for need in (len(raw), len(raw) // 2, 1):
         out = room(len(raw))
-        assert frames.decode_lz4(lz4, 0, lz4.size, out, len(raw), need, ADDRESSES.table) >= need
+        assert frames.decode_lz4(at(lz4), lz4.size, at(out), len(raw), need, ADDRESSES.table) >= need
         assert out[:need].tobytes() == raw[:need]
         assert (out[len(raw) :] == SLACK).all()
     for n, size in ((lz4.size - 1, len(raw)), (3, len(raw)), (lz4.size, len(raw) - 1)):
-        assert frames.decode_lz4(lz4, 0, n, out, size, size, ADDRESSES.table) == frames.BAD_LZ4
+        assert frames.decode_lz4(at(lz4), n, at(out), size, size, ADDRESSES.table) == frames.BAD_LZ4
 
 
 def test_gzip() -> None:
@@ -195,17 +203,17 @@ def test_gzip() -> None:
     for stored in (as_array(gzip.compress(raw)), as_array(with_all)):
         for need, verify in ((len(raw), True), (100, False)):
             out = room(len(raw))
-            got = frames.gunzip(stored, 0, stored.size, out, len(raw), need, TABLES, verify)
-            assert got >= need, reason(got)
+            got = frames.gunzip(at(stored), stored.size, at(out), len(raw), need, WORK, verify)
+            assert got >= need, REASONS[got]
             assert out[:need].tobytes() == raw[:need]
             assert (out[len(raw) :] == SLACK).all()
-        for at in (0, 1, 2, -1, -5):
+        for place in (0, 1, 2, -1, -5):
             damaged = stored.copy()
-            damaged[at] ^= 1
-            wrong = "gzip header" if at >= 0 else "crc32 checksum"
-            assert wrong in reason(frames.gunzip(damaged, 0, damaged.size, out, len(raw), len(raw), TABLES, True))
+            damaged[place] ^= 1
+            wrong = "gzip header" if place >= 0 else "crc32 checksum"
+            assert wrong in REASONS[frames.gunzip(at(damaged), damaged.size, at(out), len(raw), len(raw), WORK, True)]
         for n in range(0, stored.size, 97):
-            assert frames.gunzip(stored[:n].copy(), 0, n, out, len(raw), len(raw), TABLES, True) < 0
+            assert frames.gunzip(at(stored), n, at(out), len(raw), len(raw), WORK, True) < 0
 
 
 def test_gzip_of_several_members() -> None:
@@ -214,8 +222,8 @@ def test_gzip_of_several_members() -> None:
     for stored in map(as_array, (head + tail, nothing + head + nothing + bytes(3) + tail + nothing + bytes(9))):
         for need, verify in ((len(raw), True), (len(raw), False), (7002, False), (100, False)):
             out = room(len(raw))
-            got = frames.gunzip(stored, 0, stored.size, out, len(raw), need, TABLES, verify)
-            assert got >= need, reason(got)
+            got = frames.gunzip(at(stored), stored.size, at(out), len(raw), need, WORK, verify)
+            assert got >= need, REASONS[got]
             assert out[:need].tobytes() == raw[:need]
             assert (out[len(raw) :] == SLACK).all()
         for nbytes in (len(raw), -1):
@@ -229,8 +237,9 @@ def test_gzip_of_several_members() -> None:
         (head + bytes(2) + tail[1:], "gzip header"),
         (head[:-8] + bytes(8) + tail, "crc32 checksum"),
     ):
-        got = frames.gunzip(as_array(damaged), 0, len(damaged), out, len(raw), len(raw), TABLES, True)
-        assert wrong in reason(got) if wrong else got == len(raw)
+        stored = as_array(damaged)
+        got = frames.gunzip(at(stored), stored.size, at(out), len(raw), len(raw), WORK, True)
+        assert wrong in REASONS[got] if wrong else got == len(raw)
 
 
 def test_gzip_of_several_members_is_not_inflated_beyond_its_size() -> None:

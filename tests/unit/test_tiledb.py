@@ -76,8 +76,7 @@ def test_inconsistent_bands_are_refused(given: np.ndarray, code: int) -> None:
     found = tiledb_bands.gather_rows(
         np.require(given, requirements=["W"]),
         *(steps, steps, 4, 0, 2, wanted, out.ctypes.data, rows, values, place, is_wanted, starts, ranges),
-        *(scratch, 1 << 14),
-        *(work.tables, work.addresses.table, work.inflater),
+        (scratch.ctypes.data, 1 << 14, work.tables.ctypes.data, work.addresses.table, work.inflater),
     )
     assert found == code or (code == BAD_TILE and found < 0)
 

@@ -25,6 +25,7 @@ from gpuload.backends.damage import bad_chunk, corrupt, read_again_if_far
 from gpuload.backends.native.chunks import BAD_CRC32C
 from gpuload.backends.native.inflate import BAD_CHECKSUM
 from gpuload.backends.reading import read_extents
+from gpuload.backends.workspace import Workspace
 from gpuload.layout import select_chunks
 
 if TYPE_CHECKING:
@@ -556,7 +557,7 @@ def _raise_as_the_cpu_backend(read: ArrayRead, chunk: int, stored: NDArray[np.ui
     one = replace(one, piece_dest=np.zeros_like(one.piece_dest))
     n_out = (one.piece_rows - 1) * read.layout.dest_stride + one.piece_width
     out = np.empty(int(n_out.max()), dtype=np.int32 if read.target == "indices" else np.float32)
-    decoding.decode(decoding.Part(one, 0, 1, stored, -one.chunk_offset, out), decoding.Scratch({}), "always")
+    decoding.decode(decoding.Part(one, 0, 1, stored, -one.chunk_offset, out), Workspace(), "always")
 
 
 def kernel_type(dtype: np.dtype[Any]) -> str:

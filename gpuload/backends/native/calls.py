@@ -6,6 +6,7 @@ compiled once, and only if it is used.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +58,8 @@ class Callback:
     Like all kernels, it is cached in the folder of the kernels, whenever it is created.
     """
 
-    def __init__(self, function: Callable[..., int], n_parameters: int) -> None:
-        signature = types.int64(*[types.int64] * n_parameters)
+    def __init__(self, function: Callable[..., int]) -> None:
+        signature = types.int64(*[types.int64] * len(inspect.signature(function).parameters))
         self._compiled = CFunc(function, (signature.args, signature.return_type), {}, {"error_model": "numpy"})
         with _choosing:
             others, config.CACHE_DIR = config.CACHE_DIR, _FOLDER

@@ -1,4 +1,4 @@
-"""Native checksums of stored chunks: adler32, crc32, crc32c and HDF5's fletcher32.
+"""Native checksums of bytes at an address: adler32, crc32, crc32c and HDF5's fletcher32.
 
 References
 ----------
@@ -57,22 +57,20 @@ def _adler_sums(_typing: Any, address: Any, n_vectors: Any) -> Any:
 
 
 @native
-def adler32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
-    """Return the adler32 checksum of buf[pos : pos + n] (uint8), as `zlib.adler32` does."""
-    at = np.int64(buf.ctypes.data) + np.int64(pos)
-    left = np.int64(n)
+def adler32(at: int, n: int) -> int:
+    """Return the adler32 checksum of n bytes, as `zlib.adler32` does."""
     low, high = 1, 0
-    while left >= 32:
+    while n >= 32:
         for _ in range(64):  # both sums stay far below 2**63 for this long
-            n_vectors = min(left >> 5, _ADLER_VECTORS)
+            n_vectors = min(n >> 5, _ADLER_VECTORS)
             sums = _adler_sums(at, n_vectors)
             high += 32 * n_vectors * low + (sums >> 32)
             low += sums & 0xFFFFFFFF
             at += 32 * n_vectors
-            left -= 32 * n_vectors
+            n -= 32 * n_vectors
         low %= _ADLER_BASE
         high %= _ADLER_BASE
-    for k in range(left):
+    for k in range(n):
         low += load8(at + k)
         high += low
     return (high % _ADLER_BASE) << 16 | low % _ADLER_BASE
@@ -95,7 +93,7 @@ _CRC32, _CRC32C = _crc_tables(0xEDB88320), _crc_tables(0x82F63B78)
 
 
 @native
-def _crc(tables: Any, address: int, n: int) -> int:  # pragma: no cover - compiled
+def _crc(tables: Any, address: int, n: int) -> int:
     crc = 0xFFFFFFFF
     i = 0
     while n - i >= 8:
@@ -119,51 +117,48 @@ def _crc(tables: Any, address: int, n: int) -> int:  # pragma: no cover - compil
 
 
 @native
-def crc32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
-    """Return the CRC-32 of buf[pos : pos + n] (uint8), as gzip uses it."""
-    return _crc(_CRC32, np.int64(buf.ctypes.data) + pos, n)
+def crc32(at: int, n: int) -> int:
+    """Return the CRC-32 of n bytes, as gzip uses it."""
+    return _crc(_CRC32, at, n)
 
 
 @native
-def crc32c(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
-    """Return the CRC-32C of buf[pos : pos + n] (uint8)."""
-    return _crc(_CRC32C, np.int64(buf.ctypes.data) + pos, n)
+def crc32c(at: int, n: int) -> int:
+    """Return the CRC-32C of n bytes."""
+    return _crc(_CRC32C, at, n)
 
 
 @native
-def is_crc32c(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - compiled
+def is_crc32c(at: int, n: int) -> bool:
     """Return whether the 4 bytes after n bytes are their CRC-32C, little-endian."""
-    return bool(load32(np.int64(buf.ctypes.data) + pos + n) == crc32c(buf, pos, n))
+    return bool(load32(at + n) == crc32c(at, n))
 
 
 @native
-def fletcher32(buf: Any, pos: int, n: int) -> int:  # pragma: no cover - compiled
+def fletcher32(at: int, n: int) -> int:
     """Return HDF5's fletcher32 of n bytes: sums of big-endian 16-bit words, the first in the low half."""
-    a = np.uint64(0)
-    b = np.uint64(0)
-    i = 0
+    a = b = i = 0
     n_words = n // 2
     while i < n_words:
         stop = min(n_words, i + 360)
         while i < stop:
-            a += (np.uint64(buf[pos + 2 * i]) << np.uint64(8)) | np.uint64(buf[pos + 2 * i + 1])
+            a += load8(at + 2 * i) << 8 | load8(at + 2 * i + 1)
             b += a
             i += 1
-        a = (a & np.uint64(0xFFFF)) + (a >> np.uint64(16))
-        b = (b & np.uint64(0xFFFF)) + (b >> np.uint64(16))
+        a = (a & 0xFFFF) + (a >> 16)
+        b = (b & 0xFFFF) + (b >> 16)
     if n & 1:
-        a += np.uint64(buf[pos + n - 1]) << np.uint64(8)
+        a += load8(at + n - 1) << 8
         b += a
     for _ in range(3):
-        a = (a & np.uint64(0xFFFF)) + (a >> np.uint64(16))
-        b = (b & np.uint64(0xFFFF)) + (b >> np.uint64(16))
-    return np.int64((b << np.uint64(16)) | a)
+        a = (a & 0xFFFF) + (a >> 16)
+        b = (b & 0xFFFF) + (b >> 16)
+    return b << 16 | a
 
 
 @native
-def is_fletcher32(buf: Any, pos: int, n: int) -> bool:  # pragma: no cover - compiled
+def is_fletcher32(at: int, n: int) -> bool:
     """Return whether the 4 bytes after n bytes are their fletcher32, in either byte order that HDF5 accepts."""
-    found = load32(np.int64(buf.ctypes.data) + pos + n)
-    wanted = fletcher32(buf, pos, n)
+    found, wanted = load32(at + n), fletcher32(at, n)
     swapped = ((wanted & 0x00FF00FF) << 8) | ((wanted >> 8) & 0x00FF00FF)
     return bool(found in (wanted, swapped))

@@ -33,18 +33,17 @@ NEVER, ONCE, ALWAYS = 0, 1, 2
 _pread = types.ExternalFunction("pread", types.intp(types.intc, types.uintp, types.uintp, types.int64))
 
 
-def describe(code: int) -> str:
-    """Return the meaning of a code, as part of a sentence; except `pieces.BAD_VALUE`, which is not damage."""
-    return {
-        BAD_SIZE: "its decoded size is wrong",
-        BAD_FLETCHER: "its fletcher32 checksum does not match",
-        BAD_CRC32C: "its crc32c checksum does not match",
-        BAD_COLUMN: "it holds a column number outside the matrix",
-    }[code]
+REASONS = {
+    BAD_SIZE: "its decoded size is wrong",
+    BAD_FLETCHER: "its fletcher32 checksum does not match",
+    BAD_CRC32C: "its crc32c checksum does not match",
+    BAD_COLUMN: "it holds a column number outside the matrix",
+}
+"""What a code means, as part of a sentence; except `pieces.BAD_VALUE`, which is not damage."""
 
 
 @native
-def read_fully(fd: int, to: int, n: int, offset: int) -> bool:  # pragma: no cover - compiled
+def read_fully(fd: int, to: int, n: int, offset: int) -> bool:
     """Read n bytes of a file to an address; return whether they could all be read."""
     done = 0
     while done < n:
@@ -56,7 +55,7 @@ def read_fully(fd: int, to: int, n: int, offset: int) -> bool:  # pragma: no cov
 
 
 @native
-def read_extents(fd: Any, offset: Any, nbytes: Any, place: Any, buffer: Any) -> int:  # pragma: no cover - compiled
+def read_extents(fd: Any, offset: Any, nbytes: Any, place: Any, buffer: Any) -> int:
     """Read byte ranges of files into a buffer.
 
     Parameters
@@ -81,9 +80,7 @@ def read_extents(fd: Any, offset: Any, nbytes: Any, place: Any, buffer: Any) -> 
 
 
 @native
-def items_needed(
-    lo: int, hi: int, piece_src: Any, piece_width: Any, piece_rows: Any, stride: int
-) -> Any:  # pragma: no cover - compiled
+def items_needed(lo: int, hi: int, piece_src: Any, piece_width: Any, piece_rows: Any, stride: int) -> Any:
     """Return the range of elements of the decoded chunk that pieces ``lo:hi`` cover."""
     first, last = piece_src[lo], 0
     for p in range(lo, hi):
@@ -93,19 +90,19 @@ def items_needed(
 
 
 @native
-def _is_applied(step: int, mask: int) -> bool:  # pragma: no cover - compiled
+def _is_applied(step: int, mask: int) -> bool:
     """Return whether a filter (its position; -1: none) was applied to a chunk: its bit of the mask is not set."""
     return step >= 0 and not (mask >> np.uint32(step)) & np.uint32(1)
 
 
 @native
-def _is_due(verify: int, is_verified: int) -> bool:  # pragma: no cover - compiled
+def _is_due(verify: int, is_verified: int) -> bool:
     """Return whether a chunk's checksums are to be verified."""
     return verify == ALWAYS or (verify == ONCE and not is_verified)
 
 
 @native
-def encoded_nbytes(c: int, chunk_nbytes: Any, chunk_mask: Any, steps: Any) -> int:  # pragma: no cover - compiled
+def encoded_nbytes(c: int, chunk_nbytes: Any, chunk_mask: Any, steps: Any) -> int:
     """Return the length of chunk c's encoded stream; 0 if there is no such chunk or it is not encoded."""
     if c >= chunk_nbytes.size or not _is_applied(steps[1], chunk_mask[c]):
         return 0
@@ -113,7 +110,7 @@ def encoded_nbytes(c: int, chunk_nbytes: Any, chunk_mask: Any, steps: Any) -> in
 
 
 @native
-def _bad(c: int, code: int, status: Any) -> int:  # pragma: no cover - compiled
+def _bad(c: int, code: int, status: Any) -> int:
     """Record why chunk c is bad; return what `decode_chunks` then returns."""
     status[0] = code
     return -1 - c
@@ -148,7 +145,7 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
     second: Any,
     out: int,
     status: Any,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Decode chunks held in a buffer and copy the wanted pieces into the resident's array.
 
     Parameters
@@ -209,11 +206,11 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
         is_due = _is_due(verify, verified[chunk_id[c]])
         if _is_applied(fletcher, mask):
             n -= 4
-            if n < 0 or (is_due and not is_fletcher32(buffer, place, n)):
+            if n < 0 or (is_due and not is_fletcher32(stored + place, n)):
                 return _bad(c, BAD_FLETCHER, status)
         if crc >= 0:
             n -= 4
-            if n < 0 or (is_due and not is_crc32c(buffer, place, n)):
+            if n < 0 or (is_due and not is_crc32c(stored + place, n)):
                 return _bad(c, BAD_CRC32C, status)
         is_shuffled = _is_applied(shuffle, mask)
         size = n if is_raw else full_nbytes[c]
@@ -265,7 +262,7 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
         if is_due:
             verified[chunk_id[c]] = 1
         if is_shuffled:
-            unshuffle_items(first, at, second, 0, size, itemsize, from_item, to_item)
+            unshuffle_items(plain + at, work, size, itemsize, from_item, to_item)
         decoded = work if is_shuffled else plain + at
         code = call_copy(
             copiers[0],

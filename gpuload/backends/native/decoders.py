@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 call_one = caller(I64, *[I64] * 10)
 """Decode a chunk. Arguments: address and number of its stored bytes; address and number of its decoded bytes; first
 byte wanted and the one after the last; whether to verify checksums; addresses of scratch as large as the decoded bytes,
-of the inflater's workspace and of the table of addresses. Returns the number of bytes decoded, or an error code. The
-decoded bytes and the scratch both have room up to the next multiple of 8."""
+of the inflater's workspace and of the table of addresses. Returns the number of bytes decoded, or an error code."""
 
 call_two = caller(I64, *[I64] * 12)
 """Decode two chunks, interleaved. Arguments: for each chunk, address and number of its stored bytes, address of its
@@ -31,25 +30,14 @@ of the inflater's workspace. Returns the result of `call_one` for each, the firs
 
 
 @inline
-def _bytes(address: int, n: int) -> Any:  # pragma: no cover - compiled
-    return carray(pointer(address), n, np.uint8)
-
-
-@inline
-def _room(address: int, size: int) -> Any:  # pragma: no cover - compiled
-    return _bytes(address, (size + 7) & -8)
-
-
-@inline
-def _table(addresses: int) -> Any:  # pragma: no cover - compiled
+def _table(addresses: int) -> Any:
     return carray(pointer(addresses), N_ADDRESSES, np.int64)
 
 
 def _zlib(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
-) -> int:  # pragma: no cover - compiled
-    start = np.int64(0)
-    return inflate_zlib(_bytes(src, n), start, n, _room(to, size), start, size, hi, _bytes(tables, 1), verify != 0)
+) -> int:
+    return inflate_zlib(src, n, to, size, hi, tables, verify != 0)
 
 
 def _zlib_two(
@@ -65,71 +53,43 @@ def _zlib_two(
     verify_2: int,
     size: int,
     tables: int,
-) -> int:  # pragma: no cover - compiled
-    start = np.int64(0)
-    got, got_2 = inflate_two(
-        _bytes(src, n),
-        start,
-        n,
-        start,
-        need,
-        verify != 0,
-        src_2 - src,
-        n_2,
-        to_2 - to,
-        need_2,
-        verify_2 != 0,
-        _room(to, size),
-        size,
-        _bytes(tables, 1),
-    )
+) -> int:
+    got, got_2 = inflate_two(src, n, to, need, verify != 0, src_2, n_2, to_2, need_2, verify_2 != 0, size, tables)
     return got << 32 | got_2 & 0xFFFFFFFF
 
 
 def _gzip(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
-) -> int:  # pragma: no cover - compiled
-    return gunzip(_bytes(src, n), np.int64(0), n, _room(to, size), size, hi, _bytes(tables, 1), verify != 0)
+) -> int:
+    return gunzip(src, n, to, size, hi, tables, verify != 0)
 
 
 def _zstd(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
-) -> int:  # pragma: no cover - compiled
-    return decode_zstd(_bytes(src, n), np.int64(0), n, _room(to, size), size, _table(addresses))
+) -> int:
+    return decode_zstd(src, n, to, size, _table(addresses))
 
 
 def _lz4(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
-) -> int:  # pragma: no cover - compiled
-    need = size if verify else hi
-    return decode_lz4(_bytes(src, n), np.int64(0), n, _room(to, size), size, need, _table(addresses))
+) -> int:
+    return decode_lz4(src, n, to, size, size if verify else hi, _table(addresses))
 
 
 def _blosc(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
-) -> int:  # pragma: no cover - compiled
-    return decode_blosc(
-        _bytes(src, n),
-        np.int64(0),
-        n,
-        _room(to, size),
-        size,
-        lo,
-        hi,
-        _room(work, size),
-        _bytes(tables, 1),
-        _table(addresses),
-    )
+) -> int:
+    return decode_blosc(src, n, to, size, lo, hi, work, tables, _table(addresses))
 
 
 _ONE = {
-    "deflate": Callback(_zlib, 10),
-    "gzip": Callback(_gzip, 10),
-    "zstd": Callback(_zstd, 10),
-    "lz4-sized": Callback(_lz4, 10),
-    "blosc": Callback(_blosc, 10),
+    "deflate": Callback(_zlib),
+    "gzip": Callback(_gzip),
+    "zstd": Callback(_zstd),
+    "lz4-sized": Callback(_lz4),
+    "blosc": Callback(_blosc),
 }
-_TWO = {"deflate": Callback(_zlib_two, 12)}
+_TWO = {"deflate": Callback(_zlib_two)}
 
 CODECS = tuple(_ONE)
 """Filters decoded natively, as `ArrayLayout` names them; a pipeline has at most one of them."""

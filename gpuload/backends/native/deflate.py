@@ -78,20 +78,20 @@ _OUT_MARGIN = 288
 
 
 @inline
-def _bits_at(place: int) -> int:  # pragma: no cover - compiled
+def _bits_at(place: int) -> int:
     """Return at least 57 bits from a bit position on, with zeros above them."""
     return shift_right(load64(shift_right(place, 3)), place & 7)
 
 
 @inline
-def _split(place: int) -> Any:  # pragma: no cover - compiled
+def _split(place: int) -> Any:
     """Return the next whole byte at a bit position, the bits before it, and their number."""
     at, n = shift_right(place + 7, 3), -place & 7
     return at, shift_right(load8(at - 1), 8 - n) if n else 0, n
 
 
 @native
-def _look_up_rest(lit: int, entry: int, bits: int) -> Any:  # pragma: no cover - compiled
+def _look_up_rest(lit: int, entry: int, bits: int) -> Any:
     """Resolve an entry that is neither literals nor a complete length.
 
     Returns the entry that ends the symbol, the number of further bits it used, and the match length, 0 for none.
@@ -109,7 +109,7 @@ def _look_up_rest(lit: int, entry: int, bits: int) -> Any:  # pragma: no cover -
 
 
 @native
-def _look_up_dist_rest(lit: int, entry: int, bits: int) -> int:  # pragma: no cover - compiled
+def _look_up_dist_rest(lit: int, entry: int, bits: int) -> int:
     """Return the entry of a code in a sub-table, or the entry itself if it has none."""
     if entry & DIST_SUB == 0:
         return entry
@@ -119,7 +119,7 @@ def _look_up_dist_rest(lit: int, entry: int, bits: int) -> int:  # pragma: no co
 
 
 @inline
-def _copy_match(w: int, out: int, distance: int, length: int) -> None:  # pragma: no cover - compiled
+def _copy_match(w: int, out: int, distance: int, length: int) -> None:
     """Copy a match in pieces of 16 bytes, at least two."""
     row = w + COPY + 32 * min(distance, 16)
     shuffle16(out, out - distance, row)
@@ -132,15 +132,13 @@ def _copy_match(w: int, out: int, distance: int, length: int) -> None:  # pragma
 
 
 @native
-def _copy_any(w: int, out: int, distance: int, length: int) -> None:  # pragma: no cover - compiled
+def _copy_any(w: int, out: int, distance: int, length: int) -> None:
     """Do as `_copy_match`, but not inlined: for rare cases."""
     _copy_match(w, out, distance, length)
 
 
 @native
-def _decode_one(
-    w: int, lit: int, place: int, place_stop: int, first: int, out: int, out_stop: int
-) -> Any:  # pragma: no cover - compiled
+def _decode_one(w: int, lit: int, place: int, place_stop: int, first: int, out: int, out_stop: int) -> Any:
     """Decode symbols of a block while there is room on both sides.
 
     Only the low 6 bits of `n` count, so that whole entries can be subtracted from it. A step uses at most the 64 bits
@@ -205,7 +203,7 @@ def _decode_one(
 
 
 @inline
-def _step(w: int, lit: int, first: int, place: int, out: int, entry: int) -> Any:  # pragma: no cover - compiled
+def _step(w: int, lit: int, first: int, place: int, out: int, entry: int) -> Any:
     """Decode up to four literals and the match after them, if there is one.
 
     The position of a stream is that of its next bit, so it needs no bit buffer in registers, which two streams make
@@ -281,7 +279,7 @@ def _decode_two(
     first_2: int,
     out_2: int,
     out_stop_2: int,
-) -> Any:  # pragma: no cover - compiled
+) -> Any:
     """Decode symbols of one block of each of two streams, interleaved, while there is room for both.
 
     Returns the result of `_decode_one` for each.
@@ -300,7 +298,7 @@ def _decode_two(
 @native
 def _decode_careful(  # noqa: PLR0911 - one return per outcome
     lit: int, at: int, end: int, bits: int, n: int, first: int, out: int, out_end: int, enough: int
-) -> Any:  # pragma: no cover - compiled
+) -> Any:
     """Decode symbols of a block one by one, never beyond input or output, until `enough` is reached.
 
     Input past its end reads as zeros; a symbol that would use them is rejected.
@@ -353,7 +351,7 @@ def _decode_careful(  # noqa: PLR0911 - one return per outcome
 
 
 @inline
-def _copy_stored(at: int, end: int, out: int, out_end: int, enough: int) -> Any:  # pragma: no cover - compiled
+def _copy_stored(at: int, end: int, out: int, out_end: int, enough: int) -> Any:
     """Copy an uncompressed block; return 0 or an error, and the ends of the input read and the output written."""
     if end - at < 4:
         return TRUNCATED, at, out
@@ -379,7 +377,7 @@ def _copy_stored(at: int, end: int, out: int, out_end: int, enough: int) -> Any:
 @native
 def _advance(
     w: int, end: int, first: int, out_end: int, enough: int, code: int, place: int, out: int, lit: int, is_last: int
-) -> Any:  # pragma: no cover - compiled
+) -> Any:
     """Advance a stream to where a fast loop can continue, or to its end.
 
     Parameters
@@ -428,9 +426,7 @@ def _advance(
 
 
 @native
-def decode_blocks(
-    w: int, at: int, end: int, first: int, out_end: int, enough: int
-) -> Any:  # pragma: no cover - compiled
+def decode_blocks(w: int, at: int, end: int, first: int, out_end: int, enough: int) -> Any:
     """Decode blocks up to the last one, or until `enough` is reached.
 
     Returns 0 or an error, and the ends of the input read and the output written.
@@ -457,7 +453,7 @@ def decode_both(
     first_2: int,
     out_end_2: int,
     enough_2: int,
-) -> Any:  # pragma: no cover - compiled
+) -> Any:
     """Do as `decode_blocks` for two streams, interleaved while both continue; return the results of both."""
     w_2 = w + NBYTES
     place_stop, out_stop = 8 * (end - _IN_MARGIN), min(enough, out_end - _OUT_MARGIN)

@@ -49,17 +49,16 @@ _MAX_CODECS = 4
 _MAX_NBYTES = (1 << 31) - 1
 
 
-def describe(code: int) -> str:
-    """Return the meaning of a code of this module, as part of a sentence."""
-    return {
-        BAD_BLOSC: "its blosc container is malformed",
-        BAD_BLOSC_SIZE: "its blosc header does not give the chunk's size",
-        BAD_STREAM: "a stream of its blosc container cannot be decoded",
-        BAD_ZSTD: "zstd cannot decode it",
-        BAD_LZ4: "lz4 cannot decode it",
-        BAD_GZIP: "its gzip header is wrong",
-        BAD_CRC32: "its crc32 checksum, or the size next to it, does not match",
-    }[code]
+REASONS = {
+    BAD_BLOSC: "its blosc container is malformed",
+    BAD_BLOSC_SIZE: "its blosc header does not give the chunk's size",
+    BAD_STREAM: "a stream of its blosc container cannot be decoded",
+    BAD_ZSTD: "zstd cannot decode it",
+    BAD_LZ4: "lz4 cannot decode it",
+    BAD_GZIP: "its gzip header is wrong",
+    BAD_CRC32: "its crc32 checksum, or the size next to it, does not match",
+}
+"""What a code of this module means, as part of a sentence."""
 
 
 _call_lz4 = caller(I32, I64, I64, I32, I32)
@@ -69,18 +68,17 @@ _call_blosc = caller(I32, I64, I64, I64, I32)
 
 
 @native
-def unshuffle_items(
-    src: Any, src_pos: int, dst: Any, dst_pos: int, n: int, itemsize: int, lo: int, hi: int
-) -> None:  # pragma: no cover - compiled
+def unshuffle_items(at: int, to: int, n: int, itemsize: int, lo: int, hi: int) -> None:
     """Undo the byte shuffle of n bytes for items ``lo:hi`` only; copy bytes after the last whole item unchanged.
 
-    Each item goes to its own position, so `dst` must have room for all of them.
+    Each item goes to its own position, so there must be room for all of them.
     """
     n_items = n // itemsize
-    if itemsize == 4 and dst_pos & 3 == 0 and dst.size & 3 == 0:
-        words = carray(pointer(np.int64(dst.ctypes.data) + dst_pos), n_items, np.uint32)
-        a, b = src[src_pos : src_pos + n_items], src[src_pos + n_items : src_pos + 2 * n_items]
-        c, d = src[src_pos + 2 * n_items : src_pos + 3 * n_items], src[src_pos + 3 * n_items : src_pos + 4 * n_items]
+    src, dst = carray(pointer(at), n, np.uint8), carray(pointer(to), n, np.uint8)
+    a, b = src[:n_items], src[n_items : 2 * n_items]
+    if itemsize == 4 and to & 3 == 0:
+        words = carray(pointer(to), n_items, np.uint32)
+        c, d = src[2 * n_items : 3 * n_items], src[3 * n_items : 4 * n_items]
         for i in range(lo, hi):
             k = np.uint64(i)
             words[k] = (
@@ -89,29 +87,28 @@ def unshuffle_items(
                 | (np.uint32(c[k]) << np.uint32(16))
                 | (np.uint32(d[k]) << np.uint32(24))
             )
-    elif itemsize == 8 and dst_pos & 7 == 0 and dst.size & 7 == 0:
-        longs = carray(pointer(np.int64(dst.ctypes.data) + dst_pos), n_items, np.uint64)
+    elif itemsize == 8 and to & 7 == 0:
+        longs = carray(pointer(to), n_items, np.uint64)
         for i in range(lo, hi):
             k, value = np.uint64(i), np.uint64(0)
             for plane in range(8):
-                value |= np.uint64(src[np.uint64(src_pos + plane * n_items) + k]) << np.uint64(8 * plane)
+                value |= np.uint64(src[np.uint64(plane * n_items) + k]) << np.uint64(8 * plane)
             longs[k] = value
-    elif itemsize == 2 and dst_pos & 1 == 0 and dst.size & 1 == 0:
-        halves = carray(pointer(np.int64(dst.ctypes.data) + dst_pos), n_items, np.uint16)
-        a, b = src[src_pos : src_pos + n_items], src[src_pos + n_items : src_pos + 2 * n_items]
+    elif itemsize == 2 and to & 1 == 0:
+        halves = carray(pointer(to), n_items, np.uint16)
         for i in range(lo, hi):
             k = np.uint64(i)
             halves[k] = np.uint16(np.uint16(a[k]) | np.uint16(np.uint16(b[k]) << np.uint16(8)))
     else:
         for i in range(lo, hi):
             for k in range(itemsize):
-                dst[dst_pos + i * itemsize + k] = src[src_pos + k * n_items + i]
+                dst[i * itemsize + k] = src[k * n_items + i]
     for i in range(n_items * itemsize, n):
-        dst[dst_pos + i] = src[src_pos + i]
+        dst[i] = src[i]
 
 
 @native
-def _after_gzip_header(at: int, end: int) -> int:  # pragma: no cover - compiled
+def _after_gzip_header(at: int, end: int) -> int:
     """Return the address of the deflate stream of a gzip member that begins at an address, or a negative code."""
     if end - at < 18:
         return TRUNCATED
@@ -133,59 +130,52 @@ def _after_gzip_header(at: int, end: int) -> int:  # pragma: no cover - compiled
 
 @native
 def gunzip(  # noqa: PLR0911 - one return per outcome
-    src: Any, src_pos: int, src_len: int, dst: Any, dst_len: int, need: int, tables: Any, verify: bool
-) -> int:  # pragma: no cover - compiled
-    """Decode gzip members into dst[:dst_len]; parameters and result as in `inflate_zlib`, or a code of this module."""
-    at, first = np.int64(src.ctypes.data) + np.int64(src_pos), np.int64(dst.ctypes.data)
-    end, out, out_end = at + np.int64(src_len), first, first + np.int64(dst_len)
-    enough = out_end + 1 if verify else first + np.int64(need)
+    at: int, n: int, to: int, size: int, need: int, tables: int, verify: bool
+) -> int:
+    """Decode gzip members; parameters and result as for `inflate_zlib`, or a code of this module."""
+    end, out, out_end = at + n, to, to + size
+    enough = out_end + 1 if verify else to + need
     while True:
         at = _after_gzip_header(at, end)
         if at < 0:
             return at
         begin = out
-        code, at, out = decode_blocks(np.int64(tables.ctypes.data), at, end, begin, out_end, enough)
+        code, at, out = decode_blocks(tables, at, end, begin, out_end, enough)
         if code < 0:
             return code
         if out >= enough:
-            return out - first
+            return out - to
         if end - at < 8:
             return TRUNCATED
         n = out - begin
-        if verify and (load32(at) != crc32(dst, begin - first, n) or load32(at + 4) != n & 0xFFFFFFFF):
+        if verify and (load32(at) != crc32(begin, n) or load32(at + 4) != n & 0xFFFFFFFF):
             return BAD_CRC32
         at += 8
         while at < end and not load8(at):  # there may be zeros between members
             at += 1
         if out == out_end:
-            return out - first
+            return out - to
         if at == end:
             return TOO_SHORT
 
 
 @native
-def decode_lz4(
-    src: Any, src_pos: int, n: int, dst: Any, size: int, need: int, addresses: Any
-) -> int:  # pragma: no cover - compiled
+def decode_lz4(at: int, n: int, to: int, size: int, need: int, addresses: Any) -> int:
     """Decode an LZ4 block prefixed by its decoded size (int32), as in numcodecs; parameters as in `decode_blosc`."""
-    at = np.int64(src.ctypes.data) + src_pos
     if n < 4 or load32(at) != size:
         return BAD_LZ4
-    got = lz4_at(at + 4, n - 4, np.int64(dst.ctypes.data), size, need, addresses)
+    got = lz4_at(at + 4, n - 4, to, size, need, addresses)
     return got if got >= need else BAD_LZ4
 
 
 @native
-def decode_zstd(
-    src: Any, src_pos: int, n: int, dst: Any, size: int, addresses: Any
-) -> int:  # pragma: no cover - compiled
+def decode_zstd(at: int, n: int, to: int, size: int, addresses: Any) -> int:
     """Decode a zstd frame; parameters as in `decode_blosc`."""
-    got = zstd_at(np.int64(src.ctypes.data) + src_pos, n, np.int64(dst.ctypes.data), size, addresses)
-    return got if got == size else BAD_ZSTD
+    return size if zstd_at(at, n, to, size, addresses) == size else BAD_ZSTD
 
 
 @native
-def lz4_at(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> int:  # pragma: no cover - compiled
+def lz4_at(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> int:
     """Decode a block of exactly `size` bytes, or at least the first `need` of them; return the number decoded."""
     if max(n, size) > _MAX_NBYTES:
         return -1
@@ -196,47 +186,45 @@ def lz4_at(src: int, n: int, dst: int, size: int, need: int, addresses: Any) -> 
 
 
 @native
-def zstd_at(src: int, n: int, dst: int, size: int, addresses: Any) -> int:  # pragma: no cover - compiled
+def zstd_at(src: int, n: int, dst: int, size: int, addresses: Any) -> int:
     """Decode a frame into `size` bytes; return the number decoded, or some other number on failure."""
     return _call_zstd(addresses[ZSTD], (addresses[ZSTD_CONTEXT], dst, size, src, n))
 
 
 @native
 def decode_blosc(  # noqa: PLR0911 - one return per outcome
-    src: Any, src_pos: int, n: int, dst: Any, size: int, lo: int, hi: int, work: Any, tables: Any, addresses: Any
-) -> int:  # pragma: no cover - compiled
+    at: int, n: int, to: int, size: int, lo: int, hi: int, work: int, tables: int, addresses: Any
+) -> int:
     """Decode at least bytes ``lo:hi`` of a blosc container.
 
     Parameters
     ----------
-    src : uint8
-        Holds the container, src[src_pos : src_pos + n].
-    dst : uint8
-        At least `size` bytes, the decoded size; bytes outside ``lo:hi`` are left undefined.
+    at, n
+        Address and number of its bytes.
+    to, size
+        Address and number of the decoded bytes; those outside ``lo:hi`` are left undefined.
     lo, hi
         Bytes wanted, 0 <= lo < hi <= size.
-    work : uint8
-        Scratch of at least `size` bytes.
+    work
+        Address of scratch of `size` bytes.
     tables, addresses
-        Workspace of the inflater; the table of addresses.
+        Address of the inflater's workspace; the table of addresses.
 
     Returns
     -------
     int
         Number of bytes decoded, or a code of this module.
     """
-    base = np.int64(src.ctypes.data) + src_pos
-    if n < 16 or load8(base) != 2:
+    if n < 16 or load8(at) != 2:
         return BAD_BLOSC
-    flags, typesize, block_nbytes = load8(base + 2), load8(base + 3), load32(base + 8)
-    if load32(base + 4) != size or load32(base + 12) > n:
+    flags, typesize, block_nbytes = load8(at + 2), load8(at + 3), load32(at + 8)
+    if load32(at + 4) != size or load32(at + 12) > n:
         return BAD_BLOSC_SIZE
-    n = load32(base + 12)
-    to = np.int64(dst.ctypes.data)
+    n = load32(at + 12)
     if flags & _COPIED:
         if n != size + 16:
             return BAD_BLOSC_SIZE
-        copy_bytes(to + lo, base + 16 + lo, hi - lo)
+        copy_bytes(to + lo, at + 16 + lo, hi - lo)
         return hi - lo
     codec = flags >> 5
     is_shuffled = flags & _BYTE_SHUFFLED != 0 and typesize > 1
@@ -244,7 +232,7 @@ def decode_blosc(  # noqa: PLR0911 - one return per outcome
     if not is_own or flags & _BIT_SHUFFLED or typesize == 0:
         if codec > _MAX_CODECS or typesize == 0:
             return BAD_BLOSC
-        got = _call_blosc(addresses[BLOSC], (base, to, size, 1))
+        got = _call_blosc(addresses[BLOSC], (at, to, size, 1))
         return got if got == size else BAD_STREAM
     if block_nbytes == 0 or block_nbytes > size:
         return BAD_BLOSC
@@ -254,7 +242,7 @@ def decode_blosc(  # noqa: PLR0911 - one return per outcome
     may_split = not flags & _UNSPLIT and typesize <= _MAX_SPLITS and block_nbytes // typesize >= _MIN_SPLIT_NBYTES
     if (is_shuffled or may_split) and block_nbytes % typesize:
         return BAD_BLOSC
-    at_work, done = np.int64(work.ctypes.data), 0
+    done = 0
     for k in range(lo // block_nbytes, (hi + block_nbytes - 1) // block_nbytes):
         first = k * block_nbytes
         nbytes = min(block_nbytes, size - first)
@@ -265,54 +253,29 @@ def decode_blosc(  # noqa: PLR0911 - one return per outcome
         else:
             item_lo, item_hi = 0, 0
             need = nbytes // n_streams if n_streams > 1 else min(nbytes, hi - first)
-        start = load32(base + 16 + 4 * k)
+        start = load32(at + 16 + 4 * k)
         if start < 16 + 4 * n_blocks or start > n - 4:
             return BAD_BLOSC
-        code = _block(
-            base + start,
-            base + n,
-            at_work if is_shuffled else to + first,
-            src,
-            src_pos + start,
-            work if is_shuffled else dst,
-            0 if is_shuffled else first,
-            nbytes // n_streams,
-            n_streams,
-            need,
-            codec,
-            tables,
-            addresses,
-        )
+        into = work if is_shuffled else to + first
+        code = _block(at + start, at + n, into, nbytes // n_streams, n_streams, need, codec, tables, addresses)
         if code < 0:
             return code
         if is_shuffled:
-            unshuffle_items(work, 0, dst, first, nbytes, typesize, item_lo, min(item_hi, nbytes // typesize))
+            unshuffle_items(work, to + first, nbytes, typesize, item_lo, min(item_hi, nbytes // typesize))
         done += nbytes
     return done
 
 
 @native
 def _block(
-    at: int,
-    end: int,
-    to: int,
-    src: Any,
-    src_pos: int,
-    dst: Any,
-    dst_pos: int,
-    size: int,
-    n_streams: int,
-    need: int,
-    codec: int,
-    tables: Any,
-    addresses: Any,
-) -> int:  # pragma: no cover - compiled
+    at: int, end: int, to: int, size: int, n_streams: int, need: int, codec: int, tables: int, addresses: Any
+) -> int:
     """Decode the streams of a block, each of `size` bytes, of which the first `need` are wanted."""
     for _ in range(n_streams):
         if end - at < 4:
             return BAD_STREAM
         stored = load32(at)
-        at, src_pos = at + 4, src_pos + 4
+        at += 4
         if stored == 0 or stored > end - at:
             return BAD_STREAM
         if stored == size:
@@ -324,8 +287,8 @@ def _block(
             if zstd_at(at, stored, to, size, addresses) != size:
                 return BAD_STREAM
         else:
-            code = inflate_zlib(src, src_pos, stored, dst, dst_pos, size, size, tables, True)
+            code = inflate_zlib(at, stored, to, size, size, tables, True)
             if code < 0:
                 return code
-        at, src_pos, to, dst_pos = at + stored, src_pos + stored, to + size, dst_pos + size
+        at, to = at + stored, to + size
     return 0

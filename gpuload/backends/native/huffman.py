@@ -104,7 +104,7 @@ def _symbols(first: int, extra: Sequence[int]) -> list[int]:
 
 
 @inline
-def refill(at: int, end: int, bits: int, n: int) -> Any:  # pragma: no cover - compiled
+def refill(at: int, end: int, bits: int, n: int) -> Any:
     """Refill the bit buffer to at least 56 bits, or with all remaining input."""
     if end - at >= 8:
         bits |= shift_left(load64(at), n)
@@ -119,7 +119,7 @@ def refill(at: int, end: int, bits: int, n: int) -> Any:  # pragma: no cover - c
 
 
 @inline
-def _assign_codes(lens: int, n_symbols: int, count: int) -> Any:  # pragma: no cover - compiled
+def _assign_codes(lens: int, n_symbols: int, count: int) -> Any:
     """Count code lengths and set the first code of each (RFC 1951, 3.2.2).
 
     Returns the number of 15-bit codes that could be added (below 0: over-subscribed), and the greatest length.
@@ -144,7 +144,7 @@ def _assign_codes(lens: int, n_symbols: int, count: int) -> Any:  # pragma: no c
 
 
 @inline
-def _next_code(next_codes: int, b: int) -> int:  # pragma: no cover - compiled
+def _next_code(next_codes: int, b: int) -> int:
     """Return the next code of b bits, first bit lowest, as in the stream."""
     code = load64(next_codes + 8 * b)
     store64(next_codes + 8 * b, code + 1)
@@ -152,7 +152,7 @@ def _next_code(next_codes: int, b: int) -> int:  # pragma: no cover - compiled
 
 
 @inline
-def _fill(table: int, first: int, step: int, n: int, entry: int) -> None:  # pragma: no cover - compiled
+def _fill(table: int, first: int, step: int, n: int, entry: int) -> None:
     """Set every step-th of n entries of 32 bits."""
     at, stop, step = table + 4 * first, table + 4 * n, 4 * step
     while at + 3 * step < stop:
@@ -167,14 +167,14 @@ def _fill(table: int, first: int, step: int, n: int, entry: int) -> None:  # pra
 
 
 @inline
-def _clear(table: int, nbytes: int) -> None:  # pragma: no cover - compiled
+def _clear(table: int, nbytes: int) -> None:
     """Zero `nbytes`, a multiple of 16."""
     for k in range(0, nbytes, 16):
         store_pair(table + k, 0, 0)
 
 
 @inline
-def _single_entry(w: int, s: int) -> int:  # pragma: no cover - compiled
+def _single_entry(w: int, s: int) -> int:
     """Return the entry of a literal/length symbol, without its bit count."""
     if s < 256:
         return _ONE_LITERAL | s << 16
@@ -187,7 +187,7 @@ def _single_entry(w: int, s: int) -> int:  # pragma: no cover - compiled
 
 
 @inline
-def _fill_single(w: int, table: int, n: int, b: int, s: int, code: int) -> None:  # pragma: no cover - compiled
+def _fill_single(w: int, table: int, n: int, b: int, s: int, code: int) -> None:
     """Set a symbol's entries in a table of n; for a length, one per value of its extra bits if they fit."""
     entry = _single_entry(w, s)
     extra = (entry >> 25) & 7
@@ -200,7 +200,7 @@ def _fill_single(w: int, table: int, n: int, b: int, s: int, code: int) -> None:
 
 
 @native
-def _build_follow(w: int, lens: int, n_symbols: int, room: int) -> None:  # pragma: no cover - compiled
+def _build_follow(w: int, lens: int, n_symbols: int, room: int) -> None:
     """Set, for every number of bits left up to `room`, the value added to a literal's entry.
 
     It stands for the literal and, if it fits in those bits and is a literal or a length, the symbol after it.
@@ -221,7 +221,7 @@ def _build_follow(w: int, lens: int, n_symbols: int, room: int) -> None:  # prag
 
 
 @inline
-def _fill_literal(w: int, table: int, b: int, s: int, code: int) -> None:  # pragma: no cover - compiled
+def _fill_literal(w: int, table: int, b: int, s: int, code: int) -> None:
     """Set the entries of a literal, joined with the symbol that follows."""
     to, step = table + 4 * code, 4 << b
     follow = w + _FOLLOW + (4 << (LIT_BITS - b))
@@ -241,7 +241,7 @@ def _fill_literal(w: int, table: int, b: int, s: int, code: int) -> None:  # pra
 
 
 @inline
-def _sub_table(table: int, root_bits: int, sub_bits: int, code: int, flags: int, n_sub: int) -> Any:  # pragma: no cover
+def _sub_table(table: int, root_bits: int, sub_bits: int, code: int, flags: int, n_sub: int) -> Any:
     """Return the sub-table of a long code, created if it is the first with its prefix, and the new count."""
     root = table + 4 * low_bits(code, root_bits)
     if load32(root) == 0:
@@ -252,7 +252,7 @@ def _sub_table(table: int, root_bits: int, sub_bits: int, code: int, flags: int,
 
 
 @native
-def _build_lit(w: int, lens: int, n_symbols: int, table: int) -> int:  # pragma: no cover - compiled
+def _build_lit(w: int, lens: int, n_symbols: int, table: int) -> int:
     """Build the literal/length table; return 0 or BAD_CODE."""
     left, longest = _assign_codes(lens, n_symbols, w + _COUNT)
     if left < 0 or (left > 0 and longest != 1):
@@ -284,7 +284,7 @@ def _build_lit(w: int, lens: int, n_symbols: int, table: int) -> int:  # pragma:
 
 
 @native
-def _build_dist(w: int, lens: int, n_symbols: int, table: int) -> int:  # pragma: no cover - compiled
+def _build_dist(w: int, lens: int, n_symbols: int, table: int) -> int:
     """Build the distance table; return 0 or BAD_CODE. No code, or a single one of 1 bit, is valid (RFC 1951, 3.2.7)."""
     left, longest = _assign_codes(lens, n_symbols, w + _COUNT)
     if left < 0 or (left > 0 and longest > 1):
@@ -311,7 +311,7 @@ def _build_dist(w: int, lens: int, n_symbols: int, table: int) -> int:  # pragma
 
 
 @native
-def _build_fixed(w: int) -> None:  # pragma: no cover - compiled
+def _build_fixed(w: int) -> None:
     """Build the tables of blocks with fixed codes (RFC 1951, 3.2.6)."""
     lens = w + _LENS
     for s in range(288):
@@ -323,7 +323,7 @@ def _build_fixed(w: int) -> None:  # pragma: no cover - compiled
 
 
 @inline
-def _read_precode(w: int, n_codes: int, at: int, end: int, bits: int, n: int) -> Any:  # pragma: no cover - compiled
+def _read_precode(w: int, n_codes: int, at: int, end: int, bits: int, n: int) -> Any:
     """Read the code of the code lengths; return 0 or an error, and the position in the stream."""
     lens = w + _LENS
     for s in range(19):
@@ -349,7 +349,7 @@ def _read_precode(w: int, n_codes: int, at: int, end: int, bits: int, n: int) ->
 
 
 @inline
-def _read_lens(w: int, total: int, at: int, end: int, bits: int, n: int) -> Any:  # pragma: no cover - compiled
+def _read_lens(w: int, total: int, at: int, end: int, bits: int, n: int) -> Any:
     """Read the code lengths; return 0 or an error, and the position in the stream."""
     lens = w + _LENS
     done = 0
@@ -380,7 +380,7 @@ def _read_lens(w: int, total: int, at: int, end: int, bits: int, n: int) -> Any:
 
 
 @native
-def read_codes(w: int, at: int, end: int, bits: int, n: int) -> Any:  # pragma: no cover - compiled
+def read_codes(w: int, at: int, end: int, bits: int, n: int) -> Any:
     """Read the codes of a dynamic block (RFC 1951, 3.2.7) and build its tables.
 
     Returns 0 or an error, and the position in the stream.

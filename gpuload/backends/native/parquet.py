@@ -96,7 +96,7 @@ def row_starts(
     page: Any,
     whole: Any,
     addresses: Any,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Find where the rows of a column chunk in a file begin, reading no more of its pages than necessary.
 
     Parameters
@@ -149,7 +149,7 @@ def page_rows(  # noqa: PLR0911 - one return per error
     found: Any,
     whole: Any,
     addresses: Any,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Find the rows that begin in a page, of which only the front may be given.
 
     Parameters
@@ -213,7 +213,7 @@ def page_rows(  # noqa: PLR0911 - one return per error
 
 
 @native
-def scan_pages(src: Any, n: int, found: Any) -> int:  # pragma: no cover - compiled
+def scan_pages(src: Any, n: int, found: Any) -> int:
     """Scan the page headers of a chunk, src[:n], for the sizes of scratch memory.
 
     Parameters
@@ -247,12 +247,12 @@ def scan_pages(src: Any, n: int, found: Any) -> int:  # pragma: no cover - compi
 
 
 @native
-def _load(at: int, width: int) -> int:  # pragma: no cover - compiled
+def _load(at: int, width: int) -> int:
     return load32(at) if width == 4 else load64(at) if width == 8 else load16(at)
 
 
 @native
-def _item(at: int, spec: Any) -> int:  # pragma: no cover - compiled
+def _item(at: int, spec: Any) -> int:
     """Return a stored value in output form, in the low bytes."""
     item = _load(at, spec[WIDTH])
     if not spec[IS_GENES]:
@@ -264,7 +264,7 @@ def _item(at: int, spec: Any) -> int:  # pragma: no cover - compiled
 
 
 @native
-def _plain(at: int, n: int, spec: Any, to: int, width: int) -> None:  # pragma: no cover - compiled
+def _plain(at: int, n: int, spec: Any, to: int, width: int) -> None:
     """Write n plain-encoded values to the output."""
     if not spec[IS_GENES]:
         copy_bytes(to, at, n * width)
@@ -281,9 +281,7 @@ def _plain(at: int, n: int, spec: Any, to: int, width: int) -> None:  # pragma: 
 
 
 @native
-def _look_up(
-    at: int, first: int, bits: int, n: int, entries: int, n_entries: int, to: int, width: int
-) -> int:  # pragma: no cover - compiled
+def _look_up(at: int, first: int, bits: int, n: int, entries: int, n_entries: int, to: int, width: int) -> int:
     """Write the entries named by n bit-packed indices, from index `first` on; return the greatest index."""
     last, greatest = n_entries - 1, 0
     mask = (1 << bits) - 1
@@ -331,7 +329,7 @@ def _values(  # noqa: PLR0911 - one return per error
     to: int,
     width: int,
     is_plain: bool,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Write the n values of a page to the output, except the dropped ones, which must be leaders.
 
     Returns the number written, or a code. `SLACK` bytes after `end` must be readable.
@@ -415,7 +413,7 @@ def decode_column(  # noqa: PLR0911 - one return per error
     starts: Any,
     dropped: Any,
     addresses: Any,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Decode a column chunk.
 
     Parameters
@@ -450,8 +448,8 @@ def decode_column(  # noqa: PLR0911 - one return per error
             leader[1] = 0xFFFFFFFF
     else:
         leader[0] = leader[1] = np.int64(1) << (8 * width - 1)
-    base = np.int64(src.ctypes.data)
-    at, end = base, base + n
+    at = np.int64(src.ctypes.data)
+    end = at + n
     to, first, page_at = np.int64(out.ctypes.data), np.int64(entries.ctypes.data), np.int64(buffer.ctypes.data)
     n_out, n_entries, room = 0, np.int64(0), out.size // width
     while at < end:
@@ -461,7 +459,7 @@ def decode_column(  # noqa: PLR0911 - one return per error
         stored, full = page[STORED], page[FULL]
         if stored > end - at or full + SLACK > buffer.size:
             return BAD_PAGE_SIZE
-        if page[CRC] != -1 and crc32(src, at - base, stored) != page[CRC] & 0xFFFFFFFF:
+        if page[CRC] != -1 and crc32(at, stored) != page[CRC] & 0xFFFFFFFF:
             return BAD_CRC
         kind = page[TYPE]
         if kind != DATA and kind != DATA_V2 and kind != DICTIONARY:  # noqa: PLR1714 - compiled

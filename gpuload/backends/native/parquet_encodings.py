@@ -28,7 +28,7 @@ _PER_WORD = 32
 
 
 @native
-def make_plain(at: int, end: int, n: int, encoding: int, to: int, width: int) -> int:  # pragma: no cover - compiled
+def make_plain(at: int, end: int, n: int, encoding: int, to: int, width: int) -> int:
     """Write n values of `width` bytes contiguously; return 0 or a code. Up to 16 bytes after `end` may be read."""
     if encoding == BYTE_STREAM_SPLIT:
         return _join_streams(at, end, n, to, width)
@@ -36,7 +36,7 @@ def make_plain(at: int, end: int, n: int, encoding: int, to: int, width: int) ->
 
 
 @native
-def store(to: int, item: int, width: int) -> None:  # pragma: no cover - compiled
+def store(to: int, item: int, width: int) -> None:
     """Write the low `width` bytes of a value."""
     if width == 4:
         store32(to, item)
@@ -47,7 +47,7 @@ def store(to: int, item: int, width: int) -> None:  # pragma: no cover - compile
 
 
 @native
-def _join_streams(at: int, end: int, n: int, to: int, width: int) -> int:  # pragma: no cover - compiled
+def _join_streams(at: int, end: int, n: int, to: int, width: int) -> int:
     """Reassemble values stored as a stream of all first bytes, then all second bytes, and so on."""
     if end - at != n * width:
         return BAD_COUNT
@@ -60,7 +60,7 @@ def _join_streams(at: int, end: int, n: int, to: int, width: int) -> int:  # pra
 
 
 @native
-def _read_integer(at: int, end: int, width: int):  # pragma: no cover - compiled
+def _read_integer(at: int, end: int, width: int):
     """Return a zigzag-encoded integer and the address after it, below 0 if there is none of that width."""
     if at < 0:
         return 0, at
@@ -73,7 +73,7 @@ def _read_integer(at: int, end: int, width: int):  # pragma: no cover - compiled
 @native
 def _add_differences(  # noqa: PLR0911 - one return per error
     at: int, end: int, n: int, to: int, width: int
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Decode delta-encoded integers: the first value, then the difference of each from the one before."""
     n_block, at = read_varint(at, end)
     if at < 0:

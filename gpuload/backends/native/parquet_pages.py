@@ -86,26 +86,25 @@ MAX_PAGE = 1 << 30
 _call_snappy = caller(I32, I64, I64, I64, I64)
 
 
-def describe(code: int) -> str:
-    """Return the meaning of a code of this module, as part of a sentence."""
-    return {
-        BAD_HEADER: "the header of a page is malformed",
-        BAD_PAGE_SIZE: "its pages do not fit its size",
-        BAD_CRC: "the CRC-32 of a page does not match",
-        BAD_CODEC: "a page cannot be decompressed",
-        BAD_LEVELS: "the levels of a page are malformed",
-        NULL_VALUE: "a list holds a missing value",
-        NULL_LIST: "a list is missing",
-        BAD_ENCODING: "a page has an unsupported encoding",
-        BAD_INDEX: "a page names an entry that its dictionary does not have",
-        BAD_COUNT: "it does not hold as many values as its rows should have",
-        BAD_LEADER: "a row does not begin with the [CLS] pair (1 and a value below 0) that the others begin with",
-        SHORT_READ: "it could not be read whole",
-    }[code]
+REASONS = {
+    BAD_HEADER: "the header of a page is malformed",
+    BAD_PAGE_SIZE: "its pages do not fit its size",
+    BAD_CRC: "the CRC-32 of a page does not match",
+    BAD_CODEC: "a page cannot be decompressed",
+    BAD_LEVELS: "the levels of a page are malformed",
+    NULL_VALUE: "a list holds a missing value",
+    NULL_LIST: "a list is missing",
+    BAD_ENCODING: "a page has an unsupported encoding",
+    BAD_INDEX: "a page names an entry that its dictionary does not have",
+    BAD_COUNT: "it does not hold as many values as its rows should have",
+    BAD_LEADER: "a row does not begin with the [CLS] pair (1 and a value below 0) that the others begin with",
+    SHORT_READ: "it could not be read whole",
+}
+"""What a code of this module means, as part of a sentence."""
 
 
 @native
-def read_varint(at: int, end: int) -> Any:  # pragma: no cover - compiled
+def read_varint(at: int, end: int) -> Any:
     """Return a varint and the address after it, or an address below 0 if there is none."""
     value, shift = 0, 0
     while at < end and shift < 64:
@@ -119,19 +118,19 @@ def read_varint(at: int, end: int) -> Any:  # pragma: no cover - compiled
 
 
 @native
-def signed(value: int) -> int:  # pragma: no cover - compiled
+def signed(value: int) -> int:
     """Return the integer that a zigzag-encoded varint stands for."""
     return shift_right(value, 1) ^ -(value & 1)
 
 
 @inline
-def lacks_group(n_groups: int, bits: int, nbytes: int) -> bool:  # pragma: no cover - compiled
+def lacks_group(n_groups: int, bits: int, nbytes: int) -> bool:
     """Return whether a bit-packed run of groups of 8 lacks a whole one; some writers leave out its last padding."""
     return n_groups * bits >= nbytes + max(bits, 1)
 
 
 @inline
-def read_number(at: int, nbytes: int) -> int:  # pragma: no cover - compiled
+def read_number(at: int, nbytes: int) -> int:
     """Return a little-endian number of that many bytes, at most 8."""
     number = 0
     for k in range(nbytes):
@@ -140,7 +139,7 @@ def read_number(at: int, nbytes: int) -> int:  # pragma: no cover - compiled
 
 
 @native
-def _skip(at: int, end: int, kind: int) -> int:  # noqa: PLR0911 - one return per outcome # pragma: no cover - compiled
+def _skip(at: int, end: int, kind: int) -> int:  # noqa: PLR0911 - one return per outcome
     """Return the address after a Thrift value; for a struct, after all its fields."""
     depth = 0
     while True:
@@ -182,7 +181,7 @@ def _skip(at: int, end: int, kind: int) -> int:  # noqa: PLR0911 - one return pe
 
 
 @native
-def page_header(at: int, end: int, page: Any) -> int:  # pragma: no cover - compiled
+def page_header(at: int, end: int, page: Any) -> int:
     """Read the header of a page into `page` (`N_PAGE`,) int64; return the address after it, or a code below 0."""
     page[:] = 0
     page[CRC] = page[TYPE] = page[FULL] = page[STORED] = -1
@@ -232,7 +231,7 @@ def page_header(at: int, end: int, page: Any) -> int:  # pragma: no cover - comp
 
 
 @native
-def decompress(at: int, n: int, to: int, size: int, codec: int, addresses: Any) -> int:  # pragma: no cover - compiled
+def decompress(at: int, n: int, to: int, size: int, codec: int, addresses: Any) -> int:
     """Decompress n bytes to exactly `size` bytes; return 0 or a code. Both are followed by room for 8 more bytes."""
     if codec == NO_CODEC:
         if n != size:
@@ -264,7 +263,7 @@ def decompress(at: int, n: int, to: int, size: int, codec: int, addresses: Any) 
 
 
 @native
-def snappy_front(at: int, end: int, to: int, room: int, need: int) -> int:  # pragma: no cover - compiled
+def snappy_front(at: int, end: int, to: int, room: int, need: int) -> int:
     """Decompress at least the first `need` bytes of a snappy block, of which only the front may be given.
 
     Returns
@@ -324,7 +323,7 @@ _AT, _END, _BITS, _LEFT, _PACKED, _STATE = range(6)
 
 
 @native
-def start_levels(cursor: Any, at: int, end: int, greatest: int) -> None:  # pragma: no cover - compiled
+def start_levels(cursor: Any, at: int, end: int, greatest: int) -> None:
     """Place a cursor at the start of levels of at most `greatest`."""
     bits = 0
     while greatest >> bits:
@@ -333,7 +332,7 @@ def start_levels(cursor: Any, at: int, end: int, greatest: int) -> None:  # prag
 
 
 @native
-def _next_run(cursor: Any) -> bool:  # pragma: no cover - compiled
+def _next_run(cursor: Any) -> bool:
     """Enter the next run of levels; return False if there is none."""
     at, end, bits = cursor[_AT], cursor[_END], cursor[_BITS]
     header, at = read_varint(at, end)
@@ -354,7 +353,7 @@ def _next_run(cursor: Any) -> bool:  # pragma: no cover - compiled
 
 
 @native
-def _next_level(cursor: Any) -> int:  # pragma: no cover - compiled
+def _next_level(cursor: Any) -> int:
     """Return the next level, or -1 if there is none."""
     if cursor[_LEFT] == 0 and not _next_run(cursor):
         return -1
@@ -370,7 +369,7 @@ def _next_level(cursor: Any) -> int:  # pragma: no cover - compiled
 
 
 @native
-def is_one_run(cursor: Any, n: int, level: int) -> bool:  # pragma: no cover - compiled
+def is_one_run(cursor: Any, n: int, level: int) -> bool:
     """Enter the first run of levels; return whether it repeats `level` at least n times."""
     return _next_run(cursor) and cursor[_PACKED] == 0 and cursor[_STATE] == level and cursor[_LEFT] >= n
 
@@ -378,7 +377,7 @@ def is_one_run(cursor: Any, n: int, level: int) -> bool:  # pragma: no cover - c
 @native
 def find_rows(  # noqa: PLR0911 - one return per error
     rep: int, rep_end: int, defs: int, def_end: int, n: int, spec: Any, cursors: Any, starts: Any, found: Any
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Find the rows that begin in a page of n levels.
 
     Parameters
@@ -457,7 +456,7 @@ def find_rows(  # noqa: PLR0911 - one return per error
 
 
 @native
-def find_levels(at: int, end: int, page: Any, spec: Any, place: Any) -> int:  # pragma: no cover - compiled
+def find_levels(at: int, end: int, page: Any, spec: Any, place: Any) -> int:
     """Find the levels of a data page at an address, decompressed if necessary.
 
     Returns the address of the values, `TRUNCATED` if the levels extend beyond `end`, or another code; `place` receives

@@ -34,15 +34,13 @@ call_fill = caller(I64, *[I64] * 9)
 """Call `fill_pieces`: addresses instead of arrays, and the bits of the value as a float64."""
 
 
-def copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:  # pragma: no cover - replaced below
+def copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
     """Copy n elements with conversion; return 0, `MAX_EXACT` if one was rounded, or an error."""
     raise NotImplementedError
 
 
 @overload(copy_run)
-def _copy_run(
-    src: Any, i: int, out: Any, j: int, n: int, limit: int
-) -> Callable[..., int]:  # pragma: no cover - compiled
+def _copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> Callable[..., int]:
     if isinstance(out.dtype, types.Integer):
 
         def columns(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
@@ -99,7 +97,7 @@ def copy_pieces(
     dest_stride: int,
     limit: int,
     out: Any,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Copy pieces ``lo:hi`` of one decoded chunk into the resident's array; return the worst result of `copy_run`."""
     typed, out = borrowed(typed), borrowed(out)
     worst = 0
@@ -125,7 +123,7 @@ def fill_pieces(
     value: float,
     limit: int,
     out: Any,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Write the fill value for a chunk that was never written; return a code as `copy_run` does."""
     for p in range(lo, hi):
         for r in range(piece_rows[p]):
@@ -161,7 +159,7 @@ def _copier(stored: np.dtype[Any], out_dtype: np.dtype[Any]) -> Callback:
         dest_stride: int,
         limit: int,
         out: int,
-    ) -> int:  # pragma: no cover - compiled
+    ) -> int:
         return copy_pieces(
             carray(pointer(typed), _ANY, stored),
             lo,
@@ -176,13 +174,13 @@ def _copier(stored: np.dtype[Any], out_dtype: np.dtype[Any]) -> Callback:
             carray(pointer(out), _ANY, out_dtype),
         )
 
-    return Callback(copy, 11)
+    return Callback(copy)
 
 
 def _filler(out_dtype: np.dtype[Any]) -> Callback:
     def fill(
         lo: int, hi: int, dest: int, width: int, rows: int, dest_stride: int, value: int, limit: int, out: int
-    ) -> int:  # pragma: no cover - compiled
+    ) -> int:
         return fill_pieces(
             lo,
             hi,
@@ -195,4 +193,4 @@ def _filler(out_dtype: np.dtype[Any]) -> Callback:
             carray(pointer(out), _ANY, out_dtype),
         )
 
-    return Callback(fill, 9)
+    return Callback(fill)

@@ -51,7 +51,7 @@ _LN2 = 0.6931471805599453
 
 
 @native
-def store_row(to: int, at: int, nbytes: int, is_streamed: bool) -> None:  # pragma: no cover - compiled
+def store_row(to: int, at: int, nbytes: int, is_streamed: bool) -> None:
     """Copy a row, or part of one, from one address to another; if streamed, all but its ends bypass the caches."""
     if not is_streamed:
         copy_bytes(to, at, nbytes)
@@ -64,12 +64,12 @@ def store_row(to: int, at: int, nbytes: int, is_streamed: bool) -> None:  # prag
 
 
 @native
-def _in_line(to: int, scratch: Any) -> int:  # pragma: no cover - compiled
+def _in_line(to: int, scratch: Any) -> int:
     """Return the element of a scratch row at the same offset in its cache line as address `to`."""
     return ((to - np.int64(scratch.ctypes.data)) & (LINE - 1)) // scratch.itemsize
 
 
-def rounded(value: float, like: Any) -> tuple[Any, bool]:  # pragma: no cover - replaced below
+def rounded(value: float, like: Any) -> tuple[Any, bool]:
     """Return a value as an element of a minibatch, and whether it is finite but overflows.
 
     uint16 stands for the bits of a float16, int16 for those of a bfloat16.
@@ -78,7 +78,7 @@ def rounded(value: float, like: Any) -> tuple[Any, bool]:  # pragma: no cover - 
 
 
 @overload(rounded)
-def _rounded(value: float, like: Any) -> Callable[..., tuple[Any, bool]]:  # pragma: no cover - compiled
+def _rounded(value: float, like: Any) -> Callable[..., tuple[Any, bool]]:
     if like is types.uint16:
 
         def half(value: float, like: Any) -> tuple[Any, bool]:
@@ -105,7 +105,7 @@ def _rounded(value: float, like: Any) -> Callable[..., tuple[Any, bool]]:  # pra
 
 
 @native
-def row_scale(data: Any, start: int, stop: int, target_sum: float) -> float:  # pragma: no cover - compiled
+def row_scale(data: Any, start: int, stop: int, target_sum: float) -> float:
     """Return the factor that scales a cell's values to sum to `target_sum`; 1 if that is 0 or the cell is empty."""
     if target_sum == 0.0:
         return 1.0
@@ -123,7 +123,7 @@ def row_scale(data: Any, start: int, stop: int, target_sum: float) -> float:  # 
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"contract"})
-def log1p_row(values: Any, n: int, scale: float) -> None:  # pragma: no cover - compiled
+def log1p_row(values: Any, n: int, scale: float) -> None:
     """Replace the first n values x by ``log1p(x * scale)``, in float64, to within a unit in the last place.
 
     Vectorizable: y = 1 + x is 2**k m with m in [sqrt(1/2), sqrt(2)), and log1p(m - 1) / (m - 1) is approximated by a
@@ -175,7 +175,7 @@ def make_row(
     log1p: bool,
     places: Any,
     values: Any,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Write a cell's values in minibatch form and, if columns are selected, the places they go to.
 
     Parameters
@@ -219,13 +219,13 @@ def make_row(
 
 
 @native
-def map_of(row: int, map_start: Any, columns: Any) -> Any:  # pragma: no cover - compiled
+def map_of(row: int, map_start: Any, columns: Any) -> Any:
     """Return the column map of a resident row; empty if there are no maps."""
     return columns[map_start[row] :] if map_start.size else columns
 
 
 @native
-def add_row(indices: Any, values: Any, to: int, n_cols: int) -> None:  # pragma: no cover - compiled
+def add_row(indices: Any, values: Any, to: int, n_cols: int) -> None:
     """Write one cell as a dense float32 row to an address, through the caches."""
     row = numba.carray(pointer(to), n_cols, np.float32)
     row[:] = 0
@@ -236,7 +236,7 @@ def add_row(indices: Any, values: Any, to: int, n_cols: int) -> None:  # pragma:
 @native
 def put_row(
     indices: Any, values: Any, to: int, n_cols: int, tile: int, is_streamed: bool, wide: Any, narrow: Any
-) -> tuple[int, bool]:  # pragma: no cover - compiled
+) -> tuple[int, bool]:
     """Write one cell as a dense row to an address, one tile of columns at a time.
 
     Returns
@@ -296,7 +296,7 @@ def densify_csr(
     wide: Any,
     narrow: Any,
     out: Any,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Write resident CSR rows into a dense array; duplicate columns of a row are summed, then rounded.
 
     Parameters
@@ -359,7 +359,7 @@ def densify_csr(
 
 
 @native
-def _parts(scratch: Any) -> tuple[Any, Any]:  # pragma: no cover - compiled
+def _parts(scratch: Any) -> tuple[Any, Any]:
     """Return the two halves of scratch memory: values and places of a row."""
     half = scratch.size // 2
     places = np.int64(scratch.ctypes.data) + half * 4
@@ -377,7 +377,7 @@ def gather_dense(
     log1p: bool,
     scratch: Any,
     out: Any,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Write resident dense rows into a dense array.
 
     As `densify_csr`; X is float32, the rows concatenated, with offsets in `indptr`. Columns of `out` that a row lacks
@@ -418,9 +418,7 @@ def gather_dense(
 
 
 @native
-def count_csr(
-    positions: Any, indptr: Any, indices: Any, map_start: Any, columns: Any, out: Any
-) -> int:  # pragma: no cover - compiled
+def count_csr(positions: Any, indptr: Any, indices: Any, map_start: Any, columns: Any, out: Any) -> int:
     """Write the row offsets of gathered CSR rows, and return the last one, which may exceed int32.
 
     `out` is (n + 1,) int32; other parameters as for `densify_csr`.
@@ -440,7 +438,7 @@ def count_csr(
 
 
 @native
-def _is_rising(indices: Any) -> bool:  # pragma: no cover - compiled
+def _is_rising(indices: Any) -> bool:
     is_rising = True
     for k in range(1, indices.size):  # no early exit, so that the loop vectorizes
         is_rising &= indices[np.uint64(k)] > indices[np.uint64(k - 1)]
@@ -459,7 +457,7 @@ def gather_csr(
     log1p: bool,
     out_indices: Any,
     out_data: Any,
-) -> bool:  # pragma: no cover - compiled
+) -> bool:
     """Gather resident CSR rows into one CSR matrix.
 
     `out_indices` (int32) and `out_data` (float32) are sized by `count_csr`.

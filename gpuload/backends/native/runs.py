@@ -24,7 +24,7 @@ _HALF = np.uint64(32)
 
 
 @native
-def copy_runs(start: Any, length: Any, dest: Any, src: Any, out: Any) -> None:  # pragma: no cover - compiled
+def copy_runs(start: Any, length: Any, dest: Any, src: Any, out: Any) -> None:
     """Copy each run k, length[k] elements from start[k] on, to dest[k] on, converted to the dtype of `out`."""
     for k in range(start.size):
         a, b, n = start[k], dest[k], length[k]
@@ -33,7 +33,7 @@ def copy_runs(start: Any, length: Any, dest: Any, src: Any, out: Any) -> None:  
 
 
 @native
-def judge_values(values: Any) -> Any:  # pragma: no cover - compiled
+def judge_values(values: Any) -> Any:
     """Return the largest magnitude (0 if there are none), whether all are counts, and whether all are exact as float32.
 
     Counts are whole numbers of at least 0, but not negative zero.
@@ -49,7 +49,7 @@ def judge_values(values: Any) -> Any:  # pragma: no cover - compiled
 
 
 @native
-def have_common(utf8: Any, starts: Any, file_start: Any, table: Any) -> bool:  # pragma: no cover - compiled
+def have_common(utf8: Any, starts: Any, file_start: Any, table: Any) -> bool:
     """Return whether a name occurs in more than one file.
 
     Parameters
@@ -91,7 +91,7 @@ def have_common(utf8: Any, starts: Any, file_start: Any, table: Any) -> bool:  #
 
 
 @native
-def digest_rows(ids: Any, indptr: Any, indices: Any, bits: Any) -> int:  # pragma: no cover - compiled
+def digest_rows(ids: Any, indptr: Any, indices: Any, bits: Any) -> int:
     """Return the sum, modulo 2**64, of the digests of rows.
 
     Parameters
@@ -121,9 +121,7 @@ def digest_rows(ids: Any, indptr: Any, indices: Any, bits: Any) -> int:  # pragm
 
 
 @native
-def digest_elements(
-    first: int, indptr: Any, indices: Any, bits: Any, is_by_columns: bool
-) -> int:  # pragma: no cover - compiled
+def digest_elements(first: int, indptr: Any, indices: Any, bits: Any, is_by_columns: bool) -> int:
     """Return the sum, modulo 2**64, of the digests of elements, each of its row, column and value.
 
     Parameters
@@ -148,14 +146,14 @@ def digest_elements(
 
 
 @native
-def count_rows(rows: Any, counts: Any) -> None:  # pragma: no cover - compiled
+def count_rows(rows: Any, counts: Any) -> None:
     """Add the number of occurrences of each row to `counts`."""
     for k in range(rows.size):
         counts[np.uint64(rows[np.uint64(k)])] += 1
 
 
 @native
-def count_buckets(rows: Any, offsets: Any, size: int, counts: Any) -> None:  # pragma: no cover - compiled
+def count_buckets(rows: Any, offsets: Any, size: int, counts: Any) -> None:
     """Add to `counts` the elements of each bucket of `size` elements; a row counts in every bucket it overlaps."""
     for k in range(rows.size):
         row = np.int64(rows[np.uint64(k)])
@@ -175,7 +173,7 @@ def sort_by_bucket(
     out_rows: Any,
     out_columns: Any,
     out_values: Any,
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Group elements stored by columns, starting at column `first`, by bucket, writing from each bucket's cursor on."""
     for c in range(indptr.size - 1):
         for k in range(indptr[c], indptr[c + 1]):
@@ -191,7 +189,7 @@ def sort_by_bucket(
 @native
 def place_elements(
     rows: Any, columns: Any, values: Any, first: int, cursor: Any, out_columns: Any, out_values: Any
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Append elements to their rows, at the cursor of each row from `first` on; those out of range are dropped."""
     for k in range(rows.size):
         row = np.int64(rows[k]) - first
@@ -203,9 +201,7 @@ def place_elements(
 
 
 @native
-def count_mapped(
-    indptr: Any, indices: Any, maps: Any, map_start: Any, counts: Any
-) -> None:  # pragma: no cover - compiled
+def count_mapped(indptr: Any, indices: Any, maps: Any, map_start: Any, counts: Any) -> None:
     """Set `counts` to the number of elements of each row that have a place in its map, which begins at `map_start`."""
     for r in range(counts.size):
         first, n = map_start[r], 0
@@ -224,7 +220,7 @@ def map_rows(
     out_indptr: Any,
     out_indices: Any,
     out_values: Any,
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Map the column numbers of each row through the row's map, and sort each row by column.
 
     Elements without a place are dropped; `out_indptr` counts those that have one.
@@ -246,7 +242,7 @@ def map_rows(
 
 
 @native
-def map_dense(indptr: Any, values: Any, maps: Any, map_start: Any, out: Any) -> None:  # pragma: no cover - compiled
+def map_dense(indptr: Any, values: Any, maps: Any, map_start: Any, out: Any) -> None:
     """Copy the columns of dense rows, concatenated in `values`, to their places in zeroed rows."""
     for r in range(indptr.size - 1):
         first = indptr[r]

@@ -21,23 +21,12 @@ from gpuload.backends.native.words import load32, load64, native
 
 @native
 def decode_tile(  # noqa: PLR0911 - one return per fault
-    at: int,
-    end: int,
-    steps: Any,
-    to: int,
-    size: int,
-    wanted: Any,
-    n_wanted: int,
-    work: int,
-    room: int,
-    tables: int,
-    addresses: Any,
-    inflate: int,
-) -> Any:  # pragma: no cover - compiled
+    at: int, end: int, steps: Any, to: int, size: int, wanted: Any, n_wanted: int, tools: Any
+) -> Any:
     """Decode the chunks of a tile of exactly `size` bytes that have any wanted byte; others are left undefined.
 
-    The first `n_wanted` rows of `wanted` are half-open ranges of its bytes, disjoint and ascending; the others are as
-    for `undo_filters`.
+    The first `n_wanted` rows of `wanted` are half-open ranges of its bytes, disjoint and ascending; `steps` and `tools`
+    are as for `undo_filters`.
 
     Returns
     -------
@@ -61,9 +50,7 @@ def decode_tile(  # noqa: PLR0911 - one return per fault
         while k < n_wanted and wanted[k, 1] <= done:
             k += 1
         if k < n_wanted and wanted[k, 0] < done + full:
-            found, n, _, _ = undo_filters(
-                at, n_md, at + n_md, n_data, steps, to + done, full, work, room, tables, addresses, inflate
-            )
+            found, n, _, _ = undo_filters(at, n_md, at + n_md, n_data, steps, to + done, full, tools)
             if found < 0:
                 return found, at
             if n != full:
@@ -74,7 +61,7 @@ def decode_tile(  # noqa: PLR0911 - one return per fault
 
 
 @native
-def largest_chunk(at: int, end: int) -> int:  # pragma: no cover - compiled
+def largest_chunk(at: int, end: int) -> int:
     """Return the largest decoded or stored size of the chunks of a tile, or of tiles in a row; or a code."""
     most = 0
     while at < end:
@@ -96,18 +83,7 @@ def largest_chunk(at: int, end: int) -> int:  # pragma: no cover - compiled
 
 
 @native
-def decode_tiles(
-    stored: Any,
-    steps: Any,
-    sizes: Any,
-    wanted: Any,
-    out: Any,
-    work: Any,
-    room: int,
-    tables: Any,
-    addresses: Any,
-    inflate: int,
-) -> int:  # pragma: no cover - compiled
+def decode_tiles(stored: Any, steps: Any, sizes: Any, wanted: Any, out: Any, tools: Any) -> int:
     """Decode consecutive tiles of `sizes` bytes each into `out`, one after the other; return 0 or a code.
 
     Of each, chunks without any byte in the ranges `wanted` are left undefined.
@@ -118,20 +94,7 @@ def decode_tiles(
     for k in range(sizes.size):
         if sizes[k] < 0 or sizes[k] > end_out - to:
             return BAD_SIZE
-        code, at = decode_tile(
-            at,
-            end,
-            steps,
-            to,
-            sizes[k],
-            wanted,
-            len(wanted),
-            np.int64(work.ctypes.data),
-            room,
-            np.int64(tables.ctypes.data),
-            addresses,
-            inflate,
-        )
+        code, at = decode_tile(at, end, steps, to, sizes[k], wanted, len(wanted), tools)
         if code < 0:
             return code
         to += sizes[k]

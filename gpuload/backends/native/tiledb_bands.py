@@ -26,7 +26,7 @@ HEADER = 4
 
 
 @native
-def count_rows(rows: Any, first: int, counts: Any) -> int:  # pragma: no cover - compiled
+def count_rows(rows: Any, first: int, counts: Any) -> int:
     """Count the values of each row.
 
     Parameters
@@ -55,7 +55,7 @@ def count_rows(rows: Any, first: int, counts: Any) -> int:  # pragma: no cover -
 
 
 @native
-def _narrow(at: int, n: int, n_columns: int, to: int) -> bool:  # pragma: no cover - compiled
+def _narrow(at: int, n: int, n_columns: int, to: int) -> bool:
     """Write n columns, int64, as int32; return whether each is one of `n_columns`."""
     found, narrow = carray(pointer(at), n, np.int64), carray(pointer(to), n, np.int32)
     signs = np.int64(0)
@@ -66,7 +66,7 @@ def _narrow(at: int, n: int, n_columns: int, to: int) -> bool:  # pragma: no cov
 
 
 @native
-def _mark_rows(wanted: Any, place: Any, n_rows: int, is_wanted: Any) -> bool:  # pragma: no cover - compiled
+def _mark_rows(wanted: Any, place: Any, n_rows: int, is_wanted: Any) -> bool:
     """Mark the rows of a band that have any wanted value; return whether all have.
 
     `wanted` are half-open ranges of the band's values, disjoint and ascending, and `place` is the first value of each
@@ -82,7 +82,7 @@ def _mark_rows(wanted: Any, place: Any, n_rows: int, is_wanted: Any) -> bool:  #
 
 
 @native
-def _find_runs(at: int, n: int, starts: Any) -> int:  # pragma: no cover - compiled
+def _find_runs(at: int, n: int, starts: Any) -> int:
     """Write where each run of equal numbers begins among n (int64), and n after the last; return their number.
 
     Runs are tens of values long, so eight are compared at a time.
@@ -108,7 +108,7 @@ def _find_runs(at: int, n: int, starts: Any) -> int:  # pragma: no cover - compi
 @native
 def _wanted_ranges(
     rows: Any, starts: Any, n_runs: int, first: int, n_rows: int, is_wanted: Any, item: int, ranges: Any
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Write where in a tile the values of wanted rows are, as half-open ranges of bytes; return their number.
 
     Parameters are as for `_place_values`; a value is stored in `item` bytes.
@@ -141,7 +141,7 @@ def _place_values(
     item: int,
     n_columns: int,
     out: int,
-) -> int:  # pragma: no cover - compiled
+) -> int:
     """Put the values of a tile whose rows are in a band at the next place of each row; return their number, or a code.
 
     Those of rows that are not wanted are only counted. `starts` is where each run of values of one row begins, and the
@@ -184,12 +184,8 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
     is_wanted: Any,
     starts: Any,
     ranges: Any,
-    work: Any,
-    room: int,
-    tables: Any,
-    addresses: Any,
-    inflate: int,
-) -> int:  # pragma: no cover - compiled
+    tools: Any,
+) -> int:
     """Decode a band of rows: the tiles that its values are in, put in the order of rows.
 
     Chunks of tiles that hold no value of a wanted row are not decoded.
@@ -214,7 +210,7 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
     rows, values, place, is_wanted, starts, ranges
         Scratch: one tile's rows (int64) and values (uint8); a word and one more, and a truth value, per row of the
         band; a word and one more, and two words, per cell of a tile.
-    work, room, tables, addresses, inflate
+    tools
         As for `undo_filters`.
 
     Returns
@@ -246,50 +242,23 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
         return BAD_COUNT
     are_all = _mark_rows(wanted, place, n_rows, is_wanted)
     end_rows = at_values
-    at_work, at_tables = np.int64(work.ctypes.data), np.int64(tables.ctypes.data)
     stored_item = 8 if n_columns else item
-    to_values = np.int64(values.ctypes.data)
+    to_rows, to_values = np.int64(rows.ctypes.data), np.int64(values.ctypes.data)
     n_done = 0
     for t in range(n_tiles):
         n = load64(cells + 8 * t)
         if n < 0 or n > min(rows.size, starts.size - 1, len(ranges)) or n * stored_item > values.size:
             return BAD_TILE
         ranges[0, 0], ranges[0, 1] = 0, 8 * n
-        code, at = decode_tile(
-            at,
-            end_rows,
-            row_steps,
-            np.int64(rows.ctypes.data),
-            8 * n,
-            ranges,
-            1,
-            at_work,
-            room,
-            at_tables,
-            addresses,
-            inflate,
-        )
+        code, at = decode_tile(at, end_rows, row_steps, to_rows, 8 * n, ranges, 1, tools)
         if code < 0:
             return code
-        n_runs, n_ranges = _find_runs(np.int64(rows.ctypes.data), n, starts), 1
+        n_runs, n_ranges = _find_runs(to_rows, n, starts), 1
         if are_all:
             ranges[0, 1] = n * stored_item
         else:
             n_ranges = _wanted_ranges(rows, starts, n_runs, first, n_rows, is_wanted, stored_item, ranges)
-        code, at_values = decode_tile(
-            at_values,
-            end,
-            steps,
-            to_values,
-            n * stored_item,
-            ranges,
-            n_ranges,
-            at_work,
-            room,
-            at_tables,
-            addresses,
-            inflate,
-        )
+        code, at_values = decode_tile(at_values, end, steps, to_values, n * stored_item, ranges, n_ranges, tools)
         if code < 0:
             return code
         code = _place_values(

@@ -46,12 +46,12 @@ BAD_ROW = -405
 BAD_COLUMN = -406
 BAD_COUNT = -407
 
-GZIP, ZSTD, LZ4, RLE, DOUBLE_DELTA, BIT_WIDTH, BIT_SHUFFLE, BYTE_SHUFFLE, POSITIVE_DELTA, FLOAT_SCALE, XOR, DELTA = (
-    *(1, 2, 3, 4),
-    *(6, 7, 8, 9, 10),
-    *(15, 16, 19),
-)
+KINDS = (1, 2, 3, 4, 6, 7, 8, 9, 10, 15, 16, 19)
 """Filters, by the numbers that the specification gives them."""
+
+GZIP, ZSTD, LZ4, RLE, DOUBLE_DELTA, BIT_WIDTH, BIT_SHUFFLE, BYTE_SHUFFLE, POSITIVE_DELTA, FLOAT_SCALE, XOR, DELTA = (
+    KINDS
+)
 
 KIND, ITEM, SCALE, OFFSET, WIDTH = range(5)
 """Columns of the description of a step: the filter; bytes of an item; and for `FLOAT_SCALE` the bits of its scale and
@@ -63,21 +63,20 @@ _BLOCK = 8192
 """Bytes that are bit-shuffled together."""
 
 
-def describe(code: int) -> str:
-    """Return the meaning of a code of this module, as part of a sentence."""
-    return {
-        BAD_TILE: "a tile is malformed",
-        BAD_FILTER: "the metadata of a filter do not fit its data",
-        BAD_CODEC: "a chunk of a tile cannot be decompressed",
-        BAD_SIZE: "a tile does not have the size that the fragment's metadata say",
-        BAD_ROW: "it holds a row that the matrix does not have",
-        BAD_COLUMN: "it holds a column that the matrix does not have",
-        BAD_COUNT: "its rows do not hold as many values as when the array was opened",
-    }[code]
+REASONS = {
+    BAD_TILE: "a tile is malformed",
+    BAD_FILTER: "the metadata of a filter do not fit its data",
+    BAD_CODEC: "a chunk of a tile cannot be decompressed",
+    BAD_SIZE: "a tile does not have the size that the fragment's metadata say",
+    BAD_ROW: "it holds a row that the matrix does not have",
+    BAD_COLUMN: "it holds a column that the matrix does not have",
+    BAD_COUNT: "its rows do not hold as many values as when the array was opened",
+}
+"""What a code of this module means, as part of a sentence."""
 
 
 @native
-def get_item(at: int, size: int) -> int:  # pragma: no cover - compiled
+def get_item(at: int, size: int) -> int:
     """Return the unsigned integer of 1, 2, 4 or 8 bytes at an address."""
     if size == 8:
         return load64(at)
@@ -87,7 +86,7 @@ def get_item(at: int, size: int) -> int:  # pragma: no cover - compiled
 
 
 @native
-def put_item(at: int, size: int, value: int) -> None:  # pragma: no cover - compiled
+def put_item(at: int, size: int, value: int) -> None:
     """Write the low 1, 2, 4 or 8 bytes of a number at an address."""
     if size == 8:
         store64(at, value)
@@ -100,7 +99,7 @@ def put_item(at: int, size: int, value: int) -> None:  # pragma: no cover - comp
 
 
 @native
-def _undo_rle(src: int, n: int, to: int, room: int, item: int) -> int:  # pragma: no cover - compiled
+def _undo_rle(src: int, n: int, to: int, room: int, item: int) -> int:
     """Runs: an item, and its number as two bytes, the higher first."""
     if n % (item + 2):
         return BAD_CODEC
@@ -116,7 +115,7 @@ def _undo_rle(src: int, n: int, to: int, room: int, item: int) -> int:  # pragma
 
 
 @native
-def _undo_delta(src: int, n: int, to: int, room: int, item: int) -> int:  # pragma: no cover - compiled
+def _undo_delta(src: int, n: int, to: int, room: int, item: int) -> int:
     if n < 8:
         return BAD_CODEC
     count = load64(src)
@@ -130,7 +129,7 @@ def _undo_delta(src: int, n: int, to: int, room: int, item: int) -> int:  # prag
 
 
 @native
-def _undo_double_delta(src: int, n: int, to: int, room: int, item: int) -> int:  # pragma: no cover - compiled
+def _undo_double_delta(src: int, n: int, to: int, room: int, item: int) -> int:
     """Second differences as sign and magnitude, in bits from the highest of each 64-bit word on."""
     if n < 9:
         return BAD_CODEC
@@ -167,9 +166,10 @@ def _undo_double_delta(src: int, n: int, to: int, room: int, item: int) -> int: 
 
 @native
 def _decompress(  # noqa: PLR0911 - one return per codec
-    kind: int, item: int, src: int, n: int, to: int, size: int, tables: int, addresses: Any, inflate: int
-) -> int:  # pragma: no cover - compiled
+    kind: int, item: int, src: int, n: int, to: int, size: int, tools: Any
+) -> int:
     """Decode a part of exactly `size` bytes; return whether that succeeded, as 0 or a code."""
+    _, _, tables, addresses, inflate = tools
     if size == 0:
         return 0
     if kind == ZSTD:
@@ -187,7 +187,7 @@ def _decompress(  # noqa: PLR0911 - one return per codec
 
 
 @native
-def _undo_bit_shuffle(src: int, n: int, to: int, item: int) -> None:  # pragma: no cover - compiled
+def _undo_bit_shuffle(src: int, n: int, to: int, item: int) -> None:
     """Undo the shuffle of a block: bit b of byte k of all items is a plane of bits, in the order of k and b."""
     n_items = n // item
     whole = n_items // 8 * 8
@@ -205,10 +205,9 @@ def _undo_bit_shuffle(src: int, n: int, to: int, item: int) -> None:  # pragma: 
 
 
 @native
-def _undo_shuffled_part(kind: int, src: int, n: int, to: int, item: int) -> None:  # pragma: no cover - compiled
+def _undo_shuffled_part(kind: int, src: int, n: int, to: int, item: int) -> None:
     if kind == BYTE_SHUFFLE:
-        whole = carray(pointer(to), (n + 7) & -8, np.uint8)  # of which n bytes are written
-        unshuffle_items(carray(pointer(src), n, np.uint8), 0, whole, 0, n, item, 0, n // item)
+        unshuffle_items(src, to, n, item, 0, n // item)
     elif kind == XOR:
         value = 0
         for k in range(n // item):
@@ -222,7 +221,7 @@ def _undo_shuffled_part(kind: int, src: int, n: int, to: int, item: int) -> None
 
 
 @native
-def _undo_scale(steps: Any, k: int, src: int, n: int, to: int) -> int:  # pragma: no cover - compiled
+def _undo_scale(steps: Any, k: int, src: int, n: int, to: int) -> int:
     """Integers times a scale plus an offset, in float64, as float32 or float64; return the bytes written."""
     item, width = steps[k, ITEM], steps[k, WIDTH]
     scale, offset = double_of(steps[k, SCALE]), double_of(steps[k, OFFSET])
@@ -241,9 +240,7 @@ def _undo_scale(steps: Any, k: int, src: int, n: int, to: int) -> int:  # pragma
 
 
 @native
-def _undo_windows(
-    kind: int, item: int, data: int, data_end: int, md: int, md_end: int, to: int, room: int
-) -> Any:  # pragma: no cover - compiled
+def _undo_windows(kind: int, item: int, data: int, data_end: int, md: int, md_end: int, to: int, room: int) -> Any:
     """Undo a filter that works in windows; return the bytes written, or a code, and where its metadata end."""
     head = 8 if kind == BIT_WIDTH else 4
     of_window = item + 5 if kind == BIT_WIDTH else item + 4
@@ -283,19 +280,8 @@ def _undo_windows(
 
 @native
 def undo_filters(  # noqa: PLR0911 - one return per fault
-    md: int,
-    n_md: int,
-    data: int,
-    n_data: int,
-    steps: Any,
-    to: int,
-    size: int,
-    work: int,
-    room: int,
-    tables: int,
-    addresses: Any,
-    inflate: int,
-) -> Any:  # pragma: no cover - compiled
+    md: int, n_md: int, data: int, n_data: int, steps: Any, to: int, size: int, tools: Any
+) -> Any:
     """Undo the filters of a chunk, last first.
 
     Parameters
@@ -306,16 +292,16 @@ def undo_filters(  # noqa: PLR0911 - one return per fault
         The filters in the order in which they were applied; see `KIND`.
     to, size
         Where the result goes, and the room there; 0 if it may stay in the working memory.
-    work, room
-        Working memory of four times `room` bytes.
-    tables, addresses, inflate
-        The inflater's workspace, the table of addresses, and the address of the inflater.
+    tools
+        Working memory: its address, and a quarter of its bytes; the address of the inflater's workspace; the table of
+        addresses; and the address of the inflater.
 
     Returns
     -------
     tuple
         Address and number of the decoded bytes, or a code and 0; address and number of the metadata that are left.
     """
+    work, room, _, _, _ = tools
     n_steps = steps.shape[0]
     md_end, data_end, turn, md_turn = md + n_md, data + n_data, 0, 0
     for k in range(n_steps - 1, -1, -1):
@@ -360,7 +346,7 @@ def undo_filters(  # noqa: PLR0911 - one return per fault
                 at = into_md + md_done if is_md else into + done
                 if n > data_end - data or full > (room - md_done if is_md else limit - done):
                     return BAD_FILTER, 0, md, 0
-                code = _decompress(kind, item, data, n, at, full, tables, addresses, inflate)
+                code = _decompress(kind, item, data, n, at, full, tools)
                 if code < 0:
                     return code, 0, md, 0
                 data += n

@@ -444,9 +444,17 @@ def test_a_sample_of_another_size_is_reported(tmp_path: Path, remote: CountingRe
             list(snapshot.batches(4))
 
 
-def test_samples_that_are_not_arrays_are_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"once upon a time",
+        b"\x93NUMPY\x01\x00\x08\x00{[]: 1}\n",
+        b"\x93NUMPY\x01\x00\x38\x00{'descr': '<f4', 'fortran_order': False, 'shape': (-3,)}",
+    ],
+)
+def test_samples_that_are_not_arrays_are_reported(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "remote").mkdir()
-    (tmp_path / "remote" / "a.txt").write_text("once upon a time")
+    (tmp_path / "remote" / "a.txt").write_bytes(content)
     with (
         opened(tmp_path, str(tmp_path / "remote")) as store,
         store.snapshot(min_samples=1) as snapshot,

@@ -239,7 +239,7 @@ def test_a_snapshot_releases_its_samples_if_noting_uses_fails(
         full(store, N)
         snapshot = store.snapshot()
         with monkeypatch.context() as broken:
-            broken.setattr(store, "note_visits", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+            broken.setattr(store._catalogue, "visited", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
             next(snapshot.batches(3))
             with pytest.raises(OSError, match="full"):
                 snapshot.close()
@@ -293,7 +293,7 @@ def test_a_catalogue_broken_mid_epoch_is_reported_at_its_end(
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
         snapshot = store.snapshot()
-        monkeypatch.setattr(store, "note_visits", break_down)
+        monkeypatch.setattr(store._catalogue, "visited", break_down)
         assert len(keyed(snapshot)) == N  # an error in the thread that notes uses would fail the test
         with pytest.raises(StoreError, match="it is broken"):
             snapshot.close()
@@ -316,7 +316,7 @@ def test_a_store_closes_even_if_a_snapshot_cannot(
     with opened(tmp_path, remote, n_held=N) as store:
         full(store, N)
     store = SampleStore(tmp_path / "store", remote, fetch=False, min_free=0)
-    monkeypatch.setattr(store, "note_visits", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    monkeypatch.setattr(store._catalogue, "visited", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     batches = [store.snapshot().batches(3) for _ in range(2)]
     for some in batches:
         next(some)
