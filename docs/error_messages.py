@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,18 +62,22 @@ def fixed(text: str) -> str:
     return text.replace(GAP, "").strip(" .,;:()=/")
 
 
-def messages() -> list[Message]:
+@functools.cache
+def messages() -> tuple[Message, ...]:
     """Return every message of `KINDS` in the package, in the order of its files."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
     sentences = {name: texts for tree in trees.values() for name, texts in _sentences(tree).items()}
     found = []
     for path, tree in trees.items():
+        known: dict[ast.AST, dict[str, str]] = {}
         for function, call in _calls(tree, tree):
             if isinstance(call.func, ast.Name) and call.func.id in KINDS and call.args:
                 kind, lines = call.func.id, (call.lineno, call.end_lineno or call.lineno)
-                texts = _texts(call, {**_named(tree.body), **_named(ast.walk(function))}, sentences)
+                if function not in known:
+                    known[function] = {**_named(tree.body), **_named(ast.walk(function))}
+                texts = _texts(call, known[function], sentences)
                 found += [Message(kind, text, path, lines) for text in texts]
-    return found
+    return tuple(found)
 
 
 def _texts(call: ast.Call, known: dict[str, str], sentences: dict[str, list[str]]) -> list[str]:

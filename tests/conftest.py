@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib.util
 import io
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.dispatcher import Dispatcher
 
 from tests import variants
 from tests.variants import VARIANTS, Stored
@@ -39,6 +42,23 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs, from programs under test too, unless the tests that need one are requested: ``-m gpu``."""
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if hasattr(config, "workerinput"):
+        _compile_each_kernel_once()
+
+
+def _compile_each_kernel_once() -> None:
+    """Let a worker wait for a kernel that another one compiles, and load it, rather than compile it too."""
+    load_or_compile = Dispatcher.compile
+
+    def in_turn(kernel: Dispatcher, signature: Any) -> Any:
+        cache = getattr(kernel._cache, "_impl", None)  # what is not kept has none
+        with global_compiler_lock, contextlib.ExitStack() as turn:
+            if cache is not None:
+                path = os.path.join(kernel._cache.cache_path, f"{cache.filename_base}.lock")
+                fcntl.flock(turn.enter_context(open(path, "w")), fcntl.LOCK_EX)
+            return load_or_compile(kernel, signature)
+
+    Dispatcher.compile = in_turn
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,12 +16,14 @@ from tests.writers import cells_frame, counts, genes_frame
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from scipy.sparse import csr_matrix
 
 MAX = 2**63 - 2 - 4096
 """As tiledbsoma, leave room in the domain for tiles, so that it can grow."""
+
+FRAMES = {"obs_id": cells_frame, "var_id": genes_frame}
+"""The tables of the other writers, by the name of their index."""
 
 ZSTD, SHUFFLED = ("zstd",), ("byteshuffle", "zstd")
 
@@ -139,6 +144,25 @@ def write_frame(
             write_cells(path, [np.arange(low, high)], {n: v[low:high] for n, v in values.items()}, k + 1)
 
 
+@functools.cache
+def _files_of_frame(names: str, n: int) -> dict[Path, bytes | None]:
+    """Return what the folder of a table of the other writers contains; None is a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "frame"
+        write_frame(path, FRAMES[names](n), names)
+        return {p.relative_to(path): p.read_bytes() if p.is_file() else None for p in sorted(path.rglob("*"))}
+
+
+def copy_frame(path: Path, names: str, n: int) -> None:
+    """Write a table of the other writers, of n cells or genes: a copy of one, as TileDB takes longer."""
+    path.mkdir()
+    for name, content in _files_of_frame(names, n).items():
+        if content is None:
+            (path / name).mkdir()
+        else:
+            (path / name).write_bytes(content)
+
+
 def write_cells(path: Path, coordinates: Sequence[Any], values: Mapping[str, Any], when: int | None = None) -> None:
     """Write cells of a sparse array as a fragment, of a given time or of now."""
     tiledb = library()
@@ -254,14 +278,21 @@ def write_experiment(
     """
     layers = {"data": counts()} if X is None else X
     n_obs = next(iter(layers.values())).shape[0]
-    obs = cells_frame(n_obs) if obs is None else obs
-    write_frame(write_group(path) / "obs", obs, "obs_id", **(frames or {}))
+    write_group(path)
+
+    def write_table(place: Path, frame: pd.DataFrame | None, names: str, n: int) -> None:
+        if frame is None and not frames:
+            copy_frame(place, names, n)
+        else:
+            write_frame(place, FRAMES[names](n) if frame is None else frame, names, **(frames or {}))
+
+    write_table(path / "obs", obs, "obs_id", n_obs)
     measurements = {measurement: layers, **({} if raw is None else {"raw": {"data": raw}})}
     write_group(path / "ms")
     for name, own in measurements.items():
         folder = write_group(path / "ms" / name)
-        genes = var if var is not None and name == measurement else genes_frame(next(iter(own.values())).shape[1])
-        write_frame(folder / "var", genes, "var_id", **(frames or {}))
+        n_vars = next(iter(own.values())).shape[1]
+        write_table(folder / "var", var if name == measurement else None, "var_id", n_vars)
         write_group(folder / "X")
         for layer, values in own.items():
             write = write_dense if isinstance(values, np.ndarray) else write_sparse

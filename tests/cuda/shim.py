@@ -8,6 +8,7 @@ ThreadSanitizer, with a thread per CUDA thread. Their runtime must be loaded bef
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -44,7 +45,7 @@ _FLAGS = (
 )
 _BUILDS = {
     "": (),
-    "address": ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
+    "address": ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
     "thread": ("-O1", "-fsanitize=thread", "-DSHIM_THREADS"),
 }
 _FAULTS = {
@@ -149,9 +150,10 @@ def _compiled(build: str) -> Path:
     folder = Path(tempfile.gettempdir()) / f"gpuload-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{key}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / "kernels.so"
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker may be compiling it
+        if not path.exists():
+            made = folder / f"{key}.made"
             command = [compiler, *flags, "-include", str(HEADER), "-", "-o", str(made)]
             done = subprocess.run(command, input=source_of_kernels(), capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr
