@@ -201,7 +201,8 @@ class RowReader:
         for path, dtype, (low, high) in zip(self.store.paths, _dtypes(self.store), pairwise(edges), strict=True):
             if dtype.kind in "iu" and np.any(np.abs(rows.values[low:high]) >= _EXACT):
                 raise StoreError(
-                    f"{path}: it holds integers of {_EXACT} or more, which cannot be kept exactly; rewrite it as float64."
+                    f"{path}: it holds integers of {_EXACT} or more, which cannot be kept exactly; rewrite it as "
+                    "float64."
                 )
 
     def close(self) -> None:

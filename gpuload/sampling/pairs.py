@@ -152,7 +152,8 @@ class PairedControl:
             most = np.bincount(groups[groups >= 0]).max()
             if self.remainder == "drop" and most < self.size:
                 raise PlanError(
-                    f"PairedControl(size={self.size}): no group of perturbed cells has that many; the largest has {most}."
+                    f"PairedControl(size={self.size}): no group of perturbed cells has that many; the largest has "
+                    f"{most}."
                 )
             sets = Grouped(list(self.columns), self.size, self.remainder)
             shuffle = sets.over(replace(part, batch_size=cells.batch_size // n_together))
