@@ -463,6 +463,17 @@ def test_wide_integers_are_exact_or_refused(tmp_path: Path) -> None:
         gpuload.pack(path, tmp_path / "large.zarr")
 
 
+def test_only_files_of_integers_are_refused_for_large_values(tmp_path: Path) -> None:
+    whole = written(ad.AnnData(csr_matrix(np.array([[1, 2], [3, 4]], dtype=np.int32))), tmp_path / "whole.h5ad")
+    X = np.array([[np.inf, 2.0**60], [0, 1]])
+    floats = written(ad.AnnData(csr_matrix(X)), tmp_path / "floats.h5ad")
+    gpuload.pack([whole, floats], tmp_path / "out.zarr", keep_order=True)
+    assert ad.read_zarr(tmp_path / "out.zarr").X.toarray().tolist() == [[1, 2], [3, 4], *X.tolist()]
+    large = written(ad.AnnData(csr_matrix(np.array([[1, 2**53 + 1]]))), tmp_path / "large.h5ad")
+    with pytest.raises(gpuload.StoreError, match=r"large\.h5ad: it holds integers of 9007199254740992 or more"):
+        gpuload.pack([whole, floats, large], tmp_path / "large.zarr", keep_order=True)
+
+
 def test_genes_beyond_16_bits(tmp_path: Path) -> None:
     X = csr_matrix(([1.0, 2.0, 3.0], ([0, 1, 2], [0, 65_536, 65_535])), shape=(3, 65_537))
     path = written(ad.AnnData(X), tmp_path / "in.h5ad")

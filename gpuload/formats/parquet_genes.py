@@ -29,7 +29,7 @@ _log = logging.getLogger("gpuload")
 
 def genes_of(path: str) -> tuple[int, NDArray[np.object_], NDArray[np.object_] | None] | None:
     """Return the number of the first gene, and the genes' names and ids, from the table of genes."""
-    table = next((place for place in _tables_of_genes(path) if _is_there(place)), None)
+    table = _table_of(path)
     if table is None:
         return None
     with opened(table) as content:
@@ -53,6 +53,15 @@ def genes_of(path: str) -> tuple[int, NDArray[np.object_], NDArray[np.object_] |
             names[place[is_there]] = as_strings(given[column][is_there])
         ids = names.copy() if column == other and column is not None and name is not None else ids
     return first, names, ids
+
+
+def have_same_table(path: str, other: str) -> bool:
+    """Return whether the numbers of genes in two files mean the same: one table of genes names both, or none does."""
+    return _tables_of_genes(path) == _tables_of_genes(other) or _table_of(path) == _table_of(other)
+
+
+def _table_of(path: str) -> str | None:
+    return next((place for place in _tables_of_genes(path) if _is_there(place)), None)
 
 
 def _tables_of_genes(path: str) -> list[str]:

@@ -100,7 +100,7 @@ def make_part(job: Job, reader: RowReader, number: int) -> Part:
     start, stop = job.slices[number], job.slices[number + 1]
     rows = reader.read(start, stop)
     judged = rows.judge()
-    reader.check_exact(judged)
+    reader.check_exact(rows, judged, start)
     summary = Summary(rows.digest(np.arange(start, stop)), judged)
     source, dest, length, piece_edges = _pieces(job, rows, start, stop)
     ends = np.cumsum(length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -192,13 +193,17 @@ class RowReader:
             source.check_unchanged()
         return self.store.recipe(ranges)
 
-    def check_exact(self, judged: Judged) -> None:
-        """Raise StoreError if the sources hold integers that float64 may have rounded."""
-        if judged.largest >= _EXACT and any(dtype.kind in "iu" for dtype in _dtypes(self.store)):
-            raise StoreError(
-                f"{self.store.paths[0]}: it holds integers of {_EXACT} or more, which cannot be kept exactly; rewrite "
-                "it as float64."
-            )
+    def check_exact(self, rows: Rows, judged: Judged, start: int) -> None:
+        """Raise StoreError if one of the rows, from `start` on, holds integers that float64 may have rounded."""
+        if judged.largest < _EXACT:
+            return
+        edges = rows.indptr[np.clip(self.store.file_start - start, 0, rows.indptr.size - 1)]
+        for path, dtype, (low, high) in zip(self.store.paths, _dtypes(self.store), pairwise(edges), strict=True):
+            if dtype.kind in "iu" and np.any(np.abs(rows.values[low:high]) >= _EXACT):
+                raise StoreError(
+                    f"{path}: it holds integers of {_EXACT} or more, which cannot be kept exactly; rewrite it as "
+                    "float64."
+                )
 
     def close(self) -> None:
         """Stop the threads; close the files."""

@@ -148,6 +148,13 @@ class PairedControl:
         about = {"name": "PairedControl", "column": self.column, "block_size": cells.block_size}
         shuffle: Strategy = BlockShuffle(cells.block_size, part.edges)
         if self.size is not None:
+            groups = part.classes(*self.columns).codes
+            most = np.bincount(groups[groups >= 0]).max()
+            if self.remainder == "drop" and most < self.size:
+                raise PlanError(
+                    f"PairedControl(size={self.size}): no group of perturbed cells has that many; the largest has "
+                    f"{most}."
+                )
             sets = Grouped(list(self.columns), self.size, self.remainder)
             shuffle = sets.over(replace(part, batch_size=cells.batch_size // n_together))
         return Pairs(

@@ -19,6 +19,7 @@ from gpuload.cli import main
 from gpuload.formats import open_store, parquet_cells, parquet_file
 from gpuload.formats.parquet import Table
 from gpuload.formats.parquet_rows import about, spec_of
+from gpuload.formats.recognise import GENES_FILE
 from gpuload.source import FileSource
 from tests.other_forms import FORMS, NAMES, encoded, lists_of, write_genes, write_parquet
 from tests.writers import N_OBS, N_VARS, counts
@@ -280,6 +281,18 @@ def test_genes_are_selected_by_name_or_id(place: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(next(iter(loader)).X, counts()[:64, [5, 2]].toarray())
     with gpuload.open_loader(tmp_path / "data") as loader:
         assert list(loader.var_names) == NAMES
+
+
+def test_files_of_different_tables_of_genes_are_matched_by_name(tmp_path: Path) -> None:
+    paths = []
+    for name, genes in (("one", ["a", "b", "c"]), ("two", ["c", "a", "b"])):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"token_id": [0, 1, 2], "gene_symbol": genes}), tmp_path / name / GENES_FILE)
+        paths.append(tmp_path / name / "cells.parquet")
+        pq.write_table(pa.table({"genes": [[0, 1, 2]], "expressions": [[1.0, 2.0, 3.0]]}), paths[-1])
+    assert read(paths, join="inner").tolist() == [[1, 2, 3], [2, 3, 1]]
+    with pytest.raises(gpuload.StoreError, match=r"gene 0 is 'c' but in .* it is 'a'"):
+        read(paths)
 
 
 def test_gene_numbers_may_begin_far_above_zero(tmp_path: Path) -> None:

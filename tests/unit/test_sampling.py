@@ -253,6 +253,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
             "PairedControl(size=4) with batch_size=4: 1 in 2 cells of a minibatch is perturbed, and a set is never",
         ),
         (
+            Subset([3, 4], PairedControl("drug", "dmso", match="batch", size=2)),
+            "PairedControl(size=2): no group of perturbed cells has that many; the largest has 1.",
+        ),
+        (
             PairedControl("drug", "dmso", match="batch", n_controls=2),
             "PairedControl(n_controls=2) with batch_size=4: a minibatch has 2 of 3 controls; make batch_size",
         ),
