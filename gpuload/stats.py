@@ -53,7 +53,7 @@ class Stats:
     Attributes
     ----------
     read_nbytes, decoded_nbytes
-        Bytes read from the source, and bytes after decoding.
+        Bytes read from the source, and bytes after decoding, without those read straight to their place.
     n_chunks, n_chunks_partial
         Stored chunks decoded, and how many of them only as far as needed.
     n_chunks_cached

@@ -3,8 +3,9 @@
 It is the executable specification of a backend.
 
 A load is split into tasks of some milliseconds. A task is two native calls (read all its extents; decode all its chunks
-into the resident) that hold neither locks nor the GIL, so the consumer's Python code runs undisturbed. Only the wanted
-rows are kept (`decoding`): whole decoded chunks would take several times the memory.
+into the resident) that hold neither locks nor the GIL, so the consumer's Python code runs undisturbed. Values stored as
+the resident holds them need only the first: they are read straight to their place. Only the wanted rows are kept
+(`decoding`): whole decoded chunks would take several times the memory.
 
 Requirements this module answers
 --------------------------------
@@ -36,6 +37,7 @@ from gpuload.backends.reading import read_extents
 from gpuload.backends.workspace import Workspace
 from gpuload.checks import check_choice, check_whole
 from gpuload.errors import PlanError
+from gpuload.layout import MAX_GAP
 from gpuload.stats import Stats
 from gpuload.threads import DaemonThreads, QuickThreads
 
@@ -235,8 +237,14 @@ class CpuBackend:
         """Read and decode extents ``lo:hi`` of one array into the resident."""
         layout = read.layout
         start = time.perf_counter()
-        offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
         memory = layout.source.memory
+        out = resident.flat(read.target)
+        if memory is None and (chunks := _as_stored(read, lo, hi, out)) is not None:
+            offset, nbytes = read.chunk_offset[chunks], read.chunk_nbytes[chunks]
+            read_extents(layout, offset, nbytes, read.piece_dest[chunks] * out.itemsize, out.view(np.uint8))
+            self.stats.spent("read_s", start, read_nbytes=int(nbytes.sum()))
+            return
+        offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
         if memory is not None and int((offset + nbytes).max()) <= memory.size:
             buffer, place = memory, offset  # decoded in place
         else:
@@ -344,6 +352,20 @@ class CpuBackend:
             return _NO_SCRATCH
         longest = int((resident.indptr[positions + 1] - resident.indptr[positions]).max(initial=0))
         return self._scratch.memory("row", 2 * longest, np.float32)
+
+
+def _as_stored(read: ArrayRead, lo: int, hi: int, out: NDArray[Any]) -> slice | None:
+    """Return the chunks of extents ``lo:hi`` if their bytes can be read straight to their place in the resident.
+
+    None if they differ from the resident's values, or are so short that it is faster to read several at a time.
+    """
+    layout = read.layout
+    if not layout.is_raw or layout.dtype != out.dtype or out.dtype.kind != "f":
+        return None
+    chunks = slice(int(read.extent_chunks[lo]), int(read.extent_chunks[hi]))  # unencoded, each is one piece
+    nbytes = read.chunk_nbytes[chunks]
+    is_long = int(nbytes.sum()) >= MAX_GAP * nbytes.size
+    return chunks if is_long and nbytes.all() and (read.piece_rows[chunks] == 1).all() else None
 
 
 def scratch_nbytes(layouts: Iterable[ArrayLayout]) -> int:

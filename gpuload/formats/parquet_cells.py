@@ -123,12 +123,13 @@ class Files(FolderSource):
     """Files at any paths, as one concatenation of bytes."""
 
     def __init__(self, files: Sequence[Cells]) -> None:
-        paths = [file.path for file in files]
+        self._paths = paths = [file.path for file in files]  # as given, for error messages
         nbytes, stamps = (np.array([getattr(f, name) for f in files], dtype=np.int64) for name in ("nbytes", "stamp"))
-        super().__init__(paths[0] if len(paths) == 1 else os.path.dirname(paths[0]), paths, nbytes, stamps)
+        root, names = paths[0] if len(paths) == 1 else os.path.dirname(paths[0]), [os.path.abspath(p) for p in paths]
+        super().__init__(root, names, nbytes, stamps)
 
     def _path(self, number: int) -> str:
-        return self._names[number]
+        return self._paths[number]
 
 
 _Source = Files | RemoteSource

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,17 @@ def read(form: Form, **settings: Any) -> Iterator[gpuload.Batch]:
 def test_in_order(form: Form) -> None:
     batches = list(read(form, shuffle=False, batch_size=16, fetch_factor=3))
     X = np.concatenate([np.empty((0, form.dense.shape[1]), np.float32), *(batch.X for batch in batches)])
+    np.testing.assert_array_equal(X, form.dense)
+
+
+def test_relative_paths(
+    form: Form, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.getbasetemp())
+    paths = [os.path.relpath(path) for path in form.path] if isinstance(form.path, list) else os.path.relpath(form.path)
+    with gpuload.open_loader(paths, layer=form.layer, shuffle=False, batch_size=16, fetch_factor=3) as loader:
+        monkeypatch.chdir(tmp_path)  # files are read where they were found
+        X = np.concatenate([np.empty((0, form.dense.shape[1]), np.float32), *(batch.X for batch in loader)])
     np.testing.assert_array_equal(X, form.dense)
 
 
