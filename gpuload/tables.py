@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 Transforms = Transform | Mapping[str, Transform | None] | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Table:
     """One matrix of the cells.
 
@@ -47,7 +48,7 @@ class Table:
     form: Form
     var_names: NDArray[np.object_]
 
-    @property
+    @cached_property
     def row_shape(self) -> tuple[int, ...]:
         """Shape of a cell's values in a minibatch: (form.n_cols,), unless each cell has an array of more dimensions."""
         shape = self.store.row_shape
