@@ -279,10 +279,11 @@ def _close_opened(opening: Future[Store]) -> None:
 def _together(parts: Sequence[Any]) -> list[Any]:
     """Return the parts, with consecutive Parquet files of the same table of genes merged into one tuple of paths."""
     out: list[Any] = []
+    tables: dict[str, str | None] = {}
     for part in parts:
         if not isinstance(part, str) or not is_parquet(part):
             out.append(part)
-        elif out and isinstance(out[-1], tuple) and are_one_table(out[-1][-1], part):
+        elif out and isinstance(out[-1], tuple) and are_one_table(out[-1][-1], part, tables):
             out[-1] += (part,)
         else:
             out.append((part,))

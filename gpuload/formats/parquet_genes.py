@@ -55,9 +55,18 @@ def genes_of(path: str) -> tuple[int, NDArray[np.object_], NDArray[np.object_] |
     return first, names, ids
 
 
-def have_same_table(path: str, other: str) -> bool:
-    """Return whether the numbers of genes in two files mean the same: one table of genes names both, or none does."""
-    return _tables_of_genes(path) == _tables_of_genes(other) or _table_of(path) == _table_of(other)
+def have_same_table(path: str, other: str, tables: dict[str, str | None]) -> bool:
+    """Return whether the numbers of genes in two files mean the same: one table of genes names both, or none does.
+
+    `tables` keeps the table found for each folder, as looking for one at an address takes requests.
+    """
+    folder, others = _folder_of(path), _folder_of(other)
+    if folder == others:
+        return True
+    for one, its in ((path, folder), (other, others)):
+        if its not in tables:
+            tables[its] = _table_of(one)
+    return tables[folder] == tables[others]
 
 
 def _table_of(path: str) -> str | None:
@@ -66,15 +75,15 @@ def _table_of(path: str) -> str | None:
 
 def _tables_of_genes(path: str) -> list[str]:
     """Return the places where the table of genes of a file may be, in order of preference."""
-    address = as_address(path)
-    folders: list[str]
-    if address is None:
-        beside = os.path.dirname(os.path.abspath(path))
-        folders = [beside, os.path.dirname(beside)]
-    else:
-        near = address.parent()
-        folders = [near, near.parent()] if near.key else [near]
+    near = _folder_of(path)
+    address = as_address(near)
+    folders = [near, os.path.dirname(near)] if address is None else [near, address.parent()] if address.key else [near]
     return [child_of(folder, sub + GENES_FILE) for folder in folders for sub in ("", "metadata/")]
+
+
+def _folder_of(path: str) -> str:
+    address = as_address(path)
+    return os.path.dirname(os.path.abspath(path)) if address is None else address.parent()
 
 
 def _is_there(path: str) -> bool:
