@@ -8,7 +8,11 @@ explicit release is needed.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
+import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,13 +25,12 @@ ALIGNMENT = 64
 
 
 class _Lease:
-    """Export a buffer; return it to the pool when nothing refers to it any more."""
+    """Export a buffer for as long as anything refers to it."""
 
-    __slots__ = ("__array_interface__", "_buffer", "_pool")
+    __slots__ = ("__array_interface__", "__weakref__", "ticket")
 
-    def __init__(self, pool: BufferPool, buffer: NDArray[np.uint8], nbytes: int) -> None:
-        self._pool = pool
-        self._buffer = buffer
+    def __init__(self, buffer: NDArray[np.uint8], nbytes: int) -> None:
+        self.ticket: _Ticket | None = None
         self.__array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -35,8 +38,17 @@ class _Lease:
             "version": 3,
         }
 
-    def __del__(self) -> None:
-        self._pool.give_back(self._buffer)
+
+class _Ticket(weakref.ref[_Lease]):
+    """Holds a leased buffer, and returns with it once the lease has ended.
+
+    The function called then must not be written in Python: the end of a lease is often the first thing that happens in
+    Python after a long call of PyTorch's or DALI's, and so is where the signal handler of Ctrl-C would run; but what it
+    raises in a finalizer is dropped.
+    """
+
+    __slots__ = ("buffer",)
+    buffer: NDArray[np.uint8]
 
 
 class BufferPool:
@@ -45,27 +57,29 @@ class BufferPool:
     Parameters
     ----------
     max_idle
-        Idle buffers to keep; any more are freed.
+        Idle buffers to keep; if there are more, the oldest are freed.
     """
 
     def __init__(self, max_idle: int) -> None:
-        self._max_idle = max_idle
-        self._idle: dict[int, NDArray[np.uint8]] = {}
-        self._nbytes: dict[int, int] = {}  # of all buffers, leased or idle
+        self._idle: deque[_Ticket] = deque(maxlen=max_idle)
+        self._lock = threading.Lock()
+        self._known: list[weakref.ref[NDArray[np.uint8]]] = []  # buffers, leased or idle
         self.peak_nbytes = 0
         """Peak number of bytes leased or idle."""
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
         """Return an uninitialised buffer of `nbytes`, aligned to a cache line; it returns to the pool automatically."""
-        for key, buffer in self._idle.copy().items():
-            if nbytes <= buffer.size <= 2 * nbytes + ALIGNMENT:
-                found = self._idle.pop(key, None)  # another thread may have taken it
-                if found is not None:
-                    return np.asarray(_Lease(self, found, nbytes))
-        new = _allocate(nbytes + nbytes // 16)
-        self._nbytes[id(new)] = new.size
-        self.peak_nbytes = max(self.peak_nbytes, sum(self._nbytes.copy().values()))
-        return np.asarray(_Lease(self, new, nbytes))
+        buffer = self._fitting(nbytes)
+        if buffer is None:
+            buffer = _allocate(nbytes + nbytes // 16)
+            with self._lock:
+                known = [*(found for about in self._known if (found := about()) is not None), buffer]
+                self._known = [weakref.ref(found) for found in known]
+                self.peak_nbytes = max(self.peak_nbytes, sum(found.nbytes for found in known))
+        lease = _Lease(buffer, nbytes)
+        lease.ticket = _Ticket(lease, self._idle.append)
+        lease.ticket.buffer = buffer
+        return np.asarray(lease)
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """Return an uninitialised array over a leased buffer."""
@@ -74,23 +88,21 @@ class BufferPool:
         flat: NDArray[Any] = self.take(max(1, n_items) * dtype.itemsize).view(dtype)
         return flat[:n_items].reshape(shape)
 
-    def give_back(self, buffer: NDArray[np.uint8]) -> None:
-        """Keep a buffer for reuse, in place of the oldest idle one if there are enough."""
-        # The garbage collector may call this in any thread at any time, hence atomic dict operations and no lock.
-        self._idle[id(buffer)] = buffer
-        while len(self._idle) > self._max_idle:
-            self._drop(next(iter(self._idle.copy()), 0))
-
     def clear(self) -> None:
-        """Free the idle buffers, and keep none from now on."""
-        self._max_idle = 0
-        for key in self._idle.copy():
-            self._drop(key)
+        """Free the idle buffers, and keep none from now on: leased ones are freed by the end of the last lease."""
+        idle, self._idle = self._idle, deque(maxlen=0)
+        idle.clear()
 
-    def _drop(self, key: int) -> None:
-        found = self._idle.pop(key, None)
-        if found is not None:  # else another thread has just taken it
-            del self._nbytes[key]  # while `found` holds the buffer: once it is gone, its id may be reused
+    def _fitting(self, nbytes: int) -> NDArray[np.uint8] | None:
+        """Return an idle buffer that fits, the oldest first; None if there is none."""
+        idle = self._idle
+        with contextlib.suppress(IndexError):  # another thread may take the last
+            for _ in range(len(idle)):
+                ticket = idle.popleft()
+                if nbytes <= ticket.buffer.size <= 2 * nbytes + ALIGNMENT:
+                    return ticket.buffer
+                idle.append(ticket)
+        return None
 
 
 def _allocate(nbytes: int) -> NDArray[np.uint8]:

@@ -8,15 +8,17 @@ import gc
 import importlib
 import logging
 import sys
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 import pytest
 
 import gpuload
+from gpuload.backends import buffers
 from gpuload.backends.buffers import BufferPool
 
 torch = pytest.importorskip("torch")
@@ -364,14 +366,20 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from gpuload.engine import Engine
 
     came_back: list[int] = []
-    give_back, hand_over = BufferPool.give_back, Engine._hand_over
-    pool = BufferPool(max_idle=10_000)  # nothing is freed, so that a stale pointer reads the poison
+    hand_over = Engine._hand_over
 
-    def spoil(self: BufferPool, buffer: Any) -> None:
-        buffer[:] = 0xEE
-        if self is pool:
-            came_back.append(buffer.size)
-        give_back(self, buffer)
+    class Spoiling(deque[Any]):
+        def append(self, ticket: Any) -> None:
+            ticket.buffer[:] = 0xEE
+            if self is pool._idle and ticket not in self.returned:
+                came_back.append(ticket.buffer.size)
+                self.returned.append(ticket)
+            super().append(ticket)
+
+        returned: ClassVar[list[Any]] = []
+
+    monkeypatch.setattr(buffers, "deque", Spoiling)
+    pool = BufferPool(max_idle=10_000)  # nothing is freed, so that a stale pointer reads the poison
 
     def leased(array: Any) -> Any:
         copy = pool.array(array.shape, array.dtype)
@@ -383,7 +391,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         obs = {name: leased(values) for name, values in batch.obs.items()}
         return gpuload.Batch(leased(batch.X), obs, leased(batch.rows))
 
-    monkeypatch.setattr(BufferPool, "give_back", spoil)
     monkeypatch.setattr(Engine, "_hand_over", lease_all)
     return came_back
 
