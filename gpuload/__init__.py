@@ -193,8 +193,9 @@ def open_loader(
         Random seed, at least 0. The order depends only on the seed, the epoch, the sizes above and the ranks. Use the
         same seed on all ranks.
     drop_last
-        Whether each rank drops the last minibatch of an epoch if it is incomplete; refused if none is left. In shuffled
-        blocks all cells are dropped about equally often; in file order always the last ones.
+        Whether each rank drops the last minibatch of an epoch if it is incomplete; refused if none is left, unless the
+        sampler deals the rows itself, whose epochs may differ. In shuffled blocks all cells are dropped about equally
+        often; in file order always the last ones.
     rank, world_size
         Rank of this training process, and the number of processes. Every rank gets its own shard of the epoch, with the
         same number of minibatches of the same sizes; shards are redrawn each epoch. None: taken from torch.distributed
