@@ -224,10 +224,10 @@ def _read_element(stored: Any) -> Any:
     """
     if hasattr(stored, "element"):
         return stored.element()
-    is_group, kind = hasattr(stored, "keys"), as_text(stored.attrs.get("encoding-type", ""))
+    is_group, kind = hasattr(stored, "keys"), _attribute(stored, "encoding-type")
     if not is_group and not kind:
         return stored[()]
-    if as_text(stored.attrs.get("encoding-version", "")) == _ENCODING_VERSION:
+    if _attribute(stored, "encoding-version") == _ENCODING_VERSION:
         if kind == "categorical" and is_group:
             codes, categories = (_read_element(stored[part]) for part in ("codes", "categories"))
             return pd.Categorical.from_codes(codes, categories, ordered=bool(stored.attrs["ordered"]))
@@ -238,6 +238,11 @@ def _read_element(stored: Any) -> Any:
     from anndata.io import read_elem
 
     return read_elem(stored)
+
+
+def _attribute(stored: Any, name: str) -> str:
+    """Return an attribute as text, or "" if there is none; h5py's own `get` takes a damaged one for missing."""
+    return as_text(stored.attrs[name]) if name in stored.attrs else ""
 
 
 def encode(values: Any, name: str, path: str) -> ObsColumn:
