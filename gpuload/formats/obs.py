@@ -219,8 +219,8 @@ def _texts_or_numbers(categories: NDArray[Any]) -> NDArray[Any]:
 def _read_element(stored: Any) -> Any:
     """Read one element as anndata does.
 
-    What most columns are is read here: importing anndata takes ten times as long as opening a file. The rest is read
-    with it, which knows every encoding. Nodes of libraries that anndata does not know read themselves.
+    What most columns are is read here, as importing anndata takes longer than opening a file. The rest is read with it,
+    which knows every encoding. Nodes of libraries that anndata does not know read themselves.
     """
     if hasattr(stored, "element"):
         return stored.element()

@@ -149,8 +149,7 @@ class PairedControl:
         shuffle: Strategy = BlockShuffle(cells.block_size, part.edges)
         if self.size is not None:
             groups = part.classes(*self.columns).codes
-            most = np.bincount(groups[groups >= 0]).max()
-            if self.remainder == "drop" and most < self.size:
+            if self.remainder == "drop" and (most := np.bincount(groups[groups >= 0]).max()) < self.size:
                 raise PlanError(
                     f"PairedControl(size={self.size}): no group of perturbed cells has that many; the largest has "
                     f"{most}."

@@ -78,7 +78,7 @@ def test_an_epoch_prints_nothing_unless_asked(before: str, says: str, store_vari
 
 
 def test_anndata_is_not_imported_to_read_what_most_files_hold(plain: Any) -> None:
-    """It takes ten times as long as opening a file."""
+    """It takes longer than opening a file."""
     columns = ["cell_line", "depth", "n_big", "passed", "donor"]
     code = f"import sys, gpuload; gpuload.open_loader({str(plain.path)!r}, obs={columns}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
