@@ -201,6 +201,7 @@ class CudaBackend:
     def take_rows(self, resident: CudaResident, positions: NDArray[np.int32], form: Form) -> _Ready:
         """Launch the gather of rows on the consumer's stream; see `Backend.take_rows`."""
         stream = self._consumer_stream()
+        self._residents.settle()  # those of an earlier fetch, before the consumer gives the stream its next step
         for lease in resident.leases:
             lease.used_on(stream)
         with self.stats.timed("take_s"):
