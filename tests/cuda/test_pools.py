@@ -135,6 +135,15 @@ def test_idle_blocks_are_limited_and_freed_by_clear() -> None:
     assert has.pool.peak_nbytes == 5 * of_each
 
 
+def test_clear_asks_no_stream_which_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    has = Both()
+    room = has.device._left
+    has.pool.lease(NBYTES, has.one)
+    monkeypatch.setattr(FakeDevice, "record", None)
+    has.pool.clear()
+    assert has.device._left == room
+
+
 def test_many_threads_share_a_pool_but_no_block() -> None:
     has, faults, barrier = Both(max_idle=3), list[str](), threading.Barrier(4)
 

@@ -7,7 +7,6 @@ host never waits, and in the steady state nothing is allocated.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import weakref
 from collections import deque
@@ -134,9 +133,11 @@ class DevicePool:
                     self._drop(key, may_wait=False)
 
     def clear(self) -> None:
-        """Free the idle blocks, and keep none from now on: leased ones are freed by the end of the last lease."""
-        with contextlib.suppress(DeviceError):  # it may have failed, perhaps in the consumer's work
-            self.drop_idle()
+        """Free the idle blocks, and keep none from now on: leased ones are freed by the end of the last lease.
+
+        Only for a loader that is closed: what is freed may still be in use until `Device.free` has returned. A foreign
+        stream may be gone by now, so none is asked.
+        """
         self._max_idle, self._returned = 0, deque(maxlen=0)
         self._idle.clear()
         self._tickets.clear()
