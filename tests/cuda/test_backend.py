@@ -465,6 +465,40 @@ def test_idle_memory_is_released_if_there_is_too_little() -> None:
         pool.lease(10_001, stream)
 
 
+@pytest.mark.parametrize("output", ["dense", "csr"])
+def test_positions_of_a_fetch_are_uploaded_once(
+    open_fake: Callable[..., Opened], plain: Stored, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    opened, sizes, upload = open_fake(plain.path, output=output, **SMALL), list[int](), CudaBackend._upload
+
+    def spy(self: CudaBackend, host: NDArray[Any], *rest: Any) -> Any:
+        if host.dtype == np.int32:
+            sizes.append(host.size)
+        return upload(self, host, *rest)
+
+    monkeypatch.setattr(CudaBackend, "_upload", spy)
+    for batch in opened.epoch():
+        X = batch.X.toarray() if output == "csr" else batch.X
+        np.testing.assert_array_equal(X, plain.dense[batch.rows])
+    n_rows = len(plain.dense)
+    assert sizes == [28] * (n_rows // 28) + [n_rows % 28]
+
+
+def test_positions_are_taken_as_they_are_however_they_lie_in_memory(
+    open_fake: Callable[..., Opened], plain: Stored
+) -> None:
+    opened = open_fake(plain.path, batch_size=40, fetch_factor=1, shuffle=False)
+    backend = opened.loader._backend
+    resident = backend.load(opened.loader._store.recipe(np.array([[0, 40]]))).result()
+    many, long = np.arange(40, dtype=np.int32), np.arange(100, dtype=np.int32)
+    words = np.arange(40, dtype=np.int64) << 32
+    chosen = [many[5:9], many[::-1], many[30:], long[3:8], many[::2], many[7:8], words.view(np.int32)[1::2], many]
+    for positions in (*chosen, many[3:3], np.array([4, 4], np.int32)):
+        X = backend.take_rows(resident, positions, opened.loader.tables["X"].form).result()
+        opened.device.synchronize()
+        np.testing.assert_array_equal(X, plain.dense[positions])
+
+
 def test_a_new_consumer_stream_waits_for_work_on_the_old_one(
     open_fake: Callable[..., Opened], store_variant: StoreVariant
 ) -> None:

@@ -85,6 +85,8 @@ class CudaResident:
         `CudaBackend._may_be_bad`.
     held
         Page-locked memory from which `indptr` and `map_start` are uploaded.
+    places
+        The positions that were uploaded last, and where they are in device memory; see `CudaBackend._places`.
     """
 
     n_rows: int
@@ -99,6 +101,7 @@ class CudaResident:
     kept_counts: NDArray[np.int64] | None = None
     may_be_large: NDArray[np.int64] | None = None
     held: list[Any] = field(default_factory=list)
+    places: tuple[NDArray[np.int32], Any] | None = None
 
     def flat(self, target: str) -> Any:
         """Return the flat array that a read fills."""
@@ -201,6 +204,7 @@ class CudaBackend:
     def take_rows(self, resident: CudaResident, positions: NDArray[np.int32], form: Form) -> _Ready:
         """Launch the gather of rows on the consumer's stream; see `Backend.take_rows`."""
         stream = self._consumer_stream()
+        self._residents.settle()  # those of an earlier fetch, before the consumer gives the stream its next step
         for lease in resident.leases:
             lease.used_on(stream)
         with self.stats.timed("take_s"):
@@ -437,7 +441,7 @@ class CudaBackend:
         kind, visible = _OUTPUTS[form.dtype]
         shape = positions.size, form.n_cols
         out, _ = self._outputs.array(shape, visible, stream)
-        places = self.asarray(positions)
+        places = self._places(resident, positions, stream)
         arithmetic = self._arithmetic(form, stream)
         n_rows = np.int64(positions.size)
         may_be_bad = form.dtype == "float16" and self._may_be_bad(resident, positions, arithmetic)
@@ -480,12 +484,17 @@ class CudaBackend:
         indptr = np.concatenate([[0], np.cumsum(counts)])
         nnz = int(indptr[-1])
         check_fits_csr(nnz)
-        offsets, short = self.asarray(indptr), self.asarray(indptr.astype(np.int32))
+        half = (indptr.size + 1) // 2
+        both = np.empty(half + indptr.size, np.int64)  # for the matrix, then for the kernel, in one upload
+        both.view(np.int32)[: indptr.size] = both[half:] = indptr
+        memory = self.asarray(both.view(np.uint8))
+        short = self._device.typed(memory, np.int32, indptr.shape)
+        offsets = self._device.typed(memory[8 * half :], np.int64, indptr.shape)
         (indices, _), (data, _) = (self._outputs.array((nnz,), t, stream) for t in (np.int32, np.float32))
         if X is not None:
             args: tuple[Any, ...] = (X, n_rows, np.int64(form.n_cols))
         else:
-            args = (*self._csr_args(self.asarray(positions), resident), *arithmetic, n_rows)
+            args = (*self._csr_args(self._places(resident, positions, stream), resident), *arithmetic, n_rows)
         name = "gather_csr" if X is None else "compact_dense"
         self._device.launch(name, int(n_rows), N_THREADS, (*args, offsets, indices, data), stream)
         matrix = self._device.csr(data, indices, short, (positions.size, form.n_cols))
@@ -536,6 +545,19 @@ class CudaBackend:
         self._device.download(out, host, stream)
         self._device.wait(self._device.record(stream))
         return host
+
+    def _places(self, resident: CudaResident, positions: NDArray[np.int32], stream: Any) -> Any:
+        """Return positions in device memory; those of a fetch, of which minibatches have slices, are uploaded once."""
+        whole, base = positions, positions.base
+        if isinstance(base, np.ndarray) and base.ndim == 1 and base.dtype == np.int32 and positions.flags.c_contiguous:
+            whole = base if base.size <= 2 * resident.n_rows else positions
+        known = resident.places
+        if known is None or known[0] is not whole:
+            uploaded, lease = self._upload(whole, stream, self._small)
+            resident.leases.append(lease)
+            known = resident.places = whole, uploaded
+        first = (positions.ctypes.data - whole.ctypes.data) // positions.itemsize
+        return known[1][first : first + positions.size]
 
     @staticmethod
     def _csr_args(places: Any, resident: CudaResident) -> tuple[Any, ...]:

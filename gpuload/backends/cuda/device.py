@@ -50,7 +50,7 @@ class Device(Protocol):
         """Allocate device memory, uninitialised, as uint8."""
 
     def free(self) -> None:
-        """Free unused memory on the GPU and unused page-locked memory, for other users; may wait for the GPU."""
+        """Wait for the GPU, then free unused memory on it and unused page-locked memory, for other users."""
 
     def view(self, block: Any, nbytes: int, owner: object) -> Any:
         """Return the first bytes of a block as an array that keeps `owner` alive, not the block."""
@@ -174,8 +174,9 @@ class CupyDevice:
             return self._cupy.ndarray((nbytes,), dtype=np.uint8, memptr=self._memory.malloc(nbytes))
 
     def free(self) -> None:
-        """Return unused memory to the GPU, and page-locked memory to the system."""
+        """Return unused memory to the GPU once that is idle, and page-locked memory to the system."""
         with self._on_device():
+            self._cupy.cuda.runtime.deviceSynchronize()  # cudaFree does not promise to
             self._memory.free_all_blocks()
             self._pinned.free_all_blocks()
 

@@ -1,14 +1,15 @@
 """Recycled device memory, with ordering between streams.
 
 Memory may still be in use when it is given back, by a kernel that was launched but has not run yet. So a lease knows
-the streams that used its memory. When the lease dies, an event is recorded on each, and the stream of the next lease
-waits for these events. The host never waits, and in the steady state nothing is allocated.
+the streams that used its memory, and whoever leases it next on another stream first waits there for events on them. The
+host never waits, and in the steady state nothing is allocated.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
+import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,21 +29,27 @@ _SMALL = 1 << 20
 class Lease:
     """Device memory in use: the owner of every array over it. It returns to its pool when the last one is gone."""
 
-    __slots__ = ("_block", "_pool", "_streams")
-
-    def __init__(self, pool: DevicePool, block: Any, stream: Any) -> None:
-        self._pool = pool
-        self._block = block
-        self._streams = [stream]
+    __slots__ = ("__weakref__", "ticket")
+    ticket: _Ticket
 
     def used_on(self, stream: Any) -> None:
         """Record that a stream was given work on this memory."""
-        if stream not in self._streams:  # by equality, as CuPy may have several objects for a stream
-            self._streams.append(stream)
+        if stream not in self.ticket.streams:  # by equality, as CuPy may have several objects for a stream
+            self.ticket.streams.append(stream)
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the interpreter, or the device, may be shutting down
-            self._pool.give_back(self._block, self._streams)
+
+class _Ticket(weakref.ref[Lease]):
+    """Holds a leased block, and returns with it once the lease has ended.
+
+    The function called then must neither be written in Python nor call CUDA. The last array over a lease may go in any
+    thread, PyTorch's autograd among them, and while a CUDA graph is captured; and where the handler of Ctrl-C runs in
+    a finalizer, what it raises is dropped.
+    """
+
+    __slots__ = ("block", "events", "streams")
+    block: Any
+    streams: list[Any]
+    events: list[Any] | None
 
 
 class DevicePool:
@@ -63,22 +70,32 @@ class DevicePool:
         self._max_idle = max_idle
         self._all_pools = all_pools
         all_pools.append(self)
-        self._idle: dict[int, tuple[Any, list[Any]]] = {}
-        self._nbytes: dict[int, int] = {}
+        # Each block's latest ticket: one that is garbage along with its lease would not return, and a block that is
+        # lost to an interrupt must not be freed while a stream uses it.
+        self._tickets: dict[int, _Ticket] = {}
+        self._returned: deque[_Ticket] = deque()
+        self._idle: dict[int, _Ticket] = {}
         self.peak_nbytes = 0
         """Peak number of bytes leased or idle."""
 
     def lease(self, nbytes: int, stream: Any) -> tuple[Any, Lease]:
         """Return memory for use on a stream, aligned to `ALIGNMENT`, and its lease, which the memory keeps alive."""
         nbytes = max(1, nbytes)
-        block, events = self._take(nbytes) or (None, [])
-        for event in events:
-            self._device.stream_wait(stream, event)
-        if block is None:
-            block = self.allocate(_room(nbytes))
-            self._nbytes[id(block)] = block.nbytes
-            self.peak_nbytes = max(self.peak_nbytes, sum(self._nbytes.copy().values()))
-        lease = Lease(self, block, stream)
+        self.settle()
+        idle = self._take(nbytes)
+        block, before = (self.allocate(_room(nbytes)), []) if idle is None else (idle.block, idle.streams)
+        lease = Lease()
+        lease.ticket = ticket = _Ticket(lease, self._returned.append)
+        ticket.block, ticket.streams, ticket.events = block, [*before, stream], None  # as it is if interrupted here
+        if self._max_idle:
+            self._tickets[id(block)] = ticket
+        if idle is None:
+            held = sum(known.block.nbytes for known in self._tickets.copy().values())
+            self.peak_nbytes = max(self.peak_nbytes, held)
+        elif before != [stream]:  # else all work on it is in order
+            for event in self._events(idle):
+                self._device.stream_wait(stream, event)
+        ticket.streams = [stream]
         return self._device.view(block, nbytes, lease), lease
 
     def allocate(self, nbytes: int) -> Any:
@@ -95,47 +112,68 @@ class DevicePool:
         memory, lease = self.lease(math.prod(shape) * np.dtype(dtype).itemsize, stream)
         return self._device.typed(memory, dtype, shape), lease
 
-    def give_back(self, block: Any, streams: list[Any]) -> None:
-        """Keep a block for reuse, after the work given to the streams so far."""
-        # The garbage collector may call this in any thread at any time, hence atomic dict operations and no lock.
-        self._idle[id(block)] = block, [self._device.record(stream) for stream in streams]
+    def settle(self) -> None:
+        """Make blocks idle whose leases have ended.
+
+        Blocks that several streams used are reused after the work that these were given until now: a consumer should
+        call this before it is given more.
+        """
+        # Any thread may be here, or end a lease: hence operations that are atomic, and no lock.
+        while self._returned:
+            try:
+                ticket = self._returned.popleft()
+            except IndexError:  # another thread took the last
+                break
+            if len(ticket.streams) > 1:
+                self._events(ticket)
+            self._idle[id(ticket.block)] = ticket
         if len(self._idle) > self._max_idle:
             for key in self._idle.copy():
                 if len(self._idle) > self._max_idle:
-                    self._drop(key, may_wait=not self._max_idle)
+                    self._drop(key, may_wait=False)
 
     def clear(self) -> None:
-        """Free the idle blocks, and keep none from now on."""
-        self._max_idle = 0
-        self.drop_idle()
+        """Free the idle blocks, and keep none from now on: leased ones are freed by the end of the last lease.
+
+        Only for a loader that is closed: what is freed may still be in use until `Device.free` has returned. A foreign
+        stream may be gone by now, so none is asked.
+        """
+        self._max_idle, self._returned = 0, deque(maxlen=0)
+        self._idle.clear()
+        self._tickets.clear()
 
     def drop_idle(self) -> None:
         """Free the idle blocks once the work given to their streams is done."""
+        self.settle()
         for key in self._idle.copy():
             self._drop(key)
 
-    def _take(self, nbytes: int) -> tuple[Any, list[Any]] | None:
-        """Take an idle block that fits, with the events that end its use; None if there is none."""
-        for key, (block, _) in self._idle.copy().items():
-            if nbytes <= block.nbytes <= 2 * nbytes + ALIGNMENT:
+    def _take(self, nbytes: int) -> _Ticket | None:
+        """Take the ticket of an idle block that fits; None if there is none."""
+        for key, ticket in self._idle.copy().items():
+            if nbytes <= ticket.block.nbytes <= 2 * nbytes + ALIGNMENT:
                 found = self._idle.pop(key, None)  # another thread may have taken it
                 if found is not None:
                     return found
         return None
 
+    def _events(self, idle: _Ticket) -> list[Any]:
+        """Return the events that end the use of an idle block, recorded now unless they were before."""
+        if idle.events is None:
+            idle.events = [self._device.record(stream) for stream in idle.streams]
+        return idle.events
+
     def _drop(self, key: int, *, may_wait: bool = True) -> None:
         """Drop an idle block; without `may_wait`, only if it is no longer in use."""
-        found = self._idle.pop(key, None)
-        if found is None:
+        idle = self._idle.pop(key, None)
+        if idle is None:
             return
-        if not may_wait and not all(self._device.is_reached(event) for event in found[1]):
-            self._idle[key] = found
+        if not may_wait and not all(self._device.is_reached(event) for event in self._events(idle)):
+            self._idle[key] = idle
             return
-        # Wait, as freed memory may go to any stream; not if the device has failed, perhaps in the consumer's work.
-        with contextlib.suppress(DeviceError) if not self._max_idle else contextlib.nullcontext():
-            for event in found[1]:
-                self._device.wait(event)
-        self._nbytes.pop(key, None)
+        for event in self._events(idle):  # as freed memory may go to any stream
+            self._device.wait(event)
+        self._tickets.pop(key, None)
 
 
 def _room(nbytes: int) -> int:
