@@ -18,6 +18,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.en
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 import generated_pages
+import kernels
 
 import gpuload
 from benchmarks.frame import is_installed
@@ -79,5 +80,6 @@ nitpicky = True
 # Types of other packages, our non-public types, and our modules.
 nitpick_ignore_regex = [("py:.*", r"(?!gpuload\.).*"), ("py:class", r"gpuload\..*"), ("py:obj", r"gpuload(\.[a-z_]+)+")]
 
+kernels.start()
 generated_pages.write(HERE / "generated")
 shutil.rmtree(HERE / "reference" / "generated", ignore_errors=True)  # may hold pages of removed names

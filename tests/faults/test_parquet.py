@@ -29,13 +29,17 @@ TIME_LIMIT_S = 240
 ALLOWED = {"equal", "right", "refused"}
 
 
-@pytest.fixture(autouse=True)
-def _leave_nothing(no_leaks: None, tmp_path: Path) -> None:
-    """Check it for every test here, after pyarrow has its threads."""
-    write_parquet(tmp_path / "warm", counts(), {"n": list(range(131))})
-    with gpuload.open_loader(tmp_path / "warm", obs=["n"]) as loader:
+@pytest.fixture(scope="module")
+def _pyarrow_has_its_threads(warmed_up: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("warm") / "cells.parquet"
+    write_parquet(path, counts(), {"n": list(range(131))})
+    with gpuload.open_loader(path, obs=["n"]) as loader:
         list(loader)
-    (tmp_path / "warm").unlink()
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing(_pyarrow_has_its_threads: None, no_leaks: None) -> None:
+    """Check it for every test here."""
 
 
 @pytest.fixture
