@@ -55,7 +55,9 @@ GIVEN = {
     "docs/howto/where-and-genes.md": f"highly_variable = {GENES!r}\nimport numpy as np\n"
     "wanted = gpuload.obs_names('atlas.h5ad')[[7, 3]]",
     "docs/howto/several-matrices.md": "import anndata\nadata = anndata.read_h5ad('cells.h5ad')",
-    "docs/migration/index.md": "import numpy\nfrom gpuload.torch import CellDataset\ntrain_rows = numpy.arange(300)",
+    "docs/migration/index.md": "import numpy\nfrom gpuload.torch import CellDataset\ntrain_rows = numpy.arange(300)\n"
+    "from pathlib import Path\nPath('split.toml').write_text('[datasets]\\nmine = \"screen\"\\n[training]\\n"
+    'mine = "train"\\n[zeroshot]\\n"mine.line_1" = "test"\')',
 }
 """What precedes the first block of a page; `gpuload` is imported everywhere, as the README shows."""
 
@@ -264,6 +266,52 @@ def test_perturbations_held_out_as_the_guide_says_have_their_controls(
     assert held_out.isdisjoint(obs.loc[names["parts"]["train"], "gene"])
     for column in ("cell_line", "source_file"):
         assert perturbed[column].tolist() == controls[column].tolist()
+
+
+@pytest.fixture
+def screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pd.DataFrame:
+    """Return obs of the two files of a screen in the current folder, of three cell lines each, with `source_file`."""
+    rng = np.random.default_rng(5)
+    genes = np.repeat(["non-targeting", "AARS", "NUP107", "RPUSD4", "GATA1"], 24)
+    (tmp_path / "screen").mkdir()
+    (tmp_path / "other").mkdir()
+    found = []
+    for name in ("screen/a.h5ad", "other/b.h5ad"):
+        obs = pd.DataFrame({"gene": rng.permutation(genes), "plate": rng.choice(["p1", "p2"], genes.size)})
+        obs["cell_line"] = np.resize(["jurkat", "rpe1", "k562"], genes.size)
+        obs.index = [f"{name}-{row}" for row in range(genes.size)]
+        anndata.AnnData(np.ones((genes.size, 3), np.float32), obs=obs).write_h5ad(tmp_path / name)
+        found.append(obs.assign(source_file=name))
+    monkeypatch.chdir(tmp_path)
+    return pd.concat(found, ignore_index=True)
+
+
+def test_parts_of_a_toml_of_cell_load_hold_what_it_says(screen: pd.DataFrame) -> None:
+    page = "docs/migration/index.md"
+    (toml,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    two = toml.replace("[training]", 'mine = "other"\n[training]').replace("[fewshot", '"mine.k562" = "val"\n[fewshot')
+    Path("split.toml").write_text(two.replace('replogle = "train"', 'replogle = "train"\nmine = "train"'))
+    pairs = gpuload.PairedControl("gene", control="non-targeting", match=["cell_line", "source_file"])
+    names: dict[str, Any] = {"gpuload": gpuload, "pairs": pairs}
+    (block,) = (block for block in blocks_of(page) if "tomllib" in block.code)
+    run(page, block, names)
+    is_control, is_first = screen["gene"] == "non-targeting", screen["source_file"] == "screen/a.h5ad"
+    line = screen["cell_line"]
+    few = is_first & (line == "rpe1")
+    tested = (is_first & (line == "jurkat")) | (few & screen["gene"].isin(["NUP107", "RPUSD4"]))
+    validated = (~is_first & (line == "k562")) | (few & (screen["gene"] == "AARS"))
+    expected = {"train": ~tested & ~validated, "val": validated, "test": tested}
+    for part, wanted in expected.items():
+        with gpuload.open_loader(names["paths"], where=names["where"][part], shuffle=False) as loader:
+            rows = np.concatenate([batch.rows for batch in loader])
+        its_lines = screen[["source_file", "cell_line"]].apply(tuple, axis=1)
+        of_controls = is_control & its_lines.isin(set(its_lines[wanted & ~is_control]))
+        assert rows.tolist() == np.flatnonzero((wanted & ~is_control) | of_controls).tolist(), part
+    with names["train"] as train, names["test"] as test:
+        for loader, part in ((train, "train"), (test, "test")):
+            first = [batch.rows[: batch.rows.size // 2] for batch in loader]
+            assert sorted(np.concatenate(first)) == np.flatnonzero(expected[part] & ~is_control).tolist()
+        assert test.categories["gene"].tolist() == train.categories["gene"].tolist()
 
 
 def run(page: str, block: Block, names: dict[str, Any]) -> None:
