@@ -54,6 +54,8 @@ GIVEN = {
     "loader = gpuload.open_loader('atlas.h5ad', batch_size=64, block_size='chunk', seed=0)\nnext(iter(loader))",
     "docs/howto/where-and-genes.md": f"highly_variable = {GENES!r}\nimport numpy as np\n"
     "wanted = gpuload.obs_names('atlas.h5ad')[[7, 3]]",
+    "docs/howto/slow-file.md": "from types import SimpleNamespace\nlogged = {}\n"
+    "writer = SimpleNamespace(add_scalar=lambda *given: logged.setdefault(given[::2], given[1]))",
     "docs/howto/several-matrices.md": "import anndata\nadata = anndata.read_h5ad('cells.h5ad')",
     "docs/migration/index.md": "import numpy\nfrom gpuload.torch import CellDataset\ntrain_rows = numpy.arange(300)\n"
     "from pathlib import Path\nPath('split.toml').write_text('[datasets]\\nmine = \"screen\"\\n[training]\\n"
@@ -266,6 +268,39 @@ def test_perturbations_held_out_as_the_guide_says_have_their_controls(
     assert held_out.isdisjoint(obs.loc[names["parts"]["train"], "gene"])
     for column in ("cell_line", "source_file"):
         assert perturbed[column].tolist() == controls[column].tolist()
+
+
+def test_figures_of_an_epoch_are_those_of_that_epoch(place: Path) -> None:
+    page = "docs/howto/slow-file.md"
+    (block,) = (block for block in blocks_of(page) if "add_scalar" in block.code)
+    names: dict[str, Any] = {"gpuload": gpuload}
+    exec(GIVEN[page], names)
+    with gpuload.open_loader("atlas.h5ad", obs=["plate"]) as loader:
+        run(page, block, {**names, "loader": loader})
+        assert loader.stats.n_rows == 0
+    logged = names["logged"]
+    assert {name for name, _ in logged} == {
+        f"input/{name}" for name in ("waiting", "cells_per_s", "read_MB_per_s", "p50_s", "p95_s", "p99_s")
+    }
+    for epoch in range(3):
+        assert 0 < logged["input/waiting", epoch] < 1
+        assert logged["input/p50_s", epoch] <= logged["input/p99_s", epoch]
+
+
+def test_counts_in_different_places_are_read_as_raw(place: Path) -> None:
+    page = "docs/howto/many-files.md"
+    first, second = (anndata.read_h5ad(f"plate{number}.h5ad") for number in (1, 2))
+    assert first.raw is None
+    first.X.data[:] = 0.5  # not the counts
+    first.write_h5ad("plate1.h5ad")
+    (block,) = (block for block in blocks_of(page) if "SoftLink" in block.code)
+    names: dict[str, Any] = {"gpuload": gpuload}
+    run(page, block, names)
+    counts = np.vstack([first.layers["counts"].toarray(), second.X.toarray()])
+    with names["loader"] as loader:
+        for batch in loader:
+            assert np.array_equal(batch.X, counts[batch.rows])
+    assert (first.layers["counts"] != anndata.read_h5ad("plate1.h5ad").raw.X).nnz == 0
 
 
 @pytest.fixture
