@@ -41,6 +41,9 @@ SHORT = "the test must finish quickly"
 
 GIVEN = {
     "README.md": "def train_step(X, labels): assert X.shape == (len(labels), 120)",
+    "docs/concepts/formats.md": "import anndata\nadata = anndata.read_h5ad('cells.h5ad')\n"
+    "adata.obs.to_csv('obs.csv')\nadata.X.data.astype('float32').tofile('values.bin')\n"
+    "adata.X.indices.astype('int64').tofile('columns.bin')\nadata.X.indptr.astype('int64').tofile('row_starts.bin')",
     "docs/howto/ddp.md": "import torch\nfrom gpuload.torch import CellDataset\n"
     "model = torch.nn.Linear(120, 2)\nn_epochs = 2",
     "docs/howto/object-storage.md": "labels = {f'id-{i}': i % 2 for i in range(20)}\n"
@@ -285,6 +288,20 @@ def test_figures_of_an_epoch_are_those_of_that_epoch(place: Path) -> None:
     for epoch in range(3):
         assert 0 < logged["input/waiting", epoch] < 1
         assert logged["input/p50_s", epoch] <= logged["input/p99_s", epoch]
+
+
+def test_arrays_in_plain_files_are_read_from_there(place: Path) -> None:
+    page = "docs/concepts/formats.md"
+    names: dict[str, Any] = {"gpuload": gpuload}
+    exec(GIVEN[page], names)
+    counts = names["adata"].X.toarray()
+    (block,) = (block for block in blocks_of(page) if "memmap" in block.code)
+    run(page, block, names)
+    with names["loader"] as loader:
+        for batch in loader:
+            assert np.array_equal(batch.X, counts[batch.rows])
+    for name in ("data", "indices", "indptr"):
+        assert np.shares_memory(getattr(names["X"], name), names[name])
 
 
 def test_counts_in_different_places_are_read_as_raw(place: Path) -> None:
