@@ -171,6 +171,30 @@ def test_text_files_are_recognised_in_the_error(tmp_path, name):
         open_loader(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("content", "cure"),
+    [
+        (b"", "it is empty: copy it again."),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+            "this is Git LFS's pointer to the file; get that with `git lfs pull`.",
+        ),
+        (
+            b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
+            "this is a web page, or a server's refusal; look into it, and download the file again.",
+        ),
+    ],
+)
+def test_what_a_download_left_instead_of_the_file_is_recognised_in_the_error(tmp_path, content, cure):
+    path = tmp_path / "cells.h5ad"
+    path.write_bytes(content)
+    with pytest.raises(StoreError) as caught:
+        open_loader(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: not a readable HDF5 file (")
+    assert message.endswith(f"); {cure}")
+
+
 def test_cell_ranger_folder_is_recognised_in_the_error(tmp_path):
     for name in ("barcodes.tsv.gz", "features.tsv.gz", "matrix.mtx.gz"):
         (tmp_path / name).write_bytes(b"\x1f\x8b\x08")
