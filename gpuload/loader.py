@@ -210,7 +210,11 @@ class Loader:
 
     @property
     def stats(self) -> Stats:
-        """Bytes, seconds and stalls since the loader was opened."""
+        """Bytes, seconds and stalls since the loader was opened, or since ``stats.reset()``.
+
+        ``stats.as_dict()`` returns the totals: ``"wait_s"`` is how long the consumer waited for minibatches, the other
+        times are summed over threads. ``stats.waits()`` returns percentiles of single waits.
+        """
         return self._backend.stats
 
     def use_stream(self, number: int) -> None:

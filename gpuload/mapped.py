@@ -24,9 +24,9 @@ Made = TypeVar("Made")
 class Mapped(Generic[Made]):
     """An iterable over what a function makes of each minibatch, in threads ahead of the consumer.
 
-    For work that would otherwise hold up the training step: tokens, augmentation, features of an own. It runs while the
-    model computes, as far as it lets other Python code run, as NumPy and PyTorch do in their loops. The order is the
-    loader's. Each ``iter()`` starts the loader's next epoch.
+    For work that would otherwise hold up the training step: tokens, augmentation, features of your own. It runs while
+    the model computes, as far as it lets other Python code run, as NumPy and PyTorch do in their loops. The order is
+    the loader's. Each ``iter()`` starts the loader's next epoch.
 
     `state_dict` is the position of what the consumer has received: minibatches still with the function do not count,
     and are passed to it again after a resume. Call its methods rather than the loader's; closing the loader remains

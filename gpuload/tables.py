@@ -82,7 +82,11 @@ def check_transform(transform: Any, layers: tuple[str, ...], modalities: tuple[s
     for name, value in transform.items() if is_mapping else {"": transform}.items():
         if value is not None and not isinstance(value, Transform):
             where = f"transform[{name!r}]" if is_mapping else "transform"
-            raise PlanError(f"{where}={shown(value)}: expected a gpuload.Transform or None.")
+            own = "; a function of yours is run by gpuload.Mapped(loader, function)" if callable(value) else ""
+            raise PlanError(
+                f"{where}={shown(value)}: expected a gpuload.Transform, such as gpuload.Transform(log1p=True), or "
+                f"None{own}."
+            )
         if is_mapping and name not in (*layers, *modalities):
             known = ", ".join(map(repr, (*layers, *modalities)))
             raise PlanError(f"transform[{name!r}]: there is no matrix of this name; the matrices are {known}.")

@@ -95,6 +95,9 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         if loader.output == "csr":
             _hide_beta_warning()
 
+    def __repr__(self) -> str:
+        return f"CellDataset({self._loader!r})"
+
     @property
     def loader(self) -> Loader:
         """The loader."""

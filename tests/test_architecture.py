@@ -190,7 +190,8 @@ def test_modules_functions_and_classes_are_documented(module: str) -> None:
     assert ast.get_docstring(tree), f"{module} has no docstring"
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{module}.{node.name} has no docstring"
+            is_signature = any(ast.unparse(decorator) == "overload" for decorator in node.decorator_list)
+            assert is_signature or ast.get_docstring(node), f"{module}.{node.name} has no docstring"
 
 
 @pytest.mark.parametrize("module", MODULES)

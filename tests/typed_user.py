@@ -10,6 +10,12 @@ import numpy as np
 import gpuload
 
 
+def first_half(batch: gpuload.Batch) -> gpuload.Batch:
+    """Return the cells of pairs."""
+    cells, _ = gpuload.split_pairs(batch, n_partners=1)
+    return cells
+
+
 def entropy(path: Path) -> float:
     """Return the entropy of the plates in an epoch of balanced classes, in bits."""
     gpuload.set_log_level("error")
@@ -20,6 +26,7 @@ def entropy(path: Path) -> float:
         batch: gpuload.Batch
         for batch in loader:
             counts += np.bincount(batch.obs["plate"], minlength=len(names))
+            assert 2 * len(first_half(batch)) == len(batch)
         loader.load_state_dict(loader.state_dict())
     shares = counts / counts.sum()
     return float(-(shares * np.log2(shares)).sum())

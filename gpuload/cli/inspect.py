@@ -262,9 +262,16 @@ def _delivered(path: str, layer: str, join: Join, name: str) -> str | None:
 
 
 def _kind(column: ObsColumn) -> str:
+    """Return the type of a column, and how many cells have no value: a loss function refuses the code -1."""
+    values: Any = column.values
     if column.categories is None:
-        return str(column.values.dtype)
-    return f"{text.count(column.categories.size, 'category', 'categories')}, delivered as int64 codes"
+        kind = str(values.dtype)
+        is_missing = np.isnan(values) if values.dtype.kind == "f" else np.zeros(0, dtype=bool)
+    else:
+        kind = f"{text.count(column.categories.size, 'category', 'categories')}, delivered as int64 codes"
+        is_missing = values < 0
+    n_missing = int(is_missing.sum())
+    return f"{kind}; {n_missing:,} missing" if n_missing else kind
 
 
 def _report(found: dict[str, Any], advised: advice.Advice, label: str | None) -> str:

@@ -224,6 +224,15 @@ def _open_file(path: str, content: _OneFile | None) -> h5py.File:
             raise StoreError(f"{path}: not a readable HDF5 file ({first_line(error)}); {_cure(path)}.") from error
 
 
+_CURES = {
+    _GZIP: "gunzip it first",
+    HDF5: "it begins like one, so it was truncated or damaged: copy it again",
+    b"version ": "this is Git LFS's pointer to the file; get that with `git lfs pull`",
+    b"<": "this is a web page, or a server's refusal; look into it, and download the file again",
+}
+"""First bytes of files that are not HDF5, or damaged, and what to do about them."""
+
+
 def _cure(path: str) -> str:
     """Return what to do about a file that is not HDF5."""
     if path.lower().endswith((".rds", ".rdata")):  # gzip too, but of no use when unpacked
@@ -232,10 +241,9 @@ def _cure(path: str) -> str:
         return "this is text; write it as .h5ad once, for example with scanpy.read_10x_mtx(folder).write_h5ad(DST)"
     with suppress(OSError):  # it may have gone meanwhile
         begin = first_bytes(path)
-        if begin.startswith(_GZIP):
-            return "gunzip it first"
-        if begin.startswith(HDF5):
-            return "it begins like one, so it was truncated or damaged: copy it again"
+        if not begin:
+            return "it is empty: copy it again"
+        return next((cure for start, cure in _CURES.items() if begin.startswith(start)), "expected an .h5ad file")
     return "expected an .h5ad file"
 
 

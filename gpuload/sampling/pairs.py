@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import numpy as np
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from gpuload.sampling.classes import Names
     from gpuload.sampling.rows import RowList
     from gpuload.types import Column
+
+Values = TypeVar("Values")
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,6 +328,16 @@ class _PairOrder:
         control = np.arange(n_controls)
         places[(begin + n_here + within * n_controls)[:, None] + control] = pair[:, None] + 1 + control
         return places
+
+
+@overload
+def split_pairs(batch: Batch, n_partners: int | None = None) -> tuple[Batch, Batch]: ...
+
+
+@overload
+def split_pairs(
+    batch: Mapping[str, Values], n_partners: int | None = None
+) -> tuple[dict[str, Values], dict[str, Values]]: ...
 
 
 def split_pairs(batch: Any, n_partners: int | None = None) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import anndata
 import h5py
 import numpy as np
+import pandas as pd
 import pytest
 
 from gpuload import StoreError, open_loader
@@ -170,6 +171,30 @@ def test_text_files_are_recognised_in_the_error(tmp_path, name):
         open_loader(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("content", "cure"),
+    [
+        (b"", "it is empty: copy it again."),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+            "this is Git LFS's pointer to the file; get that with `git lfs pull`.",
+        ),
+        (
+            b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>",
+            "this is a web page, or a server's refusal; look into it, and download the file again.",
+        ),
+    ],
+)
+def test_what_a_download_left_instead_of_the_file_is_recognised_in_the_error(tmp_path, content, cure):
+    path = tmp_path / "cells.h5ad"
+    path.write_bytes(content)
+    with pytest.raises(StoreError) as caught:
+        open_loader(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: not a readable HDF5 file (")
+    assert message.endswith(f"); {cure}")
+
+
 def test_cell_ranger_folder_is_recognised_in_the_error(tmp_path):
     for name in ("barcodes.tsv.gz", "features.tsv.gz", "matrix.mtx.gz"):
         (tmp_path / name).write_bytes(b"\x1f\x8b\x08")
@@ -278,6 +303,19 @@ def test_advice_keeps_the_fetch_small_and_the_minibatch_mixed(run, path):
     assert any(c["entropy_bits"] < 0.5 * advice["random_entropy_bits"] for c in advice["candidates"])
 
 
+def test_inspect_counts_cells_without_a_value(run, tmp_path):
+    obs = pd.DataFrame({"type": ["B", None, "T", None], "depth": [1.5, np.nan, 2.0, 3.0], "plate": [1, 2, 3, 4]})
+    cells = anndata.AnnData(np.ones((4, 2), np.float32), obs=obs.set_axis(list("abcd")))
+    cells.write_h5ad(tmp_path / "cells.h5ad")
+    code, out, _ = run("inspect", tmp_path / "cells.h5ad", "--json")
+    assert code == 0
+    assert json.loads(out)["obs"] == {
+        "type": "2 categories, delivered as int64 codes; 2 missing",
+        "depth": "float64; 1 missing",
+        "plate": "int64",
+    }
+
+
 def test_inspect_describes_several_dense_files(run, tmp_path):
     X = writers.counts()
     paths = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"]
@@ -370,7 +408,7 @@ def test_inspect_describes_the_obs_of_files_whose_genes_differ(run, tmp_path, jo
     assert json.loads(out)["obs"] == {
         "depth": "int64",
         "cluster": "cannot be delivered: its type differs between files",
-        "plate": "float64" if join == "outer" else "in some of its data sets only",
+        "plate": "float64; 20 missing" if join == "outer" else "in some of its data sets only",
     }
 
 

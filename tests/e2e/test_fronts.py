@@ -242,6 +242,7 @@ def test_torch_is_an_iterable_dataset_with_a_length(plain: Stored, CellDataset: 
         first = [batch["rows"] for batch in dataset]
         dataset.set_epoch(0)
         assert all(torch.equal(a, b["rows"]) for a, b in zip(first, dataset, strict=True))
+        assert repr(CellDataset(loader)) == f"CellDataset({loader!r})"
 
 
 def test_break_in_the_torch_data_loader_starts_the_next_epoch(plain: Stored, CellDataset: Any, no_leaks: None) -> None:

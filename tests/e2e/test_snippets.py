@@ -41,6 +41,9 @@ SHORT = "the test must finish quickly"
 
 GIVEN = {
     "README.md": "def train_step(X, labels): assert X.shape == (len(labels), 120)",
+    "docs/concepts/formats.md": "import anndata\nadata = anndata.read_h5ad('cells.h5ad')\n"
+    "adata.obs.to_csv('obs.csv')\nadata.X.data.astype('float32').tofile('values.bin')\n"
+    "adata.X.indices.astype('int64').tofile('columns.bin')\nadata.X.indptr.astype('int64').tofile('row_starts.bin')",
     "docs/howto/ddp.md": "import torch\nfrom gpuload.torch import CellDataset\n"
     "model = torch.nn.Linear(120, 2)\nn_epochs = 2",
     "docs/howto/object-storage.md": "labels = {f'id-{i}': i % 2 for i in range(20)}\n"
@@ -54,8 +57,12 @@ GIVEN = {
     "loader = gpuload.open_loader('atlas.h5ad', batch_size=64, block_size='chunk', seed=0)\nnext(iter(loader))",
     "docs/howto/where-and-genes.md": f"highly_variable = {GENES!r}\nimport numpy as np\n"
     "wanted = gpuload.obs_names('atlas.h5ad')[[7, 3]]",
+    "docs/howto/slow-file.md": "from types import SimpleNamespace\nlogged = {}\n"
+    "writer = SimpleNamespace(add_scalar=lambda *given: logged.setdefault(given[::2], given[1]))",
     "docs/howto/several-matrices.md": "import anndata\nadata = anndata.read_h5ad('cells.h5ad')",
-    "docs/migration/index.md": "import numpy\nfrom gpuload.torch import CellDataset\ntrain_rows = numpy.arange(300)",
+    "docs/migration/index.md": "import numpy\nfrom gpuload.torch import CellDataset\ntrain_rows = numpy.arange(300)\n"
+    "from pathlib import Path\nPath('split.toml').write_text('[datasets]\\nmine = \"screen\"\\n[training]\\n"
+    'mine = "train"\\n[zeroshot]\\n"mine.line_1" = "test"\')',
 }
 """What precedes the first block of a page; `gpuload` is imported everywhere, as the README shows."""
 
@@ -264,6 +271,99 @@ def test_perturbations_held_out_as_the_guide_says_have_their_controls(
     assert held_out.isdisjoint(obs.loc[names["parts"]["train"], "gene"])
     for column in ("cell_line", "source_file"):
         assert perturbed[column].tolist() == controls[column].tolist()
+
+
+def test_figures_of_an_epoch_are_those_of_that_epoch(place: Path) -> None:
+    page = "docs/howto/slow-file.md"
+    (block,) = (block for block in blocks_of(page) if "add_scalar" in block.code)
+    names: dict[str, Any] = {"gpuload": gpuload}
+    exec(GIVEN[page], names)
+    with gpuload.open_loader("atlas.h5ad", obs=["plate"]) as loader:
+        run(page, block, {**names, "loader": loader})
+        assert loader.stats.n_rows == 0
+    logged = names["logged"]
+    assert {name for name, _ in logged} == {
+        f"input/{name}" for name in ("waiting", "cells_per_s", "read_MB_per_s", "p50_s", "p95_s", "p99_s")
+    }
+    for epoch in range(3):
+        assert 0 < logged["input/waiting", epoch] < 1
+        assert logged["input/p50_s", epoch] <= logged["input/p99_s", epoch]
+
+
+def test_arrays_in_plain_files_are_read_from_there(place: Path) -> None:
+    page = "docs/concepts/formats.md"
+    names: dict[str, Any] = {"gpuload": gpuload}
+    exec(GIVEN[page], names)
+    counts = names["adata"].X.toarray()
+    (block,) = (block for block in blocks_of(page) if "memmap" in block.code)
+    run(page, block, names)
+    with names["loader"] as loader:
+        for batch in loader:
+            assert np.array_equal(batch.X, counts[batch.rows])
+    for name in ("data", "indices", "indptr"):
+        assert np.shares_memory(getattr(names["X"], name), names[name])
+
+
+def test_counts_in_different_places_are_read_as_raw(place: Path) -> None:
+    page = "docs/howto/many-files.md"
+    first, second = (anndata.read_h5ad(f"plate{number}.h5ad") for number in (1, 2))
+    assert first.raw is None
+    first.X.data[:] = 0.5  # not the counts
+    first.write_h5ad("plate1.h5ad")
+    (block,) = (block for block in blocks_of(page) if "SoftLink" in block.code)
+    names: dict[str, Any] = {"gpuload": gpuload}
+    run(page, block, names)
+    counts = np.vstack([first.layers["counts"].toarray(), second.X.toarray()])
+    with names["loader"] as loader:
+        for batch in loader:
+            assert np.array_equal(batch.X, counts[batch.rows])
+    assert (first.layers["counts"] != anndata.read_h5ad("plate1.h5ad").raw.X).nnz == 0
+
+
+@pytest.fixture
+def screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pd.DataFrame:
+    """Return obs of the two files of a screen in the current folder, of three cell lines each, with `source_file`."""
+    rng = np.random.default_rng(5)
+    genes = np.repeat(["non-targeting", "AARS", "NUP107", "RPUSD4", "GATA1"], 24)
+    (tmp_path / "screen").mkdir()
+    (tmp_path / "other").mkdir()
+    found = []
+    for name in ("screen/a.h5ad", "other/b.h5ad"):
+        obs = pd.DataFrame({"gene": rng.permutation(genes), "plate": rng.choice(["p1", "p2"], genes.size)})
+        obs["cell_line"] = np.resize(["jurkat", "rpe1", "k562"], genes.size)
+        obs.index = [f"{name}-{row}" for row in range(genes.size)]
+        anndata.AnnData(np.ones((genes.size, 3), np.float32), obs=obs).write_h5ad(tmp_path / name)
+        found.append(obs.assign(source_file=name))
+    monkeypatch.chdir(tmp_path)
+    return pd.concat(found, ignore_index=True)
+
+
+def test_parts_of_a_toml_of_cell_load_hold_what_it_says(screen: pd.DataFrame) -> None:
+    page = "docs/migration/index.md"
+    (toml,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    two = toml.replace("[training]", 'mine = "other"\n[training]').replace("[fewshot", '"mine.k562" = "val"\n[fewshot')
+    Path("split.toml").write_text(two.replace('replogle = "train"', 'replogle = "train"\nmine = "train"'))
+    pairs = gpuload.PairedControl("gene", control="non-targeting", match=["cell_line", "source_file"])
+    names: dict[str, Any] = {"gpuload": gpuload, "pairs": pairs}
+    (block,) = (block for block in blocks_of(page) if "tomllib" in block.code)
+    run(page, block, names)
+    is_control, is_first = screen["gene"] == "non-targeting", screen["source_file"] == "screen/a.h5ad"
+    line = screen["cell_line"]
+    few = is_first & (line == "rpe1")
+    tested = (is_first & (line == "jurkat")) | (few & screen["gene"].isin(["NUP107", "RPUSD4"]))
+    validated = (~is_first & (line == "k562")) | (few & (screen["gene"] == "AARS"))
+    expected = {"train": ~tested & ~validated, "val": validated, "test": tested}
+    for part, wanted in expected.items():
+        with gpuload.open_loader(names["paths"], where=names["where"][part], shuffle=False) as loader:
+            rows = np.concatenate([batch.rows for batch in loader])
+        its_lines = screen[["source_file", "cell_line"]].apply(tuple, axis=1)
+        of_controls = is_control & its_lines.isin(set(its_lines[wanted & ~is_control]))
+        assert rows.tolist() == np.flatnonzero((wanted & ~is_control) | of_controls).tolist(), part
+    with names["train"] as train, names["test"] as test:
+        for loader, part in ((train, "train"), (test, "test")):
+            first = [batch.rows[: batch.rows.size // 2] for batch in loader]
+            assert sorted(np.concatenate(first)) == np.flatnonzero(expected[part] & ~is_control).tolist()
+        assert test.categories["gene"].tolist() == train.categories["gene"].tolist()
 
 
 def run(page: str, block: Block, names: dict[str, Any]) -> None:

@@ -57,8 +57,17 @@ def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: 
         ({"join": []}, "join=[]: expected at least one gene name, 'inner', 'outer' or None."),
         ({"join": ["a", "b", "a"]}, "join: 'a' is given 2 times; pass every gene once."),
         ({"join": {"a", "b"}}, "join={'a', 'b'}: a set has no order; pass a list of gene names."),
-        ({"transform": "log1p"}, "transform='log1p': expected a gpuload.Transform or None."),
-        ({"transform": {"X": 1}}, "transform['X']=1: expected a gpuload.Transform or None."),
+        (
+            {"transform": "log1p"},
+            "transform='log1p': expected a gpuload.Transform, such as gpuload.Transform(log1p=True), or None.",
+        ),
+        (
+            {"transform": {"X": np.log1p}},
+            (
+                "transform['X']=<ufunc 'log1p'>: expected a gpuload.Transform, such as gpuload.Transform(log1p=True), "
+                "or None; a function of yours is run by gpuload.Mapped(loader, function)."
+            ),
+        ),
         (
             {"transform": {"other": None}, "layer": ["X", "s"]},
             "transform['other']: there is no matrix of this name; the matrices are 'X', 's'.",
