@@ -339,11 +339,23 @@ class CpuBackend:
             indices,
             data,
         )
+        is_sorted = is_canonical or bool(columns.size)
+        if is_sorted and not is_canonical:
+            longest = int(np.diff(indptr).max())
+            is_canonical = rows.sort_csr(
+                indptr,
+                indices,
+                data,
+                form.n_cols,
+                self._scratch.memory("digits", 256, np.int64),
+                self._scratch.memory("sorted indices", longest, np.int32),
+                self._scratch.memory("sorted values", longest, np.float32),
+            )
         matrix = _csr_of(data, indices, indptr, form.n_cols)
+        if is_sorted:
+            matrix.has_sorted_indices = True
         if is_canonical:
             matrix.has_canonical_format = True
-        elif columns.size:
-            matrix.sort_indices()
         return matrix
 
     def _row_scratch(self, form: Form, resident: HostResident, positions: NDArray[np.int32]) -> NDArray[np.float32]:

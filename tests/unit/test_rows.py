@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -226,3 +227,24 @@ def test_gather_csr_reports_whether_columns_ascend(row: list[int], is_canonical:
     found = rows.gather_csr(np.array([2, 1, 0], np.int32), *csr, 0.0, log1p, out_indices, out_data)
     assert found == is_canonical
     np.testing.assert_array_equal(out_indices, [0, 1, 2, *row, 7, 8])
+
+
+@pytest.mark.parametrize("n_cols", [1, 3, 256, 257, 1 << 16, (1 << 16) + 1, 1 << 24, (1 << 31) - 1])
+def test_sort_csr(n_cols: int) -> None:
+    random = np.random.default_rng(n_cols)
+    counts = np.array([0, 1, 700, 0, 2, 40])
+    indptr = np.append(0, np.cumsum(counts)).astype(np.int32)
+    given = random.integers(0, n_cols, indptr[-1]).astype(np.int32)
+    given[1] = n_cols - 1  # first of the long row
+    _, indices = guarded(given.size, np.int32, 3)
+    _, data = guarded(given.size, np.float32, 3)
+    indices[:], data[:] = given, np.arange(given.size)
+    digits, longest = np.empty(256, np.int64), int(counts.max())
+    found = rows.sort_csr(indptr, indices, data, n_cols, digits, np.empty(longest, np.int32), np.empty(longest, "f4"))
+    is_distinct = True
+    for start, stop in pairwise(indptr):
+        order = np.argsort(given[start:stop], kind="stable")
+        np.testing.assert_array_equal(indices[start:stop], given[start:stop][order])
+        np.testing.assert_array_equal(data[start:stop], start + order)
+        is_distinct &= np.unique(given[start:stop]).size == stop - start
+    assert found == is_distinct

@@ -489,3 +489,58 @@ def gather_csr(
                 out_indices[np.uint64(j + k)] = indices[np.uint64(start + k)]
         j += n
     return is_canonical
+
+
+@native
+def sort_csr(indptr: Any, indices: Any, data: Any, n_cols: int, digits: Any, kept_indices: Any, kept: Any) -> bool:
+    """Sort the columns of each row of a CSR matrix in place, by radix: SciPy's comparisons take several times as long.
+
+    Parameters
+    ----------
+    indptr, indices, data
+        The matrix: int32, int32, float32. Repeated columns of a row stay in their order.
+    n_cols
+        Number of columns.
+    digits : (256,) int64
+    kept_indices, kept : (values of the longest row,) int32 and float32
+        Scratch.
+
+    Returns
+    -------
+    bool
+        Whether the columns of every row are now strictly ascending.
+    """
+    indices, data = borrowed(indices), borrowed(data)
+    digits, kept_indices, kept = borrowed(digits), borrowed(kept_indices), borrowed(kept)
+    is_canonical = True
+    for r in range(indptr.size - 1):
+        start, stop = indptr[r], indptr[r + 1]
+        row, values = indices[start:stop], data[start:stop]
+        if _is_rising(row):
+            continue
+        shift = 0
+        while shift == 0 or n_cols > 1 << shift:  # two digits at a time: the second pass leads back
+            _sort_by_digit(row, values, shift, digits, kept_indices, kept)
+            _sort_by_digit(kept_indices[: row.size], kept[: row.size], shift + 8, digits, row, values)
+            shift += 16
+        is_canonical &= _is_rising(row)
+    return is_canonical
+
+
+@native
+def _sort_by_digit(indices: Any, data: Any, shift: int, digits: Any, to_indices: Any, to: Any) -> None:
+    """Copy the values of a row ordered by 8 bits of their column numbers, those of equal bits in their order."""
+    digits[:] = 0
+    for k in range(indices.size):
+        digits[np.uint64((indices[np.uint64(k)] >> shift) & 255)] += 1
+    at = 0
+    for digit in range(256):
+        n = digits[np.uint64(digit)]
+        digits[np.uint64(digit)] = at
+        at += n
+    for k in range(indices.size):
+        digit = (indices[np.uint64(k)] >> shift) & 255
+        at = digits[np.uint64(digit)]
+        digits[np.uint64(digit)] = at + 1
+        to_indices[np.uint64(at)] = indices[np.uint64(k)]
+        to[np.uint64(at)] = data[np.uint64(k)]
