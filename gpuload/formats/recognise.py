@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import BusyError, ReadError, StoreError
 from gpuload.formats.addresses import TILEDB_GROUP, as_address, child_of, first_bytes
-from gpuload.formats.zarr_nodes import METADATA
+from gpuload.formats.zarr_trees import METADATA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

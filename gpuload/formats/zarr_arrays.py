@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gpuload.formats.zarr_nodes import Tree
     from gpuload.formats.zarr_spec import Spec
+    from gpuload.formats.zarr_trees import Tree
     from gpuload.types import Source
 
 _NUMBER = "(0|[1-9][0-9]{0,17})"
