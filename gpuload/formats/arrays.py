@@ -187,6 +187,14 @@ def check_length(where: str, found: int, wanted: int, what: str) -> None:
         raise CorruptDataError(f"{where} has {found} entries but the matrix has {wanted} {what}; rewrite the file.")
 
 
+def names_in(folder: str) -> list[str]:
+    """Return the sorted names of the files and folders in a folder; raise ReadError if it cannot be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise ReadError(f"{folder}: cannot be listed: {error.strerror}. Check its permissions.") from error
+
+
 def memory_nbytes() -> int:
     """Return the memory of this machine, or the container's limit if that is lower."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import BusyError, ReadError, StoreError
 from gpuload.formats.addresses import TILEDB_GROUP, as_address, child_of, first_bytes
+from gpuload.formats.arrays import names_in
 from gpuload.formats.zarr_trees import METADATA
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def expand(path: str) -> list[str]:
         return found
     if not _is_folder(path) or folder_form(path):
         return [path]
-    within = os.listdir(path) if address is None else {key.partition("/")[0] for key in address.listed or ()}
+    within = names_in(path) if address is None else {key.partition("/")[0] for key in address.listed or ()}
     is_meant = (name for name in within if not name.startswith(".") and name != GENES_FILE)
     names = sorted(name for name in is_meant if name.endswith(ENDINGS))
     endings = sorted({os.path.splitext(name)[1] for name in names})

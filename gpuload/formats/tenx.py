@@ -103,6 +103,8 @@ def _strings(group: Any, key: str, where: str, wanted: int, what: str) -> Any:
     if not hdf5.is_array(group.get(key)):
         raise StoreError(f"{where} lacks {key!r}; is it a feature-barcode matrix of Cell Ranger?")
     check_has_dimensions(group[key], f"{where}/{key}")
+    if group[key].ndim != 1:
+        raise StoreError(f"{where}/{key} has {group[key].ndim} dimensions; expected one.")
     check_length(f"{where}/{key}", group[key].size, wanted, what)
     return as_strings(group[key][()])
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import io
+import os
 import shutil
 import sys
 import warnings
@@ -113,6 +115,11 @@ def put(group: h5py.Group, name: str, values: Any) -> None:
         (lambda g: put(g, "shape", [-1, N_OBS]), "StoreError", ("-1 genes",)),
         (lambda g: g.pop("data"), "StoreError", ("'data'",)),
         (lambda g: g["features"].pop("id"), "StoreError", ("'features/id'",)),
+        (
+            lambda g: put(g["features"], "name", g["features/name"][()].reshape(-1, 1)),
+            "StoreError",
+            ("features/name has 2 dimensions", "expected one"),
+        ),
         (lambda g: put(g, "indptr", np.arange(N_OBS + 1)[::-1]), "CorruptDataError", ("/matrix/indptr", "rise")),
         (lambda g: put(g, "indices", np.full(counts().nnz, N_VARS)), "CorruptDataError", ("/matrix/indices", "column")),
         (lambda g: put(g, "indices", np.zeros(counts().nnz)), "StoreError", ("/matrix/indices", "integers")),
@@ -426,6 +433,26 @@ def test_scdl_with_a_wrong_header(scdl: Path, at: int, value: bytes, kind: str, 
     raw[at : at + 1] = value
     (scdl / "header.sch").write_bytes(raw)
     assert_refused(kind, scdl, "header.sch", *parts)
+
+
+def test_scdl_with_an_unreadable_header(scdl: Path) -> None:
+    (scdl / "header.sch").unlink()
+    (scdl / "header.sch").mkdir()
+    assert_refused("ReadError", scdl, "header.sch", "Is a directory", "Check")
+
+
+@pytest.mark.parametrize("folder", ["", "obs_features", "var_features"])
+def test_unlistable_folders_are_reported(scdl: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    listed, wanted = os.listdir, scdl / folder if folder else scdl.parent
+
+    def listdir(path: str) -> list[str]:
+        if os.fspath(path) == str(wanted):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    path = scdl if folder else scdl.parent
+    assert_refused("ReadError", path, f"{wanted}: cannot be listed: Permission denied", "permissions", obs=["depth"])
 
 
 def test_scdl_without_a_header(scdl: Path) -> None:
