@@ -243,18 +243,15 @@ def member(group: Any, key: str, path: str) -> Any:
     return found
 
 
-def check_not_virtual(stored: Any, where: str) -> None:
-    """Refuse a virtual data set of HDF5, or a group with one: it reads as zeros if its files are away."""
+def check_stored(stored: Any, where: str) -> None:
+    """Refuse a single value where an array is expected, a virtual data set of HDF5, or a group with one of these.
+
+    Of h5py, the former is no array of NumPy, and the latter reads as zeros if its files are away.
+    """
     for name in stored if hasattr(stored, "values") else ():
-        check_not_virtual(stored[name], f"{where}/{name}")
+        check_stored(stored[name], f"{where}/{name}")
     if getattr(stored, "is_virtual", False):
         raise StoreError(f"{where} keeps its bytes in other files; copy it into one file first, with h5repack.")
-
-
-def check_has_dimensions(stored: Any, where: str) -> None:
-    """Refuse a single value where an array is expected, or a group with one; of h5py, it is no array of NumPy."""
-    for name in stored if hasattr(stored, "values") else ():
-        check_has_dimensions(stored[name], f"{where}/{name}")
     if getattr(stored, "shape", None) == ():
         raise StoreError(f"{where} has no dimensions; expected an array of cells or genes.")
 
