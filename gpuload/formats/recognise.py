@@ -175,13 +175,6 @@ def open_parquet(paths: Sequence[str], *, layer: str, obs: Sequence[str], fill: 
     return open_cells(paths, layer=layer, obs=obs, fill=fill)
 
 
-def are_one_table(path: str, other: str, tables: dict[str, str | None]) -> bool:
-    """Return whether two Parquet files of cells can be opened as one table; see `parquet_genes.have_same_table`."""
-    from gpuload.formats.parquet_genes import have_same_table
-
-    return have_same_table(path, other, tables)
-
-
 def is_parquet(path: str) -> bool:
     """Return whether a path is a Parquet file; at an address its name decides, as there may be thousands."""
     address = as_address(path)
