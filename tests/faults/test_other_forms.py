@@ -105,6 +105,15 @@ def put(group: h5py.Group, name: str, values: Any) -> None:
     group[name] = values
 
 
+def put_virtual(group: h5py.Group, name: str) -> None:
+    """Make an array one that is in another file, which is not there."""
+    shape, dtype = group[name].shape, "S16"
+    layout = h5py.VirtualLayout(shape, dtype)
+    layout[:] = h5py.VirtualSource("gone.h5", name, shape, dtype)
+    del group[name]
+    group.create_virtual_dataset(name, layout)
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "parts"),
     [
@@ -113,6 +122,7 @@ def put(group: h5py.Group, name: str, values: Any) -> None:
         (lambda g: put(g, "shape", [N_VARS, N_OBS + 1]), "CorruptDataError", ("indptr", "entries")),
         (lambda g: put(g, "shape", [N_VARS + 1, N_OBS]), "CorruptDataError", ("features/name", "53", "54")),
         (lambda g: put(g, "shape", [-1, N_OBS]), "StoreError", ("-1 genes",)),
+        (lambda g: put_virtual(g, "features/name"), "StoreError", ("features/name keeps its bytes", "h5repack")),
         (lambda g: g.pop("data"), "StoreError", ("'data'",)),
         (lambda g: g["features"].pop("id"), "StoreError", ("'features/id'",)),
         (
