@@ -179,6 +179,7 @@ def decode_chunks(
     work, tables = np.int64(scratch[1].ctypes.data), np.int64(scratch[2].ctypes.data)
     at_src, at_dest = np.int64(pieces[0].ctypes.data), np.int64(pieces[1].ctypes.data)
     at_width, at_rows = np.int64(pieces[2].ctypes.data), np.int64(pieces[3].ctypes.data)
+    libraries = np.int64(addresses.ctypes.data)
     ahead, got_ahead = -1, 0  # a chunk inflated together with the one before it, into the second half
     for c in range(table.shape[1]):
         lo, hi = chunk_pieces[c], chunk_pieces[c + 1]
@@ -233,18 +234,7 @@ def decode_chunks(
                 from_byte = 0 if is_shuffled else from_item * itemsize
                 got = call_one(
                     decode_one,
-                    (
-                        stored + place,
-                        n,
-                        plain,
-                        size,
-                        from_byte,
-                        need,
-                        np.int64(is_due),
-                        work,
-                        tables,
-                        np.int64(addresses.ctypes.data),
-                    ),
+                    (stored + place, n, plain, size, from_byte, need, np.int64(is_due), work, tables, libraries),
                 )
             if got < 0:
                 return _bad(c, got, status)
