@@ -18,7 +18,8 @@ from scipy.sparse import csr_matrix
 import gpuload
 from gpuload.backends.native.runs import have_common
 from gpuload.formats import obs, open_store
-from gpuload.formats.zarr_nodes import FolderTree, open_node
+from gpuload.formats.zarr_nodes import open_node
+from gpuload.formats.zarr_trees import FolderTree
 from gpuload.packing import tables, zarr_files
 from gpuload.packing.names import CellNames
 from tests.test_pack import cells, written

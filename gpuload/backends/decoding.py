@@ -74,43 +74,31 @@ def decode(part: Part, scratch: Workspace, verify: str) -> tuple[int, int, bool]
     return _by_library(part) if steps is None else _natively(part, *steps, scratch, VERIFY[verify])
 
 
-def _natively(
-    part: Part, steps: NDArray[np.int64], codec: str, scratch: Workspace, verify: int
-) -> tuple[int, int, bool]:
+def _natively(part: Part, steps: list[int], codec: str, scratch: Workspace, verify: int) -> tuple[int, int, bool]:
     read, first, last = part.read, part.first, part.last
     layout, chosen = read.layout, slice(first, last)
     stored_dtype = _of_numbers(layout.dtype)
     full = layout.decoded_nbytes(read.chunk_id[chosen])
     room = round_up(max(int(full.max()), int(read.chunk_nbytes[chosen].max()) if layout.is_raw else 0), 8)
+    offset, nbytes = read.chunk_offset[chosen] + part.shift, read.chunk_nbytes[chosen]
+    about = (offset, nbytes, read.chunk_id[chosen], read.chunk_mask[chosen], full, read.chunk_limit[chosen])
     decoder = decoders.addresses_of(codec, may_pair=room <= TWO_AHEAD_NBYTES)
-    one, two = scratch.memory("first", 2 * room if decoder[1] else room), scratch.memory("second", room)
+    sizes = layout.src_stride, layout.dest_stride, stored_dtype.itemsize
     status = np.zeros(3, dtype=np.int64)
     n = chunks.decode_chunks(
         part.buffer,
-        read.chunk_offset[chosen] + part.shift,
-        read.chunk_nbytes[chosen],
-        read.chunk_id[chosen],
-        read.chunk_mask[chosen],
+        np.array(about, dtype=np.int64),  # np.stack takes three times as long
         read.chunk_pieces[first : last + 1],
-        read.piece_src,
-        read.piece_dest,
-        read.piece_width,
-        read.piece_rows,
-        np.array([layout.src_stride, layout.dest_stride], dtype=np.int64),
-        steps,
-        full,
-        layout.is_raw,
-        verify,
-        layout.verified,
-        float(layout.fill_value),
-        read.chunk_limit[chosen],
-        decoder,
-        pieces.addresses_of(stored_dtype, part.out.dtype),
-        scratch.tables if codec else _NO_TABLES,
+        (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows),
+        (*steps, *sizes, layout.is_raw, verify, float(layout.fill_value)),
+        (*decoder, *pieces.addresses_of(stored_dtype, part.out.dtype)),
+        (
+            scratch.memory("first", 2 * room if decoder[1] else room),
+            scratch.memory("second", room),
+            scratch.tables if codec else _NO_TABLES,
+        ),
         scratch.addresses.table,
-        stored_dtype.itemsize,
-        one,
-        two,
+        layout.verified,
         part.out.ctypes.data,
         status,
     )
@@ -170,7 +158,7 @@ def codec_of(layout: ArrayLayout, known: Collection[str]) -> str | None:
     return kinds[0] if kinds else ""
 
 
-def _native_steps(layout: ArrayLayout) -> tuple[NDArray[np.int64], str] | None:
+def _native_steps(layout: ArrayLayout) -> tuple[list[int], str] | None:
     """Return the pipeline positions of shuffle, codec, fletcher32 and crc32c, and the codec's name ("" for none).
 
     Return None if libraries must decode.
@@ -181,8 +169,7 @@ def _native_steps(layout: ArrayLayout) -> tuple[NDArray[np.int64], str] | None:
     if codec in codecs.BY_ADDRESS and not codecs.has_addresses():
         return None
     names = [f.name for f in layout.filters]
-    places = [names.index(n) if n in names else -1 for n in ("shuffle", codec, "fletcher32", "crc32c")]
-    return np.array(places, dtype=np.int64), codec
+    return [names.index(n) if n in names else -1 for n in ("shuffle", codec, "fletcher32", "crc32c")], codec
 
 
 def _of_numbers(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -78,19 +78,14 @@ def decode(stored: NDArray[np.uint8], spec: Sequence[int], nbytes: int, itemsize
         out = np.empty(nbytes, dtype=np.uint8)
         n_rows = spec[parquet_pages.MAX_ROWS]
         n_plain = min(int(found[2]), nbytes // itemsize + n_rows)
-        code = native.decode_column(
-            stored,
-            stored.size,
-            np.array(spec, dtype=np.int64),
-            out,
-            itemsize,
+        scratch = (
             _work.memory("entries", int(found[1]) * itemsize + SLACK),
             _work.memory("page", int(found[0]) + SLACK),
             _work.memory("plain", n_plain * spec[parquet_pages.WIDTH] + SLACK),
-            _work.memory("starts", n_rows, np.int64),
-            _work.memory("dropped", n_rows, np.int64),
-            _work.addresses_for(spec),
         )
+        rows = _work.memory("starts", n_rows, np.int64), _work.memory("dropped", n_rows, np.int64)
+        column = np.array(spec, dtype=np.int64)
+        code = native.decode_column(stored, column, out, itemsize, scratch, rows, _work.addresses_for(spec))
     if code < 0:
         _raise(code)
     return out

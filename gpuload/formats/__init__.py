@@ -18,7 +18,7 @@ from gpuload.formats.addresses import check_given, child_of
 from gpuload.formats.arrays import OBSM, as_strings, numbered
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
 from gpuload.formats.obs_table import check_obs_table, table_columns
-from gpuload.formats.recognise import are_one_table, expand, is_parquet, obs_columns, open_parquet, open_path
+from gpuload.formats.recognise import expand, is_parquet, obs_columns, open_parquet, open_path
 from gpuload.store import ObsColumn
 from gpuload.threads import DaemonThreads
 
@@ -283,7 +283,10 @@ def _together(parts: Sequence[Any]) -> list[Any]:
     for part in parts:
         if not isinstance(part, str) or not is_parquet(part):
             out.append(part)
-        elif out and isinstance(out[-1], tuple) and are_one_table(out[-1][-1], part, tables):
+            continue
+        from gpuload.formats.parquet_genes import have_same_table
+
+        if out and isinstance(out[-1], tuple) and have_same_table(out[-1][-1], part, tables):
             out[-1] += (part,)
         else:
             out.append((part,))

@@ -187,6 +187,14 @@ def check_length(where: str, found: int, wanted: int, what: str) -> None:
         raise CorruptDataError(f"{where} has {found} entries but the matrix has {wanted} {what}; rewrite the file.")
 
 
+def names_in(folder: str) -> list[str]:
+    """Return the sorted names of the files and folders in a folder; raise ReadError if it cannot be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise ReadError(f"{folder}: cannot be listed: {error.strerror}. Check its permissions.") from error
+
+
 def memory_nbytes() -> int:
     """Return the memory of this machine, or the container's limit if that is lower."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -235,18 +243,15 @@ def member(group: Any, key: str, path: str) -> Any:
     return found
 
 
-def check_not_virtual(stored: Any, where: str) -> None:
-    """Refuse a virtual data set of HDF5, or a group with one: it reads as zeros if its files are away."""
+def check_stored(stored: Any, where: str) -> None:
+    """Refuse a single value where an array is expected, a virtual data set of HDF5, or a group with one of these.
+
+    Of h5py, the former is no array of NumPy, and the latter reads as zeros if its files are away.
+    """
     for name in stored if hasattr(stored, "values") else ():
-        check_not_virtual(stored[name], f"{where}/{name}")
+        check_stored(stored[name], f"{where}/{name}")
     if getattr(stored, "is_virtual", False):
         raise StoreError(f"{where} keeps its bytes in other files; copy it into one file first, with h5repack.")
-
-
-def check_has_dimensions(stored: Any, where: str) -> None:
-    """Refuse a single value where an array is expected, or a group with one; of h5py, it is no array of NumPy."""
-    for name in stored if hasattr(stored, "values") else ():
-        check_has_dimensions(stored[name], f"{where}/{name}")
     if getattr(stored, "shape", None) == ():
         raise StoreError(f"{where} has no dimensions; expected an array of cells or genes.")
 

@@ -35,7 +35,7 @@ from gpuload.formats.addresses import as_address, first_bytes
 from gpuload.formats.arrays import (
     as_text,
     check_dtype,
-    check_not_virtual,
+    check_stored,
     checked_indptr,
     damage_to_metadata,
     ends_early,
@@ -281,7 +281,7 @@ class Access:
     def indptr(self, stored: h5py.Dataset, n_rows: int, nnz: tuple[int, int]) -> NDArray[np.int64]:
         """Return row offsets; from the index if it holds what the file says too."""
         where, index = f"{self.name}: {stored.name}", self.source.index
-        check_not_virtual(stored, where)
+        check_stored(stored, where)
         if n_rows < index.min_rows:
             return checked_indptr(stored[()], where, n_rows, nnz)
         counts = index.get(stored.name)

@@ -87,7 +87,9 @@ def read_members(
     matrix_key, var_key = keys_of(root, layer, path)
     matrix = _open_matrix(root, matrix_key, path, access)
     if var_key:
-        var_names = read_index(_member(root, var_key, path, access), path, var_key)
+        if var_key not in root:
+            raise StoreError(f"{path}: there is no /{var_key}; it has {_members(root)}. Is it {access.owner}?")
+        var_names = read_index(root[var_key], path, var_key)
         check_length(f"{path}: {name_in(root, var_key)}", var_names.size, matrix.n_vars, "genes")
     else:
         var_names = numbered(matrix.n_vars)
@@ -181,12 +183,6 @@ def _others(file: Any) -> str:
 
 def _layers(file: Any) -> list[str]:
     return list(file["layers"]) if "layers" in file else []
-
-
-def _member(file: Any, key: str, path: str, access: Access) -> Any:
-    if key not in file:
-        raise StoreError(f"{path}: there is no /{key}; it has {_members(file)}. Is it {access.owner}?")
-    return file[key]
 
 
 def _open_matrix(file: Any, key: str, path: str, access: Access) -> Matrix:

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line, shown
-from gpuload.formats.arrays import as_strings, as_text, check_has_dimensions, check_not_virtual, member, no_column
+from gpuload.formats.arrays import as_strings, as_text, check_stored, member, no_column
 from gpuload.sampling.classes import factorize
 from gpuload.store import ObsColumn, check_whole
 
@@ -49,12 +49,11 @@ def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
     """Return the index of a stored data frame as strings, shape (n,) object."""
     name = index_name(frame)
     if not hasattr(frame, "keys"):
-        check_has_dimensions(frame, f"{path}: /{key}")
+        check_stored(frame, f"{path}: /{key}")
     stored = None if name is None else member(frame, name, path) if hasattr(frame, "keys") else frame[name]
     if stored is None:
         raise StoreError(f"{path}: /{key} has no index; rewrite the file with anndata's write_h5ad.")
-    check_not_virtual(stored, f"{path}: /{key}/{name}")
-    check_has_dimensions(stored, f"{path}: /{key}/{name}")
+    check_stored(stored, f"{path}: /{key}/{name}")
     if getattr(stored, "ndim", 1) != 1:
         raise StoreError(
             f"{path}: /{key}/{name} has {stored.ndim} dimensions; expected one. Rewrite the file with AnnData."
@@ -71,7 +70,7 @@ def index_pieces(frame: Any, path: str, key: str) -> Iterator[NDArray[np.object_
     """
     name = index_name(frame)
     stored: Any = member(frame, name, path) if hasattr(frame, "keys") and name is not None else None
-    check_not_virtual(stored, f"{path}: /{key}/{name}")
+    check_stored(stored, f"{path}: /{key}/{name}")
     if hasattr(stored, "keys") and stored.attrs.get("encoding-type") == "nullable-string-array":
         values, mask = stored.get("values"), stored.get("mask")
         if getattr(values, "shape", ()) == getattr(mask, "shape", None) and not mask[()].any():
@@ -183,7 +182,7 @@ def index_name(frame: Any) -> str | None:
 def read_values(frame: Any, name: str, path: str) -> Any:
     """Return a column of a stored data frame of a file as anndata holds it: a NumPy or pandas array."""
     if not hasattr(frame, "keys"):
-        check_has_dimensions(frame, f"{path}: {frame.name}")
+        check_stored(frame, f"{path}: {frame.name}")
         values = frame[name]
         categories = frame.attrs.get(f"{name}_categories")
         legacy = frame.file.get(f"uns/{name}_categories")
@@ -197,11 +196,10 @@ def read_values(frame: Any, name: str, path: str) -> Any:
         return pd.Categorical.from_codes(values, _texts_or_numbers(categories))
     stored = frame[name]
     where = f"{path}: {frame.name}/{name}"
-    check_not_virtual(stored, where)
-    check_has_dimensions(stored, where)
+    check_stored(stored, where)
     if "categories" in stored.attrs and not hasattr(stored, "keys"):
         categories = frame.file[stored.attrs["categories"]]
-        check_has_dimensions(categories, f"{path}: {categories.name}")
+        check_stored(categories, f"{path}: {categories.name}")
         is_ordered = bool(categories.attrs.get("ordered", False))
         return pd.Categorical.from_codes(stored[()], _texts_or_numbers(categories[()]), ordered=is_ordered)
     return _read_element(stored)

@@ -15,9 +15,9 @@ Requirements this module answers
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -30,26 +30,20 @@ from gpuload.formats.parquet import join_columns, opened
 from gpuload.formats.parquet_file import look_at
 from gpuload.formats.parquet_genes import genes_of
 from gpuload.formats.parquet_rows import spec_of
-from gpuload.formats.progress import Progress
+from gpuload.formats.progress import Progress, each_of
 from gpuload.formats.recognise import GENES_FILE
 from gpuload.layout import ArrayLayout, Filter
 from gpuload.remote_source import RemoteSource
 from gpuload.store import CsrMatrix, ObsColumn, Store
-from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from gpuload.formats.addresses import Address
     from gpuload.formats.parquet_file import Cells
 
-T = TypeVar("T")
-
 MAX_CHUNK = 1 << 26
 """Largest number of values in a row group, which is decoded as a whole."""
-
-_AT_A_TIME, _FAR_AT_A_TIME = 8, 16
-"""Files examined concurrently; more if each has latency."""
 
 
 def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str], fill: bool = False) -> Store:
@@ -86,7 +80,8 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str], fill: bo
         raise no_obsm(paths[0], layer, ())
     genes = genes_of(paths[0])
     progress = Progress(len(paths), "row lengths of %d of %d files were read")
-    files = _each(paths, partial(_look_at, layer=layer, progress=progress))
+    is_far = as_address(paths[0]) is not None
+    files = each_of(paths, partial(_look_at, layer=layer, progress=progress), is_far=is_far)
     if genes is None:
         greatest = max(file.greatest for file in files)
         check_n_vars(paths[0], greatest + 1)
@@ -195,13 +190,6 @@ def matrix_of(file: Cells, source: _Source, number: int, first: int, n_vars: int
     return CsrMatrix(indptr, layouts[1], layouts[0], n_vars)
 
 
-def _each(paths: Sequence[str], work: Callable[[str], T]) -> list[T]:
-    """Return the description of each file, a few concurrently; raise the error of the first one that fails."""
-    is_far = as_address(paths[0]) is not None
-    with closing(DaemonThreads(_FAR_AT_A_TIME if is_far else _AT_A_TIME, "gpuload-parquet")) as pool:
-        return pool.map(work, paths)
-
-
 def _look_at(path: str, layer: str, progress: Progress) -> Cells:
     cells = look_at(path, layer)
     progress.one(path)
@@ -213,7 +201,8 @@ def _obs_columns(paths: Sequence[str], names: Sequence[str], fill: bool) -> dict
 
     if not names:
         return {}
-    found = _each(paths, partial(_columns_of, names=names, fill=fill))
+    is_far = as_address(paths[0]) is not None
+    found = each_of(paths, partial(_columns_of, names=names, fill=fill), is_far=is_far)
     columns = {}
     for name in names:
         parts = [of[name] for of in found]

@@ -1,10 +1,23 @@
-"""Reports of work that a first opening takes long for."""
+"""Work of many parts that an opening may take long for: several parts at a time, and reports of it."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from contextlib import closing
+from typing import TYPE_CHECKING, TypeVar
+
+from gpuload.threads import DaemonThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+T = TypeVar("T")
+Part = TypeVar("Part")
+
+_AT_A_TIME, _FAR_AT_A_TIME = 8, 16
+"""Parts that are worked on concurrently; more if each has latency."""
 
 _LONG_S = 10.0
 
@@ -36,3 +49,12 @@ class Progress:
             self._said = now
             what = self._what % (self._done, self._n)
             _log.warning("%s: %s in %.0f s; they are kept for the next time.", where, what, now - self._start)
+
+
+def each_of(parts: Iterable[Part], work: Callable[[Part], T], *, is_far: bool) -> list[T]:
+    """Return what a function that reads files returns for each part, in order, calling it concurrently.
+
+    If some calls fail, the error of the first of their parts is raised.
+    """
+    with closing(DaemonThreads(_FAR_AT_A_TIME if is_far else _AT_A_TIME, "gpuload-files")) as pool:
+        return pool.map(work, parts)

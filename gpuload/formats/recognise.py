@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import BusyError, ReadError, StoreError
 from gpuload.formats.addresses import TILEDB_GROUP, as_address, child_of, first_bytes
-from gpuload.formats.zarr_nodes import METADATA
+from gpuload.formats.arrays import names_in
+from gpuload.formats.zarr_trees import METADATA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,7 +84,7 @@ def expand(path: str) -> list[str]:
         return found
     if not _is_folder(path) or folder_form(path):
         return [path]
-    within = os.listdir(path) if address is None else {key.partition("/")[0] for key in address.listed or ()}
+    within = names_in(path) if address is None else {key.partition("/")[0] for key in address.listed or ()}
     is_meant = (name for name in within if not name.startswith(".") and name != GENES_FILE)
     names = sorted(name for name in is_meant if name.endswith(ENDINGS))
     endings = sorted({os.path.splitext(name)[1] for name in names})
@@ -172,13 +173,6 @@ def open_parquet(paths: Sequence[str], *, layer: str, obs: Sequence[str], fill: 
     from gpuload.formats.parquet_cells import open_cells
 
     return open_cells(paths, layer=layer, obs=obs, fill=fill)
-
-
-def are_one_table(path: str, other: str, tables: dict[str, str | None]) -> bool:
-    """Return whether two Parquet files of cells can be opened as one table; see `parquet_genes.have_same_table`."""
-    from gpuload.formats.parquet_genes import have_same_table
-
-    return have_same_table(path, other, tables)
 
 
 def is_parquet(path: str) -> bool:

@@ -37,6 +37,7 @@ from gpuload.formats.arrays import (
     check_length,
     check_n_vars,
     checked_indptr,
+    names_in,
     no_column,
     no_obsm,
     numbered,
@@ -61,6 +62,9 @@ FIRST_DTYPES = {"DATA": "f4", "ROWPTR": "u8", "COLPTR": "u4"}
 """Types of arrays if there is no header."""
 
 MAGIC, BIG_ENDIAN, MEMMAP = b"SCDL", 1, 1
+
+_HEADER_NBYTES = 1 << 20
+"""Most bytes of a header that are read."""
 
 
 def is_scdl(path: str) -> bool:
@@ -125,10 +129,11 @@ def _read_dtypes(path: str) -> dict[str, np.dtype[Any]]:
     """Return the types of the arrays, from the header."""
     found = dict(FIRST_DTYPES)
     if os.path.exists(path):
-        with open(path, "rb") as file:
-            header = file.read(1 << 20)
+        with closing(FileSource(path)) as source:
+            header = np.empty(min(source.nbytes, _HEADER_NBYTES), dtype=np.uint8)
+            n = source.read_into(header, 0)
         try:
-            found |= _parse_header(header, path)
+            found |= _parse_header(header[:n].tobytes(), path)
         except (struct.error, UnicodeDecodeError) as error:
             raise CorruptDataError(f"{path}: its header cannot be read ({error}). {RESTORE}") from error
     for name in ("ROWPTR", "COLPTR"):
@@ -191,7 +196,7 @@ def _frames(folder: str) -> list[str]:
     """Return the Parquet files of a feature index, in order."""
     if not os.path.isdir(folder):
         return []
-    return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name.endswith(".parquet")]
+    return [os.path.join(folder, name) for name in names_in(folder) if name.endswith(".parquet")]
 
 
 def _gene_names(path: str) -> NDArray[np.object_]:

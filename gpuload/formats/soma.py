@@ -19,11 +19,11 @@ References
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import StoreError, listing
-from gpuload.formats.arrays import OBSM, as_strings, no_column, no_obsm, numbered
+from gpuload.formats.arrays import OBSM, as_strings, damage_to_metadata, no_column, no_obsm, numbered
 from gpuload.formats.soma_matrices import open_matrix
 from gpuload.formats.tiledb_arrays import open_arrays, read_tables
 from gpuload.formats.tiledb_files import files_of
@@ -217,11 +217,8 @@ class _Experiment:
 
 @contextmanager
 def _opened(path: str) -> Iterator[_Experiment]:
-    files = files_of(path)
-    try:
+    with closing(files_of(path)) as files, damage_to_metadata(path):
         yield _Experiment(files)
-    finally:
-        files.close()
 
 
 def _check_columns(cells: Array, names: Sequence[str], path: str) -> None:

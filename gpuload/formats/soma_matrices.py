@@ -149,27 +149,32 @@ def _sparse(array: Array, n_obs: int, n_vars: int) -> tuple[CsrMatrix, Source]:
 def _tiles(
     fragments: list[Fragment], columns: list[Field], base: NDArray[np.int64], nbytes: NDArray[np.int64]
 ) -> Tiles:
-    """Return the data tiles of all fragments."""
+    """Return the data tiles of all fragments; `base` and `nbytes` are of their files, by column and fragment."""
     none = np.empty(0, dtype=np.int64)
-    offset: list[list[NDArray[np.int64]]] = [[none] for _ in columns]
-    sizes: list[list[NDArray[np.int64]]] = [[none] for _ in columns]
-    bounds = [none.reshape(0, 2)]
-    for k, fragment in enumerate(fragments):
-        bounds.append(fragment.bounds()[:, 0])
-        for which, column in enumerate(columns):
-            edges = fragment.tiles(column)
-            if edges[-1] > nbytes[which, k]:
-                raise damaged(f"{fragment.where}/{column.file}.tdb", f"it has {nbytes[which, k]} bytes of {edges[-1]}")
-            offset[which].append(edges[:-1] + base[which, k])
-            sizes[which].append(np.diff(edges))
-    rows = np.concatenate(bounds)
+    edges = [
+        [_edges(fragment, column, n) for fragment, n in zip(fragments, sizes, strict=True)]
+        for column, sizes in zip(columns, nbytes.tolist(), strict=True)
+    ]
+    offset = [
+        np.concatenate([none, *(at[:-1] + start for at, start in zip(own, starts, strict=True))])
+        for own, starts in zip(edges, base, strict=True)
+    ]
+    rows = np.concatenate([none.reshape(0, 2), *(fragment.bounds()[:, 0] for fragment in fragments)])
     return Tiles(
         np.ascontiguousarray(rows[:, 0]),
         np.ascontiguousarray(rows[:, 1]),
         np.concatenate([none, *(fragment.cells for fragment in fragments)]),
-        np.stack([np.concatenate(parts) for parts in offset]),
-        np.stack([np.concatenate(parts) for parts in sizes]),
+        np.stack(offset),
+        np.stack([np.concatenate([none, *map(np.diff, own)]) for own in edges]),
     )
+
+
+def _edges(fragment: Fragment, column: Field, nbytes: int) -> NDArray[np.int64]:
+    """Return what `Fragment.tiles` does, if the column's file is as large."""
+    edges = fragment.tiles(column)
+    if edges[-1] > nbytes:
+        raise damaged(f"{fragment.where}/{column.file}.tdb", f"it has {nbytes} bytes of {edges[-1]}")
+    return edges
 
 
 def _in_order(array: Array, source: Source, tiles: Tiles, first: NDArray[np.int64] | None, which: int) -> ArrayLayout:
@@ -247,25 +252,17 @@ def _dense(array: Array, n_obs: int, n_vars: int) -> tuple[DenseMatrix, Source]:
     try:
         offset, stored = np.zeros(grid, dtype=np.int64), np.zeros(grid, dtype=np.int64)
         for k, fragment in enumerate(array.fragments):
-            edges = fragment.tiles(value)
-            if edges[-1] > nbytes[k]:
-                raise damaged(f"{fragment.where}/{value.file}.tdb", f"it has {nbytes[k]} bytes of {edges[-1]}")
-            low = [int(fragment.domain[d, 0]) // extents[d] for d in (0, 1)]
-            n_own = [int(fragment.domain[d, 1]) // extents[d] + 1 - low[d] for d in (0, 1)]
-            whole = np.ones(n_own, dtype=bool)
-            for d in (0, 1):
-                starts = (np.arange(n_own[d]) + low[d]) * extents[d]
-                stops = np.minimum(starts + extents[d], shape[d])
-                is_in = (starts >= fragment.domain[d, 0]) & (stops <= fragment.domain[d, 1] + 1)
-                whole &= is_in[:, None] if d == 0 else is_in[None]
-            if not whole.all():
+            edges = _edges(fragment, value, nbytes[k])
+            start, stop = fragment.domain[:, 0], fragment.domain[:, 1] + 1
+            low, high = start // extents, -(-stop // extents)
+            if np.any(start % extents) or np.any((stop % extents != 0) & (stop < shape)):
                 raise StoreError(
                     f"{array.where}: it was written in parts that end within tiles of {extents[0]} x {extents[1]} "
                     "values; write it at once, or consolidate the array."
                 )
-            there = tuple(slice(a, a + n) for a, n in zip(low, n_own, strict=True))
-            offset[there] = (edges[:-1] + base[k]).reshape(n_own)
-            stored[there] = np.diff(edges).reshape(n_own)
+            there = tuple(map(slice, low.tolist(), high.tolist()))
+            offset[there] = (edges[:-1] + base[k]).reshape(high - low)
+            stored[there] = np.diff(edges).reshape(high - low)
         fill = np.frombuffer(value.fill, value.dtype)
         layout = ArrayLayout(
             source,

@@ -21,9 +21,8 @@ from gpuload.backends import tiledb
 from gpuload.backends.codecs import DecodeError
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.index import Index
-from gpuload.formats.progress import Progress
+from gpuload.formats.progress import Progress, each_of
 from gpuload.formats.tiledb_arrays import READ, runs_of
-from gpuload.formats.tiledb_files import at_once
 from gpuload.formats.tiledb_tiles import damaged
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def _agree(array: Array, fragments: list[Fragment], counts: NDArray[np.int64], i
         return False
     places = [(fragment, k) for fragment in fragments for k in (0, fragment.cells.size // 2, fragment.cells.size - 1)]
     some = dict.fromkeys([places[0], places[len(places) // 2], places[-1]] if places else [])
-    for rows in at_once(array.files, lambda at: _rows_of_tile(array, *at), some):
+    for rows in each_of(some, lambda at: _rows_of_tile(array, *at), is_far=array.files.is_far):
         if rows.min() < 0 or rows.max() >= n_obs or (is_ordered and np.any(rows[1:] < rows[:-1])):
             return False
         found, n_each = np.unique(rows, return_counts=True)
@@ -117,7 +116,7 @@ class _Count:
         self._progress = Progress(len(tasks), "values of cells were counted in %d of %d parts")
         for fragment in fragments:
             self._check_bounds(fragment)
-        ends = at_once(array.files, lambda task: self._count(*task), tasks)
+        ends = each_of(tasks, lambda task: self._count(*task), is_far=array.files.is_far)
         self.is_ordered = all(end is not None for end in ends) and all(
             a is not None and b is not None and a[1] <= b[0] for a, b in pairwise(ends)
         )

@@ -22,7 +22,7 @@ import numpy as np
 
 from gpuload.errors import StoreError
 from gpuload.formats import hdf5
-from gpuload.formats.arrays import OBSM, as_strings, check_has_dimensions, check_length, no_column, no_obsm
+from gpuload.formats.arrays import OBSM, as_strings, check_length, check_stored, no_column, no_obsm
 from gpuload.formats.members import open_csr
 from gpuload.formats.obs import encode
 from gpuload.store import Store
@@ -102,7 +102,9 @@ def _choose(names: list[str], layer: str, path: str) -> str:
 def _strings(group: Any, key: str, where: str, wanted: int, what: str) -> Any:
     if not hdf5.is_array(group.get(key)):
         raise StoreError(f"{where} lacks {key!r}; is it a feature-barcode matrix of Cell Ranger?")
-    check_has_dimensions(group[key], f"{where}/{key}")
+    check_stored(group[key], f"{where}/{key}")
+    if group[key].ndim != 1:
+        raise StoreError(f"{where}/{key} has {group[key].ndim} dimensions; expected one.")
     check_length(f"{where}/{key}", group[key].size, wanted, what)
     return as_strings(group[key][()])
 

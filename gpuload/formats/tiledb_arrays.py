@@ -24,7 +24,7 @@ import numpy as np
 from gpuload.backends import tiledb
 from gpuload.backends.codecs import DecodeError
 from gpuload.errors import CorruptDataError, StoreError
-from gpuload.formats.tiledb_files import at_once
+from gpuload.formats.progress import each_of
 from gpuload.formats.tiledb_fragments import LISTS, committed, now, parse_fragment, time_of, until_now
 from gpuload.formats.tiledb_schema import parse_enumeration, parse_schema
 from gpuload.formats.tiledb_text import texts
@@ -370,7 +370,7 @@ def _columns(files: Files, columns: Sequence[tuple[Array, Field]]) -> list[_Colu
     """Return the values of columns of arrays' latest schemas in all fragments, and which of them are missing."""
     pairs = [(array, column, fragment) for array, column in columns for fragment in array.fragments]
     calls = [array.reading(fragment, column) for array, column, fragment in pairs]
-    read = at_once(files, lambda call: call(), [call for own in calls for call in own])
+    read = each_of((call for own in calls for call in own), lambda call: call(), is_far=files.is_far)
     read.reverse()  # to be popped in order: each is let go once it is converted
     own_calls, out = iter(calls), []
     for array, column in columns:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -12,20 +11,14 @@ from gpuload.errors import ReadError
 from gpuload.folder_source import FolderSource
 from gpuload.formats.addresses import as_address
 from gpuload.remote_source import RemoteSource
-from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from gpuload.formats.addresses import Address
     from gpuload.remote import RemoteObject
-
-T = TypeVar("T")
-
-_AT_A_TIME, _FAR_AT_A_TIME = 8, 16
-"""Columns, or parts of one, that are read concurrently; more if each has latency."""
 
 
 class Files(Protocol):
@@ -60,12 +53,6 @@ def files_of(path: str) -> Files:
     """Return the files below a folder, or an address."""
     address = as_address(path)
     return NearFiles(path) if address is None else FarFiles(address)
-
-
-def at_once(files: Files, read: Callable[[Any], T], values: Iterable[Any]) -> list[T]:
-    """Return what a function that reads data files returns for each value, in order; it is called concurrently."""
-    with closing(DaemonThreads(_FAR_AT_A_TIME if files.is_far else _AT_A_TIME, "gpuload-tiledb")) as pool:
-        return pool.map(read, values)
 
 
 class NearFiles:

@@ -40,8 +40,9 @@ from gpuload.formats.mudata import is_mudata, modality_groups, read_modality
 from gpuload.formats.mudata import obs_columns as columns_of
 from gpuload.formats.obs import column_names
 from gpuload.formats.zarr_arrays import Array
-from gpuload.formats.zarr_nodes import FolderTree, Group, ZipTree, open_node
+from gpuload.formats.zarr_nodes import Group, open_node
 from gpuload.formats.zarr_remote import RemoteTree
+from gpuload.formats.zarr_trees import FolderTree, ZipTree
 from gpuload.store import Store
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gpuload.formats.zarr_nodes import Tree
+    from gpuload.formats.zarr_trees import Tree
     from gpuload.layout import ArrayLayout
     from gpuload.store import Matrix, ObsColumn
     from gpuload.types import Source

@@ -24,7 +24,7 @@ import numpy as np
 from gpuload.backends import codecs
 from gpuload.backends.reading import read_each, short_read
 from gpuload.errors import CorruptDataError, first_line
-from gpuload.formats.arrays import RESTORE, check_dtype, check_has_dimensions
+from gpuload.formats.arrays import RESTORE, check_dtype, check_stored
 from gpuload.formats.zarr_shards import Shards, check_sizes
 from gpuload.layout import ArrayLayout
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gpuload.formats.zarr_nodes import Tree
     from gpuload.formats.zarr_spec import Spec
+    from gpuload.formats.zarr_trees import Tree
     from gpuload.types import Source
 
 _NUMBER = "(0|[1-9][0-9]{0,17})"
@@ -169,7 +169,7 @@ class Array:
     def _layout(self) -> ArrayLayout:
         spec = self.spec
         where = f"{self._tree.name}: {self.name}"
-        check_has_dimensions(self, where)
+        check_stored(self, where)
         chunk_shape = tuple(max(1, n) for n in spec.chunk_shape)
         grid = _grid(spec.shape, chunk_shape)
         per_file = tuple(s // c for s, c in zip(spec.shard_shape or chunk_shape, chunk_shape, strict=True))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gpuload.errors import ReadError
 from gpuload.formats.index import Index
-from gpuload.formats.zarr_nodes import METADATA, Tree
+from gpuload.formats.zarr_trees import METADATA, Tree
 from gpuload.remote_source import RemoteSource
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ MAX_ASKED = 100_000
 
 
 class RemoteTree(Tree):
-    """A store at an address; see `zarr_nodes.Tree`.
+    """A store at an address; see `zarr_trees.Tree`.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gpuload.errors import GpuloadError, PlanError, ReadError, StoreError, shown
 from gpuload.formats.arrays import OBSM
 from gpuload.formats.recognise import file_of
-from gpuload.formats.zarr_nodes import GROUP_FILES
+from gpuload.formats.zarr_trees import GROUP_FILES
 from gpuload.packing.files import locked, remove_partial, sync_folder, sync_folders, write_whole
 
 if TYPE_CHECKING:

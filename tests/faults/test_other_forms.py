@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import io
+import os
 import shutil
 import sys
 import warnings
@@ -103,6 +105,15 @@ def put(group: h5py.Group, name: str, values: Any) -> None:
     group[name] = values
 
 
+def put_virtual(group: h5py.Group, name: str) -> None:
+    """Make an array one that is in another file, which is not there."""
+    shape, dtype = group[name].shape, "S16"
+    layout = h5py.VirtualLayout(shape, dtype)
+    layout[:] = h5py.VirtualSource("gone.h5", name, shape, dtype)
+    del group[name]
+    group.create_virtual_dataset(name, layout)
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "parts"),
     [
@@ -111,8 +122,14 @@ def put(group: h5py.Group, name: str, values: Any) -> None:
         (lambda g: put(g, "shape", [N_VARS, N_OBS + 1]), "CorruptDataError", ("indptr", "entries")),
         (lambda g: put(g, "shape", [N_VARS + 1, N_OBS]), "CorruptDataError", ("features/name", "53", "54")),
         (lambda g: put(g, "shape", [-1, N_OBS]), "StoreError", ("-1 genes",)),
+        (lambda g: put_virtual(g, "features/name"), "StoreError", ("features/name keeps its bytes", "h5repack")),
         (lambda g: g.pop("data"), "StoreError", ("'data'",)),
         (lambda g: g["features"].pop("id"), "StoreError", ("'features/id'",)),
+        (
+            lambda g: put(g["features"], "name", g["features/name"][()].reshape(-1, 1)),
+            "StoreError",
+            ("features/name has 2 dimensions", "expected one"),
+        ),
         (lambda g: put(g, "indptr", np.arange(N_OBS + 1)[::-1]), "CorruptDataError", ("/matrix/indptr", "rise")),
         (lambda g: put(g, "indices", np.full(counts().nnz, N_VARS)), "CorruptDataError", ("/matrix/indices", "column")),
         (lambda g: put(g, "indices", np.zeros(counts().nnz)), "StoreError", ("/matrix/indices", "integers")),
@@ -426,6 +443,26 @@ def test_scdl_with_a_wrong_header(scdl: Path, at: int, value: bytes, kind: str, 
     raw[at : at + 1] = value
     (scdl / "header.sch").write_bytes(raw)
     assert_refused(kind, scdl, "header.sch", *parts)
+
+
+def test_scdl_with_an_unreadable_header(scdl: Path) -> None:
+    (scdl / "header.sch").unlink()
+    (scdl / "header.sch").mkdir()
+    assert_refused("ReadError", scdl, "header.sch", "Is a directory", "Check")
+
+
+@pytest.mark.parametrize("folder", ["", "obs_features", "var_features"])
+def test_unlistable_folders_are_reported(scdl: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    listed, wanted = os.listdir, scdl / folder if folder else scdl.parent
+
+    def listdir(path: str) -> list[str]:
+        if os.fspath(path) == str(wanted):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    path = scdl if folder else scdl.parent
+    assert_refused("ReadError", path, f"{wanted}: cannot be listed: Permission denied", "permissions", obs=["depth"])
 
 
 def test_scdl_without_a_header(scdl: Path) -> None:

@@ -6,12 +6,14 @@ too; what is changed in metadata may not.
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import gpuload
+from gpuload.formats.tiledb_tiles import read_generic_tile
 from tests.soma_writers import write_experiment
 from tests.writers import cells_frame, counts
 
@@ -97,6 +99,22 @@ def check(name: str, folder: Path, numbers: range) -> None:
         file.write_bytes(raw)
     assert n_refused > len(numbers) // 4
     assert n_right > 0
+
+
+@pytest.mark.parametrize("nbytes", [8, 12, 24])
+def test_damage_within_compressed_metadata(tmp_path: Path, nbytes: int) -> None:
+    path = write_experiment(tmp_path / "cells")
+    (file,) = (path / "obs" / "__schema").glob("__[0-9]*")
+    version = file.read_bytes()[:4]
+    plain = read_generic_tile(file.read_bytes(), "").raw
+    at = plain.index(struct.pack("<Q", 16), plain.index(b"soma_joinid"))  # the size of its domain: two integers
+    domain = plain[at + 8 : at + 24].ljust(nbytes, b"\0")[:nbytes]
+    plain = plain[:at] + struct.pack("<Q", nbytes) + domain + plain[at + 24 :]
+    tile = struct.pack("<QIII", 1, len(plain), len(plain), 0) + plain
+    head = struct.pack("<QQBQBI", len(tile), len(plain), 4, 1, 0, 8)
+    file.write_bytes(version + head + struct.pack("<II", 1 << 16, 0) + tile)  # not compressed
+    with pytest.raises(gpuload.CorruptDataError, match=f"^{path}: its metadata cannot be read .*; restore the file"):
+        read(path)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")

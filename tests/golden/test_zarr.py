@@ -17,7 +17,7 @@ import pytest
 zarr = pytest.importorskip("zarr", minversion="3.0")
 
 import gpuload  # noqa: E402
-from gpuload.formats.zarr_nodes import ZipTree  # noqa: E402
+from gpuload.formats.zarr_trees import ZipTree  # noqa: E402
 from tests import zarr_writers as writers  # noqa: E402
 from tests.golden.test_forms import assert_same_csr  # noqa: E402
 from tests.writers import N_OBS, N_VARS, cells_frame, counts, genes_frame  # noqa: E402

@@ -16,8 +16,9 @@ zarr = pytest.importorskip("zarr", minversion="3.0")
 
 from gpuload.errors import BusyError, CorruptDataError, ReadError  # noqa: E402
 from gpuload.formats.addresses import Address  # noqa: E402
-from gpuload.formats.zarr_nodes import FolderTree, open_node  # noqa: E402
+from gpuload.formats.zarr_nodes import open_node  # noqa: E402
 from gpuload.formats.zarr_remote import RemoteTree  # noqa: E402
+from gpuload.formats.zarr_trees import FolderTree  # noqa: E402
 from tests.remotes import CountingRemote  # noqa: E402
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from gpuload.backends.native.decoders import call_one, call_two
 from gpuload.backends.native.frames import unshuffle_items
 from gpuload.backends.native.inflate import suit_interleaving
 from gpuload.backends.native.pieces import BAD_COLUMN, MAX_EXACT, call_copy, call_fill
-from gpuload.backends.native.words import copy_bytes, double_bits, native
+from gpuload.backends.native.words import copy_bytes, double_bits, inline, native
 
 BAD_SIZE = -101
 BAD_FLETCHER = -102
@@ -79,37 +79,44 @@ def read_extents(fd: Any, offset: Any, nbytes: Any, place: Any, buffer: Any) -> 
     return offset.size
 
 
-@native
-def items_needed(lo: int, hi: int, piece_src: Any, piece_width: Any, piece_rows: Any, stride: int) -> Any:
+@inline
+def _items_needed(lo: int, hi: int, pieces: Any, stride: int) -> Any:
     """Return the range of elements of the decoded chunk that pieces ``lo:hi`` cover."""
-    first, last = piece_src[lo], 0
+    src, _, width, rows = pieces
+    first, last = src[lo], 0
     for p in range(lo, hi):
-        first = min(first, piece_src[p])
-        last = max(last, piece_src[p] + (piece_rows[p] - 1) * stride + piece_width[p])
+        first = min(first, src[p])
+        last = max(last, src[p] + (rows[p] - 1) * stride + width[p])
     return first, last
 
 
-@native
+@inline
 def _is_applied(step: int, mask: int) -> bool:
     """Return whether a filter (its position; -1: none) was applied to a chunk: its bit of the mask is not set."""
-    return step >= 0 and not (mask >> np.uint32(step)) & np.uint32(1)
+    return step >= 0 and not (mask >> step) & 1
 
 
-@native
+@inline
 def _is_due(verify: int, is_verified: int) -> bool:
     """Return whether a chunk's checksums are to be verified."""
     return verify == ALWAYS or (verify == ONCE and not is_verified)
 
 
-@native
-def encoded_nbytes(c: int, chunk_nbytes: Any, chunk_mask: Any, steps: Any) -> int:
-    """Return the length of chunk c's encoded stream; 0 if there is no such chunk or it is not encoded."""
-    if c >= chunk_nbytes.size or not _is_applied(steps[1], chunk_mask[c]):
-        return 0
-    return max(0, chunk_nbytes[c] - 4 * _is_applied(steps[2], chunk_mask[c]) - 4 * (steps[3] >= 0))
+@inline
+def _without_checksums(at: int, n: int, mask: int, fletcher: int, crc: int, is_due: bool) -> int:
+    """Return how many of a chunk's n bytes precede its checksums; or a code, if one is due and does not match."""
+    if _is_applied(fletcher, mask):
+        n -= 4
+        if n < 0 or (is_due and not is_fletcher32(at, n)):
+            return BAD_FLETCHER
+    if crc >= 0:
+        n -= 4
+        if n < 0 or (is_due and not is_crc32c(at, n)):
+            return BAD_CRC32C
+    return n
 
 
-@native
+@inline
 def _bad(c: int, code: int, status: Any) -> int:
     """Record why chunk c is bad; return what `decode_chunks` then returns."""
     status[0] = code
@@ -117,32 +124,16 @@ def _bad(c: int, code: int, status: Any) -> int:
 
 
 @native
-def decode_chunks(  # noqa: PLR0911 - one return per error
+def decode_chunks(
     buffer: Any,
-    chunk_place: Any,
-    chunk_nbytes: Any,
-    chunk_id: Any,
-    chunk_mask: Any,
+    table: Any,
     chunk_pieces: Any,
-    piece_src: Any,
-    piece_dest: Any,
-    piece_width: Any,
-    piece_rows: Any,
-    strides: Any,
-    steps: Any,
-    full_nbytes: Any,
-    is_raw: bool,
-    verify: int,
-    verified: Any,
-    fill_value: float,
-    chunk_limit: Any,
-    decoders: Any,
-    copiers: Any,
-    tables: Any,
+    pieces: Any,
+    spec: Any,
+    functions: Any,
+    scratch: Any,
     addresses: Any,
-    itemsize: int,
-    first: Any,
-    second: Any,
+    verified: Any,
     out: int,
     status: Any,
 ) -> int:
@@ -152,30 +143,25 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
     ----------
     buffer : uint8
         Stored bytes.
-    chunk_place, chunk_nbytes, chunk_id, chunk_mask, chunk_pieces, piece_src, piece_dest, piece_width, piece_rows
-        As in `ArrayRead`, as is `chunk_limit`; `chunk_place` counts from the start of `buffer`.
-    strides : (2,) int64
-        Row strides, in elements, of a decoded chunk and of `out`.
-    steps : (4,) int64
-        Positions of shuffle, codec, fletcher32 and crc32c in the filter pipeline (the bit in the mask), or -1.
-    full_nbytes : int64
-        Decoded size of each chunk.
-    is_raw
-        Whether chunks are parts of unencoded storage, of any size.
-    verify
-        `NEVER`, `ONCE` or `ALWAYS`. If nothing is left to verify, decoding stops at the last byte wanted.
+    table : (6, n_chunks) int64
+        Place in `buffer`, stored size, number in the layout, mask, decoded size and limit of each chunk; see
+        `ArrayRead`.
+    chunk_pieces, pieces
+        As in `ArrayRead`; `pieces` are its four arrays.
+    spec
+        Positions of shuffle, codec, fletcher32 and crc32c in the filter pipeline (the bit in the mask), or -1; row
+        strides, in elements, of a decoded chunk and of `out`; bytes of a stored element; whether chunks are parts of
+        unencoded storage, of any size; `NEVER`, `ONCE` or `ALWAYS`, and if nothing is left to verify, decoding stops at
+        the last byte wanted; the value of chunks never written.
+    functions
+        As returned by `decoders.addresses_of` and `pieces.addresses_of`.
+    scratch : three of uint8
+        The first two for the largest chunk; with a two-chunk decoder, the first has room for two, in halves of whole
+        elements. The last is the inflater's workspace.
+    addresses
+        Of library functions, in the order that `frames` defines.
     verified : uint8
         Per chunk of the layout, whether its checksum has been found correct; set here.
-    fill_value
-        Value of chunks never written.
-    decoders, copiers : (2,) int64
-        As returned by `decoders.addresses_of` and `pieces.addresses_of`.
-    tables, addresses
-        Workspace of the inflater; addresses of library functions, in the order that `frames` defines.
-    itemsize
-        Bytes of a stored element.
-    first, second : uint8
-        Scratch for the largest chunk. With a two-chunk decoder, `first` has room for two, in halves of whole elements.
     out
         Address of the resident's array.
     status : (3,) int64
@@ -186,69 +172,69 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
     int
         Number of chunks, or ``-1 - c`` if chunk c is bad, with the reason in ``status[0]``.
     """
-    shuffle, codec, fletcher, crc = steps[0], steps[1], steps[2], steps[3]
-    half = first.size // 2 if decoders[1] != 0 else 0
-    stored, plain, work = np.int64(buffer.ctypes.data), np.int64(first.ctypes.data), np.int64(second.ctypes.data)
-    at_tables, at_addresses = np.int64(tables.ctypes.data), np.int64(addresses.ctypes.data)
-    at_src, at_dest = np.int64(piece_src.ctypes.data), np.int64(piece_dest.ctypes.data)
-    at_width, at_rows = np.int64(piece_width.ctypes.data), np.int64(piece_rows.ctypes.data)
+    shuffle, codec, fletcher, crc, src_stride, dest_stride, itemsize, is_raw, verify, fill_value = spec
+    decode_one, decode_two, copy, fill = functions
+    half = scratch[0].size // 2 if decode_two != 0 else 0
+    stored, plain = np.int64(buffer.ctypes.data), np.int64(scratch[0].ctypes.data)
+    work, tables = np.int64(scratch[1].ctypes.data), np.int64(scratch[2].ctypes.data)
+    at_src, at_dest = np.int64(pieces[0].ctypes.data), np.int64(pieces[1].ctypes.data)
+    at_width, at_rows = np.int64(pieces[2].ctypes.data), np.int64(pieces[3].ctypes.data)
+    libraries = np.int64(addresses.ctypes.data)
     ahead, got_ahead = -1, 0  # a chunk inflated together with the one before it, into the second half
-    for c in range(chunk_id.size):
+    for c in range(table.shape[1]):
         lo, hi = chunk_pieces[c], chunk_pieces[c + 1]
-        n, place, mask, limit = chunk_nbytes[c], chunk_place[c], chunk_mask[c], chunk_limit[c]
+        place, n, number = table[0, c], table[1, c], table[2, c]
+        mask, size, limit = table[3, c], table[4, c], table[5, c]
         if n == 0:
             code = call_fill(
-                copiers[1], (lo, hi, at_dest, at_width, at_rows, strides[1], double_bits(fill_value), limit, out)
+                fill, (lo, hi, at_dest, at_width, at_rows, dest_stride, double_bits(fill_value), limit, out)
             )
             if code < 0:
                 return _bad(c, code, status)
             continue
-        is_due = _is_due(verify, verified[chunk_id[c]])
-        if _is_applied(fletcher, mask):
-            n -= 4
-            if n < 0 or (is_due and not is_fletcher32(stored + place, n)):
-                return _bad(c, BAD_FLETCHER, status)
-        if crc >= 0:
-            n -= 4
-            if n < 0 or (is_due and not is_crc32c(stored + place, n)):
-                return _bad(c, BAD_CRC32C, status)
+        is_due = _is_due(verify, verified[number])
+        n = _without_checksums(stored + place, n, mask, fletcher, crc, is_due)
+        if n < 0:
+            return _bad(c, n, status)
         is_shuffled = _is_applied(shuffle, mask)
-        size = n if is_raw else full_nbytes[c]
-        from_item, to_item = items_needed(lo, hi, piece_src, piece_width, piece_rows, strides[0])
+        if is_raw:
+            size = n
+        from_item, to_item = _items_needed(lo, hi, pieces, src_stride)
         need = size if is_shuffled else to_item * itemsize
         at = 0
         if _is_applied(codec, mask):
-            n_next = encoded_nbytes(c + 1, chunk_nbytes, chunk_mask, steps) if half > 0 and c != ahead else 0
+            n_next = 0  # of the next chunk, if it is encoded too
+            if half > 0 and c != ahead and c + 1 < table.shape[1] and _is_applied(codec, table[3, c + 1]):
+                checksums = 4 * _is_applied(fletcher, table[3, c + 1]) + 4 * (crc >= 0)
+                n_next = table[1, c + 1] - checksums
             if c == ahead:
                 got, at = got_ahead, half
-            elif n_next > 0 and full_nbytes[c + 1] == size and suit_interleaving(n, n_next, size):
+            elif n_next > 0 and table[4, c + 1] == size and suit_interleaving(n, n_next, size):
                 ahead = c + 1
-                _, to_next = items_needed(
-                    chunk_pieces[ahead], chunk_pieces[ahead + 1], piece_src, piece_width, piece_rows, strides[0]
-                )
+                _, to_next = _items_needed(hi, chunk_pieces[ahead + 1], pieces, src_stride)
                 both = call_two(
-                    decoders[1],
+                    decode_two,
                     (
                         stored + place,
                         n,
                         plain,
                         need,
                         np.int64(is_due),
-                        stored + chunk_place[ahead],
+                        stored + table[0, ahead],
                         n_next,
                         plain + half,
                         size if shuffle >= 0 else to_next * itemsize,
-                        np.int64(_is_due(verify, verified[chunk_id[ahead]])),
+                        np.int64(_is_due(verify, verified[table[2, ahead]])),
                         size,
-                        at_tables,
+                        tables,
                     ),
                 )
                 got, got_ahead = both >> 32, np.int64(np.int32(both & 0xFFFFFFFF))
             else:
                 from_byte = 0 if is_shuffled else from_item * itemsize
                 got = call_one(
-                    decoders[0],
-                    (stored + place, n, plain, size, from_byte, need, np.int64(is_due), work, at_tables, at_addresses),
+                    decode_one,
+                    (stored + place, n, plain, size, from_byte, need, np.int64(is_due), work, tables, libraries),
                 )
             if got < 0:
                 return _bad(c, got, status)
@@ -260,16 +246,15 @@ def decode_chunks(  # noqa: PLR0911 - one return per error
             copy_bytes(plain, stored + place, n)
             status[0] += n
         if is_due:
-            verified[chunk_id[c]] = 1
+            verified[number] = 1
         if is_shuffled:
             unshuffle_items(plain + at, work, size, itemsize, from_item, to_item)
         decoded = work if is_shuffled else plain + at
         code = call_copy(
-            copiers[0],
-            (decoded, lo, hi, at_src, at_dest, at_width, at_rows, strides[0], strides[1], limit, out),
+            copy, (decoded, lo, hi, at_src, at_dest, at_width, at_rows, src_stride, dest_stride, limit, out)
         )
         if code < 0:
             return _bad(c, code, status)
         if code == MAX_EXACT:
             status[2] = 1
-    return chunk_id.size
+    return table.shape[1]

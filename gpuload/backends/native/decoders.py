@@ -5,7 +5,7 @@ Programs that read only gzip never compile blosc, and each codec is compiled onc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numba import carray
@@ -14,9 +14,6 @@ from gpuload.backends.native.calls import Callback, caller
 from gpuload.backends.native.frames import N_ADDRESSES, decode_blosc, decode_lz4, decode_zstd, gunzip
 from gpuload.backends.native.inflate import inflate_two, inflate_zlib
 from gpuload.backends.native.words import I64, inline, pointer
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 call_one = caller(I64, *[I64] * 10)
 """Decode a chunk. Arguments: address and number of its stored bytes; address and number of its decoded bytes; first
@@ -95,7 +92,7 @@ CODECS = tuple(_ONE)
 """Filters decoded natively, as `ArrayLayout` names them; a pipeline has at most one of them."""
 
 
-def addresses_of(codec: str, may_pair: bool) -> NDArray[np.int64]:
-    """Return the addresses for a codec's `call_one` and `call_two`, 0 if missing or not requested; (2,)."""
+def addresses_of(codec: str, may_pair: bool) -> tuple[int, int]:
+    """Return the addresses for a codec's `call_one` and `call_two`, 0 if missing or not requested."""
     one, two = _ONE.get(codec), _TWO.get(codec) if may_pair else None
-    return np.array([one.address if one else 0, two.address if two else 0], dtype=np.int64)
+    return one.address if one else 0, two.address if two else 0

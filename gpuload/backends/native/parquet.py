@@ -325,12 +325,13 @@ def _values(  # noqa: PLR0911 - one return per error
     n_entries: int,
     dropped: Any,
     n_dropped: int,
-    leader: Any,
+    mask: int,
+    leader: int,
     to: int,
     width: int,
     is_plain: bool,
 ) -> int:
-    """Write the n values of a page to the output, except the dropped ones, which must be leaders.
+    """Write the n values of a page to the output, except the dropped ones, which must be leaders under the mask.
 
     Returns the number written, or a code. `SLACK` bytes after `end` must be readable.
     """
@@ -383,7 +384,7 @@ def _values(  # noqa: PLR0911 - one return per error
                 value = _load(entries + width * index, width)
             else:
                 value = item
-            if value & leader[0] != leader[1]:
+            if value & mask != leader:
                 return BAD_LEADER
             k += 1
             done, left, run = done + 1, left - 1, run + 1
@@ -401,17 +402,60 @@ def _values(  # noqa: PLR0911 - one return per error
 
 
 @native
+def _leader(spec: Any, width: int) -> Any:
+    """Return which bits of a value in output form tell a leader, and what they are: its number, or the sign."""
+    if not spec[IS_GENES]:
+        sign = np.int64(1) << (8 * width - 1)
+        return sign, sign
+    number = LEADER - spec[FIRST]
+    return 0xFFFFFFFF, number if number >= 0 else 0xFFFFFFFF
+
+
+@native
+def _has_values(kind: int) -> bool:
+    return kind == DATA or kind == DATA_V2 or kind == DICTIONARY  # noqa: PLR1714 - compiled
+
+
+@native
+def _open_page(at: int, end: int, page: Any, spec: Any, to: int, room: int, addresses: Any) -> int:
+    """Read a page's header into `page`, and decompress the page, if it holds any values; return its end, or a code."""
+    at = page_header(at, end, page)
+    if at < 0:
+        return BAD_HEADER
+    stored, full, kind = page[STORED], page[FULL], page[TYPE]
+    if stored > end - at or full + SLACK > room:
+        return BAD_PAGE_SIZE
+    if page[CRC] != -1 and crc32(at, stored) != page[CRC] & 0xFFFFFFFF:
+        return BAD_CRC
+    if _has_values(kind):
+        head = page[REP_NBYTES] + page[DEF_NBYTES] if kind == DATA_V2 else 0
+        codec = NO_CODEC if kind == DATA_V2 and not page[IS_PACKED] else spec[CODEC]
+        copy_bytes(to, at, head)
+        code = decompress(at + head, stored - head, to + head, full - head, codec, addresses)
+        if code < 0:
+            return code
+    return at + stored
+
+
+@native
+def _first_values(starts: Any, first: int, last: int, n_values: int, before: int, dropped: Any) -> int:
+    """List the first value of each of rows ``first:last`` that has any, counted from `before`; return their number."""
+    n = np.int64(0)
+    for row in range(first, last):
+        if (starts[row + 1] if row + 1 < last else n_values) > starts[row]:
+            dropped[n] = starts[row] - before
+            n += 1
+    return n
+
+
+@native
 def decode_column(  # noqa: PLR0911 - one return per error
     src: Any,
-    n: int,
     spec: Any,
     out: Any,
     width: int,
-    entries: Any,
-    buffer: Any,
-    plain: Any,
-    starts: Any,
-    dropped: Any,
+    scratch: Any,
+    rows: Any,
     addresses: Any,
 ) -> int:
     """Decode a column chunk.
@@ -419,17 +463,17 @@ def decode_column(  # noqa: PLR0911 - one return per error
     Parameters
     ----------
     src : uint8
-        Holds the chunk, src[:n].
+        The chunk.
     spec
         The column.
     out : uint8
         Filled completely; any other number of values is an error.
     width
         Bytes per output value: 4 for column numbers, else as stored.
-    entries, buffer, plain : uint8
-        Scratch for the dictionary, at `width` bytes per entry; for a page and `SLACK`; and for a page's values
-        converted to plain, as far as `out` and the first values of rows have room for them; see `scan_pages`.
-    starts, dropped : int64
+    scratch : three of uint8
+        For the dictionary, at `width` bytes per entry; for a page and `SLACK`; and for a page's values converted to
+        plain, as far as `out` and the first values of rows have room for them; see `scan_pages`.
+    rows : two of int64
         Scratch with one element per row of the chunk; only for columns with a leader.
     addresses : (N_TABLE,) int64
         Of the codecs; see `parquet_pages`.
@@ -440,39 +484,21 @@ def decode_column(  # noqa: PLR0911 - one return per error
         Number of values, or a code.
     """
     page, cursors, place = np.empty(N_PAGE, dtype=np.int64), np.empty((2, 6), dtype=np.int64), np.zeros(4, np.int64)
-    found, leader = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64)
-    if spec[IS_GENES]:
-        leader[0] = 0xFFFFFFFF
-        leader[1] = (LEADER - spec[FIRST]) & 0xFFFFFFFF
-        if spec[FIRST] > LEADER:
-            leader[1] = 0xFFFFFFFF
-    else:
-        leader[0] = leader[1] = np.int64(1) << (8 * width - 1)
+    found = np.zeros(2, dtype=np.int64)
+    entries, buffer, plain = scratch
+    starts, dropped = rows
+    mask, leader = _leader(spec, width)
     at = np.int64(src.ctypes.data)
-    end = at + n
+    end = at + src.size
     to, first, page_at = np.int64(out.ctypes.data), np.int64(entries.ctypes.data), np.int64(buffer.ctypes.data)
     n_out, n_entries, room = 0, np.int64(0), out.size // width
     while at < end:
-        at = page_header(at, end, page)
+        at = _open_page(at, end, page, spec, page_at, buffer.size, addresses)
         if at < 0:
-            return BAD_HEADER
-        stored, full = page[STORED], page[FULL]
-        if stored > end - at or full + SLACK > buffer.size:
-            return BAD_PAGE_SIZE
-        if page[CRC] != -1 and crc32(at, stored) != page[CRC] & 0xFFFFFFFF:
-            return BAD_CRC
-        kind = page[TYPE]
-        if kind != DATA and kind != DATA_V2 and kind != DICTIONARY:  # noqa: PLR1714 - compiled
-            at += stored
+            return at
+        kind, encoding, page_end = page[TYPE], page[ENCODING], page_at + page[FULL]
+        if not _has_values(kind):
             continue
-        head = page[REP_NBYTES] + page[DEF_NBYTES] if kind == DATA_V2 else 0
-        codec = NO_CODEC if kind == DATA_V2 and not page[IS_PACKED] else spec[CODEC]
-        copy_bytes(page_at, at, head)
-        code = decompress(at + head, stored - head, page_at + head, full - head, codec, addresses)
-        if code < 0:
-            return code
-        at += stored
-        encoding, page_end = page[ENCODING], page_at + full
         is_plain = encoding == PLAIN
         is_entries = encoding == PLAIN_DICTIONARY or encoding == RLE_DICTIONARY  # noqa: PLR1714 - compiled
         is_other = encoding == BYTE_STREAM_SPLIT or (encoding == DELTA_BINARY_PACKED and spec[IS_INTEGER] != 0)
@@ -480,7 +506,7 @@ def decode_column(  # noqa: PLR0911 - one return per error
             return BAD_ENCODING
         if kind == DICTIONARY:
             n_entries = page[N]
-            if n_entries * spec[WIDTH] > full or n_entries * width > entries.size:
+            if n_entries * spec[WIDTH] > page[FULL] or n_entries * width > entries.size:
                 return BAD_PAGE_SIZE
             _plain(page_at, n_entries, spec, first, width)
             continue
@@ -496,10 +522,7 @@ def decode_column(  # noqa: PLR0911 - one return per error
                 return code
             n_values = found[1] - before
             if spec[HAS_LEADER]:
-                for row in range(rows_before, found[0]):
-                    if (starts[row + 1] if row + 1 < found[0] else found[1]) > starts[row]:
-                        dropped[n_dropped] = starts[row] - before
-                        n_dropped += 1
+                n_dropped = _first_values(starts, rows_before, found[0], found[1], before, dropped)
         elif rows_before == 0:
             found[0] = 1  # rows are present but not counted
         if n_values - n_dropped > room - n_out:
@@ -521,6 +544,7 @@ def decode_column(  # noqa: PLR0911 - one return per error
             n_entries,
             dropped,
             n_dropped,
+            mask,
             leader,
             to + width * n_out,
             width,

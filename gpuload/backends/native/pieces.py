@@ -18,8 +18,6 @@ from gpuload.backends.native.words import I64, borrowed, double_of, native, poin
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from numpy.typing import NDArray
-
 OK = 0
 BAD_COLUMN = -103
 BAD_VALUE = -104
@@ -138,12 +136,12 @@ _ANY = 1 << 48
 """Length given to arrays known only by their address; nothing depends on it."""
 
 
-def addresses_of(stored: np.dtype[Any], out: np.dtype[Any]) -> NDArray[np.int64]:
-    """Return the addresses for `call_copy` and `call_fill`, for elements of these dtypes; (2,)."""
+def addresses_of(stored: np.dtype[Any], out: np.dtype[Any]) -> tuple[int, int]:
+    """Return the addresses for `call_copy` and `call_fill`, for elements of these dtypes."""
     found = _copiers.get((stored, out))
     if found is None:  # keep just one, whichever thread made it: compiled code lives as long as its `Callback`
         found = _copiers.setdefault((stored, out), (_copier(stored, out), _filler(out)))
-    return np.array([callback.address for callback in found], dtype=np.int64)
+    return found[0].address, found[1].address
 
 
 def _copier(stored: np.dtype[Any], out_dtype: np.dtype[Any]) -> Callback:
