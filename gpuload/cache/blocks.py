@@ -199,22 +199,32 @@ class BlockCache:
         return True
 
     def get(self, wanted: RemoteObject, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return bytes of an object; fetch the blocks that are not cached."""
-        out = np.empty(stop - start, dtype=np.uint8)
+        """Return bytes of an object; fetch the blocks that are not cached.
+
+        Adjacent blocks that will not be kept are fetched in one request: asked for one by one, a long read never ends
+        if a few requests in a hundred fail, since each retry would begin with the first of them again.
+        """
+        out, done = np.empty(stop - start, dtype=np.uint8), 0
+        passing: list[tuple[int, int]] = []
         for block, first, part in self._cut(wanted, start, out):
             with self._lock:
                 turn = self._under_way.setdefault(block.key, threading.Lock())
             with turn:  # others who want this block wait for it
                 if self._read_copy(block, first, part):
                     self._count(part.size, 0)
-                    continue
-                self._count(0, part.size)
-                if self._is_full or time.monotonic() < self._paused_until:
-                    np.copyto(part, self._fetched(block, first, first + part.size))
+                elif self._is_full or time.monotonic() < self._paused_until:
+                    begin = passing.pop()[0] if passing and passing[-1][1] == done else done
+                    passing.append((begin, done + part.size))
                 else:
-                    whole = self._fetched(block, 0, block.nbytes)
+                    self._count(0, part.size)
+                    at = start + done - first
+                    whole = self._fetched(wanted, at, at + block.nbytes)
                     np.copyto(part, whole[first : first + part.size])
                     self._keep(block, whole)
+            done += part.size
+        for low, high in passing:
+            self._count(0, high - low)
+            np.copyto(out[low:high], self._fetched(wanted, start + low, start + high))
         return out
 
     def forget(self, wanted: RemoteObject, start: int, stop: int) -> None:
@@ -249,23 +259,23 @@ class BlockCache:
             yield self._blocks.block(wanted, number), first, out[done : done + n]
             done += n
 
-    def _fetched(self, block: RemoteObject, start: int, stop: int) -> NDArray[np.uint8]:
-        body = np.frombuffer(self._blocks.get(block, start, stop), dtype=np.uint8)
-        check_length(body, stop - start, f"{self.name}/{block.key}", start)
+    def _fetched(self, wanted: RemoteObject, start: int, stop: int) -> NDArray[np.uint8]:
+        body = np.frombuffer(self.inner.get(wanted, start, stop), dtype=np.uint8)
+        check_length(body, stop - start, f"{self.name}/{wanted.key}", start)
         self._store.reads.add_remote()
         with self._lock:
             self.n_remote_nbytes += body.size
-        self._drop_outdated(block)
+        self._drop_outdated(wanted)
         return body
 
-    def _drop_outdated(self, block: RemoteObject) -> None:
+    def _drop_outdated(self, wanted: RemoteObject) -> None:
         """Drop what is cached of other contents of an object, once the remote has given something of this one."""
-        of, _ = _parts(block.key)
-        if (of, block.etag) in self._current:
+        of = wanted.key
+        if (of, wanted.etag) in self._current:
             return
-        self._current.add((of, block.etag))
+        self._current.add((of, wanted.etag))
         try:
-            found = self._store.copies.others(f"{of}#", f"{of}#:", block.etag)  # in ASCII, ":" follows the digits
+            found = self._store.copies.others(f"{of}#", f"{of}#:", wanted.etag)  # in ASCII, ":" follows the digits
             outdated = [file_id for file_id, key in found if _parts(key)[0] == of]
             self._store.copies.evict(outdated)
         except OSError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +164,16 @@ def checked_indptr(
     return indptr
 
 
+def check_filter(path: str, error: Exception) -> None:
+    """Raise StoreError if h5py lacks the filter of what could not be read: then the file is not damaged."""
+    told = first_line(error)
+    if re.search(r"\(can't open directory|filter .*not registered", told):  # where HDF5 looks for plugins
+        raise StoreError(
+            f"{path}: a column or the row offsets are compressed with an HDF5 filter that h5py lacks ({told}); "
+            "install hdf5plugin and import it first, or rewrite the file with compression='gzip'."
+        ) from error
+
+
 @contextmanager
 def damage_to_metadata(path: str) -> Iterator[None]:
     """Report what NumPy, pandas, h5py and anndata raise of damaged metadata, whatever it is."""
@@ -176,6 +187,7 @@ def damage_to_metadata(path: str) -> Iterator[None]:
             "free some, or restore the file."
         ) from error
     except Exception as error:
+        check_filter(path, error)
         raise CorruptDataError(
             f"{path}: its metadata cannot be read ({first_line(error)}); restore the file from its source."
         ) from error

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line, shown
-from gpuload.formats.arrays import as_strings, as_text, check_stored, member, no_column
+from gpuload.formats.arrays import as_strings, as_text, check_filter, check_stored, member, no_column
 from gpuload.sampling.classes import factorize
 from gpuload.store import ObsColumn, check_whole
 
@@ -125,6 +125,7 @@ def damage_of(path: str, name: str, frame: str = "obs") -> Iterator[None]:
     except (GpuloadError, ImportError, MemoryError):
         raise
     except Exception as error:
+        check_filter(path, error)
         raise CorruptDataError(
             f"{path}: {frame} column {name!r} cannot be read ({first_line(error)}); leave it out, or restore the file "
             "from its source."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -276,6 +277,23 @@ def test_file_without_permission(tmp_path: Path) -> None:
     path = write_and_path(tmp_path)
     path.chmod(0)
     assert_refused("ReadError", path, str(path), "permission")
+
+
+@pytest.mark.parametrize("name", ["X/indptr", "obs/cell_line/codes"])
+def test_a_filter_that_h5py_lacks_is_not_taken_for_damage(plain: Stored, tmp_path: Path, name: str) -> None:
+    """As in files of write_h5ad(compression=hdf5plugin.FILTERS["zstd"]), in a process that has not imported it."""
+    path = tmp_path / "cells.h5ad"
+    path.write_bytes(plain.path.read_bytes())
+    with h5py.File(path, "r+") as file:
+        values, about = file[name][()], dict(file[name].attrs)
+        del file[name]
+        file.create_dataset(name, data=values, chunks=(7,), **hdf5plugin.Zstd())
+        file[name].attrs.update(about)
+    code = f"import gpuload; gpuload.open_loader({str(path)!r}, obs='cell_line', device='cpu')"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    told = process.stderr.splitlines()[-1]
+    assert told.startswith(f"gpuload.errors.StoreError: {path}: a column or the row offsets are compressed "), told
+    assert told.endswith("; install hdf5plugin and import it first, or rewrite the file with compression='gzip'."), told
 
 
 def test_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

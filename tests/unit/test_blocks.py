@@ -128,6 +128,30 @@ def test_blocks_beyond_the_budget_come_from_the_remote(tmp_path: Path, big: Coun
         assert cache.n_remote_nbytes - n_remote == NBYTES - 10 * BLOCK + 4 * (N_BLOCKS - 10)
 
 
+def test_adjacent_blocks_beyond_the_budget_are_fetched_in_one_request(
+    tmp_path: Path, big: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a remote that fails now and then fails each attempt at a long read."""
+    wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
+    with store_of(tmp_path, big, n_held=3, fetch=False) as store:
+        cache = BlockCache(store)
+        found = cache.head("big.h5ad")
+        assert found is not None
+        for kept in (5, 6, 12):
+            cache.get(found, kept * BLOCK, kept * BLOCK + 1)
+        assert cache.get(found, 0, 1).tobytes() == wanted[:1]  # which finds the store full
+        asked: list[tuple[int, int]] = []
+        get = CountingRemote.get
+
+        def note(self: CountingRemote, of: RemoteObject, start: int, stop: int) -> Any:
+            asked.append((start, stop))
+            return get(self, of, start, stop)
+
+        monkeypatch.setattr(CountingRemote, "get", note)
+        assert cache.get(found, 7, NBYTES - 9).tobytes() == wanted[7 : NBYTES - 9]
+        assert asked == [(7, 5 * BLOCK), (7 * BLOCK, 12 * BLOCK), (13 * BLOCK, NBYTES - 9)]
+
+
 def test_one_block_is_fetched_once_for_many_threads(tmp_path: Path, big: CountingRemote) -> None:
     big.wait_s = 0.05
     wanted = (tmp_path / "remote" / "big.h5ad").read_bytes()
@@ -267,7 +291,7 @@ def test_a_short_response_is_refused(tmp_path: Path, big: CountingRemote, n: int
             remote.n = BLOCK
             cache.get(found, 0, 10)  # from then on it asks for no whole blocks
         remote.n = n
-        with pytest.raises(BusyError, match=rf"big\.h5ad#0: short read at byte \d: wanted \d+ bytes, got {n}\.$"):
+        with pytest.raises(BusyError, match=rf"big\.h5ad: short read at byte \d: wanted \d+ bytes, got {n}\.$"):
             cache.get(found, 2, 100)
         assert not store.held_nbytes
 
