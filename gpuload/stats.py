@@ -6,12 +6,13 @@ only on request.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
+
+from gpuload.machine import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -88,7 +89,7 @@ class Stats:
     wait_s: float
 
     def __init__(self, n_cores: int | None = None) -> None:
-        self._n_cores = n_cores or len(os.sched_getaffinity(0))
+        self._n_cores = n_cores or usable_cores()
         self._lock = threading.Lock()
         self._waits: deque[float] = deque(maxlen=KEPT_WAITS)
         self._spans: deque[Span] | None = None

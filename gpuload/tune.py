@@ -10,7 +10,6 @@ are not verified meanwhile, so the speed is that of all epochs but the first.
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from bisect import bisect_right
@@ -25,6 +24,7 @@ from gpuload.alignment import check_join
 from gpuload.backends.cpu import far_nbytes, scratch_nbytes
 from gpuload.errors import PlanError
 from gpuload.formats import open_store
+from gpuload.machine import usable_cores
 from gpuload.outlook import Outlook, Outlooks, is_worse, measure_pace, open_part
 from gpuload.plan import DEFAULT_BLOCK_SIZE
 from gpuload.tables import check_rows
@@ -276,7 +276,7 @@ class Bench:
         self._stored_nbytes = sum(int(layout.chunk_nbytes.sum()) for layout in self._layouts) / max(1, store.n_obs)
         self._thread_nbytes = scratch_nbytes(self._layouts)
         self.outlooks = Outlooks(store, wish.batch_size, wish.label)
-        self.cores = len(os.sched_getaffinity(0))
+        self.cores = usable_cores()
         self.least_bits = wish.min_entropy * self.outlooks.random_bits
         """Required minimum entropy; NaN without a label."""
         self.default = (DEFAULT_BLOCK_SIZE, self.outlooks.largest(), self.cores, PREFETCH)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +37,7 @@ from gpuload.backends.workspace import Workspace
 from gpuload.checks import check_choice, check_whole
 from gpuload.errors import PlanError
 from gpuload.layout import MAX_GAP
+from gpuload.machine import usable_cores
 from gpuload.stats import Stats
 from gpuload.threads import DaemonThreads, QuickThreads
 
@@ -161,7 +161,7 @@ class CpuBackend:
     ) -> None:
         check_choice("verify", verify, VERIFY)
         if num_threads is None:
-            n = len(os.sched_getaffinity(0))
+            n = usable_cores()
         else:
             n = check_whole("num_threads", num_threads, 1, ", or None for one per core")
         self.stats = Stats(n)

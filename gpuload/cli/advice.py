@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpuload.cli import text
-from gpuload.cli.machine import usable_cores
+from gpuload.machine import usable_cores
 from gpuload.outlook import BLOCKS_PER_FETCH, MAX_FETCH_FACTOR, Outlook, Outlooks, is_worse, measure_pace
 from gpuload.plan import DEFAULT_BLOCK_SIZE
 

@@ -13,11 +13,12 @@ import numpy as np
 
 from gpuload.alignment import check_join
 from gpuload.cli import bench_cache, settings, text
-from gpuload.cli.machine import peak_memory, usable_cores, versions
+from gpuload.cli.machine import peak_memory, versions
 from gpuload.cli.stages import HEADER, MEASURED, Round, rows, stages, together
 from gpuload.cli.utilisation import Utilisation
 from gpuload.diversity import MinibatchEntropy
 from gpuload.errors import PlanError
+from gpuload.machine import usable_cores
 from gpuload.outlook import Outlooks, label_codes
 from gpuload.stats import Stats
 

@@ -14,10 +14,10 @@ import numpy as np
 
 import gpuload
 from gpuload.cli import text
-from gpuload.cli.machine import usable_cores
 from gpuload.diversity import iid_entropy, label_shares
 from gpuload.errors import MissingDependencyError, PlanError, ReadError
 from gpuload.formats import open_store
+from gpuload.machine import usable_cores
 from gpuload.source import replacing
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import gpuload
 from gpuload.cli import machine, text
+from gpuload.machine import usable_cores
 
 if TYPE_CHECKING:
     import argparse
@@ -152,7 +153,7 @@ def _machine() -> list[Finding]:
     memory = machine.available_memory()
     limit = machine.open_file_limit()
     return [
-        Finding("cores", f"{machine.usable_cores()} usable of {os.cpu_count()}"),
+        Finding("cores", f"{usable_cores()} usable of {os.cpu_count()}"),
         _noted(
             "memory",
             f"{text.size(memory)} available of {text.size(machine.total_memory())}",

@@ -1,8 +1,7 @@
-"""Resources of this machine and process: memory, cores, limits. Linux only, standard library only."""
+"""Resources of this machine and process: memory, limits. Linux only, standard library only."""
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 from importlib.metadata import PackageNotFoundError, version
@@ -20,11 +19,6 @@ def available_memory() -> int:
 def total_memory() -> int:
     """Return the total memory in bytes; 0 if unknown."""
     return _meminfo("MemTotal")
-
-
-def usable_cores() -> int:
-    """Return the number of cores available to this process."""
-    return len(os.sched_getaffinity(0))
 
 
 def peak_memory() -> int:

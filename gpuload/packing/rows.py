@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,6 +13,7 @@ from gpuload.backends.cpu import CpuBackend
 from gpuload.backends.native.runs import count_mapped, digest_rows, judge_values, map_dense, map_rows
 from gpuload.errors import StoreError
 from gpuload.formats import open_store
+from gpuload.machine import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -130,7 +130,7 @@ class RowReader:
         self.store = store
         self.is_wide = any(map(_needs_float64, _dtypes(self.store))) if is_wide is None else is_wide
         self._backend = CpuBackend(num_threads=num_threads, values="float64" if self.is_wide else "float32")
-        self.pool = ThreadPoolExecutor(num_threads or len(os.sched_getaffinity(0)), thread_name_prefix="gpuload-pack")
+        self.pool = ThreadPoolExecutor(num_threads or usable_cores(), thread_name_prefix="gpuload-pack")
 
     @classmethod
     def of(

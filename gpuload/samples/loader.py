@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from functools import cached_property
@@ -15,6 +14,7 @@ import numpy as np
 from gpuload.backends.buffers import BufferPool
 from gpuload.checks import check_choice, check_seed, check_share, check_whole, is_whole
 from gpuload.errors import PlanError, shown
+from gpuload.machine import usable_cores
 from gpuload.permute import Permutation
 from gpuload.samples.batches import Batch, Crew
 from gpuload.state import check_fingerprint
@@ -122,7 +122,7 @@ class SampleLoader:
         self._n_begun = 0  # iterations, and what ends them
         self._start_at(0, 0)
         self._buffers = BufferPool(self._prefetch + 1)
-        self.stats = Stats(min(num_workers, len(os.sched_getaffinity(0))))
+        self.stats = Stats(min(num_workers, usable_cores()))
 
     def __len__(self) -> int:
         """Batches of an epoch."""

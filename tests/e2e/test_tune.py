@@ -324,7 +324,7 @@ def test_turns_that_would_not_end_in_time_are_left_out(path, monkeypatch, second
         return Pace(1e-9, 1e-8, 1e-6, 2)
 
     monkeypatch.setattr("gpuload.tune.time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr("gpuload.tune.os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("gpuload.tune.usable_cores", lambda: 2)
     monkeypatch.setattr("gpuload.tune.measure_pace", planned)
     monkeypatch.setattr(Bench, "time", rate)
     tuned = tune(path, Wish(200 * MIB, "plate", 0.5, batch_size=16, device="cpu", seconds=seconds))
