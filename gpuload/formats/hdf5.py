@@ -25,6 +25,7 @@ import os
 import threading
 from array import array
 from contextlib import closing, contextmanager, suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -424,6 +425,12 @@ def _check_inside(name: str, source: Source, offset: NDArray[np.int64], nbytes: 
         raise ends_early(source, name, int(end.max()))
 
 
+def _import_plugins() -> None:
+    """Let h5py read what else is encoded with a plugin's filter: `AnnData.write_h5ad` encodes a file's arrays alike."""
+    with suppress(ImportError):
+        import_module("hdf5plugin")
+
+
 def _filters(stored: h5py.Dataset, path: str) -> tuple[Filter, ...]:
     plist = stored.id.get_create_plist()
     filters = []
@@ -435,5 +442,7 @@ def _filters(stored: h5py.Dataset, path: str) -> tuple[Filter, ...]:
                 f"{path}: {stored.name} is encoded with HDF5 filter {number} ({label}), which cannot be decoded here; "
                 f"supported filters are {', '.join(FILTERS.values())}. Rewrite it, for example with compression='gzip'."
             )
+        if not h5py.h5z.filter_avail(number):
+            _import_plugins()
         filters.append(Filter(FILTERS[number], tuple(int(v) for v in values)))
     return tuple(filters)

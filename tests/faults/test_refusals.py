@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import anndata
 import h5py
 import hdf5plugin
 import numpy as np
@@ -294,6 +295,22 @@ def test_a_filter_that_h5py_lacks_is_not_taken_for_damage(plain: Stored, tmp_pat
     told = process.stderr.splitlines()[-1]
     assert told.startswith(f"gpuload.errors.StoreError: {path}: a column or the row offsets are compressed "), told
     assert told.endswith("; install hdf5plugin and import it first, or rewrite the file with compression='gzip'."), told
+
+
+def test_a_file_that_a_plugin_compressed_is_read_without_importing_it(tmp_path: Path) -> None:
+    values = counts(n_obs=50)
+    data = anndata.AnnData(csr_matrix(values))
+    data.obs["plate"] = [f"plate {i % 3}" for i in range(50)]
+    path = tmp_path / "cells.h5ad"
+    data.write_h5ad(path, **hdf5plugin.Zstd())
+    with h5py.File(path) as file:
+        assert file["X/indptr"].id.get_create_plist().get_nfilters()
+    code = f"import gpuload; loader = gpuload.open_loader({str(path)!r}, obs='plate', device='cpu')"
+    code += "; batch = loader.take([7]); print(loader.categories['plate'][batch.obs['plate'][0]], batch.X.sum())"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    told = process.stdout.rsplit(maxsplit=1)
+    assert told[0] == "plate 1"
+    assert float(told[1]) == values[7].sum()
 
 
 def test_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
