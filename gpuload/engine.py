@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
+from gpuload.backends.base import n_ahead
 from gpuload.sampling.rows import as_ranges
 from gpuload.types import Batch
 
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 T = TypeVar("T")
-
-AHEAD_NBYTES = 256 << 20
-"""Approximate memory for minibatches made ahead of the consumer; on the CPU, at least two are made regardless."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +93,7 @@ class Engine:
         self._stores = [table.store for table in tables.values()]
         self._obs = tables["X"].store.obs
         batch_nbytes = batch_size * sum(table.nbytes_per_row for table in tables.values())
-        self._takes_ahead = min(backend.takes_ahead, max(2, int(AHEAD_NBYTES / max(1.0, batch_nbytes))))
+        self._takes_ahead = n_ahead(backend.takes_ahead, batch_nbytes)
         self._loads: deque[_Load] = deque()  # of the latest iteration
         self._takes: deque[_Take] = deque()
 

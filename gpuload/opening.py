@@ -56,9 +56,9 @@ def check_memory(stores: Sequence[Store], backend: Backend, batch_size: int, fet
 
 
 def check_batches(tables: Sequence[Table], batch_size: int, takes_ahead: int) -> None:
-    """Raise PlanError if this machine cannot hold four minibatches, the fewest that a loop over a loader has at a time.
+    """Raise PlanError if this machine cannot hold three minibatches, the fewest that a loop over a loader has at once.
 
-    These are the previous one, which the loop's variable holds until it is assigned the next, and two made ahead of
+    These are the previous one, which the loop's variable holds until it is assigned the next, and one made ahead of
     that. An epoch of fewer holds those. Not for a backend that makes none ahead, in device memory.
     """
     from gpuload.formats.arrays import memory_nbytes
@@ -66,7 +66,7 @@ def check_batches(tables: Sequence[Table], batch_size: int, takes_ahead: int) ->
     if not takes_ahead:
         return
     n_obs, nbytes, there = tables[0].store.n_obs, sum(table.nbytes_per_row for table in tables), memory_nbytes()
-    n_rows, n_held = min(batch_size, n_obs), min(4, -(-n_obs // batch_size))
+    n_rows, n_held = min(batch_size, n_obs), min(3, -(-n_obs // batch_size))
     if n_held * n_rows * nbytes > there:
         raise PlanError(
             f"batch_size={batch_size}: {n_held} minibatches of {n_rows} cells take "

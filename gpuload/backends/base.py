@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from gpuload.stats import Stats
     from gpuload.types import Form, Recipe
 
+AHEAD_NBYTES = 256 << 20
+"""Approximate memory for minibatches made ahead of the consumer."""
+
 T_co = TypeVar("T_co", covariant=True)
+
+
+def n_ahead(takes_ahead: int, nbytes: float) -> int:
+    """Return how many minibatches of some bytes to make ahead of the consumer; a backend's `takes_ahead` at most."""
+    return min(takes_ahead, max(1, int(AHEAD_NBYTES / max(1.0, nbytes))))
 
 
 class Pending(Protocol[T_co]):
@@ -52,7 +60,7 @@ class Backend(Protocol):
     io_mode
         The I/O path: ``"posix"``; ``"gds"``, ``"compat"``, ``"pinned"`` or ``"remote"`` for a GPU.
     takes_ahead
-        Number of `take_rows` that the loader should start ahead of the consumer.
+        Maximum number of `take_rows` that the loader should start ahead of the consumer; see `n_ahead`.
     device_nbytes
         Memory of the device that it may use, in bytes; None if it uses the host's.
     stats

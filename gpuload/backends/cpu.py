@@ -24,10 +24,12 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
+from gpuload.backends.base import n_ahead
 from gpuload.backends.buffers import BufferPool
 from gpuload.backends.damage import check_fits_csr, read_again_if_far, rounding_warning, too_large_for_half
 from gpuload.backends.decoding import TWO_AHEAD_NBYTES, VERIFY, Part, decode, round_up
@@ -42,16 +44,20 @@ from gpuload.stats import Stats
 from gpuload.threads import DaemonThreads, QuickThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
+    from gpuload.backends.base import Pending
     from gpuload.layout import ArrayLayout
     from gpuload.threads import Call
     from gpuload.types import ArrayRead, Form, Recipe
 
 TASK_NBYTES = 8 << 20
 """Decoded bytes per task: long compared with a task's overhead, short compared with a fetch (some 200 MB decoded)."""
+
+PART_NBYTES = 5 << 20
+"""Bytes of a dense minibatch, at least, that a thread of several gathers: more than those that bypass the caches."""
 
 FAR_PARTS = 16
 """Maximum number of tasks whose bytes are in transfer over a network or waiting to be decoded: some 100 MB."""
@@ -74,6 +80,8 @@ _THREADS = "gpuload-"
 """Name prefix of this backend's threads."""
 
 _log = logging.getLogger("gpuload")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,21 +113,21 @@ class HostResident:
         return getattr(self, target)  # type: ignore[no-any-return]
 
 
-class _Load:
-    """A load in progress: the resident, and the tasks that fill it."""
+class _Filling(Generic[T]):
+    """A result in progress, and the tasks that fill it."""
 
-    def __init__(self, resident: HostResident, tasks: list[Future[None]]) -> None:
-        self._resident = resident
+    def __init__(self, filled: T, tasks: Sequence[Future[None] | Call[None]]) -> None:
+        self._filled = filled
         self._tasks = tasks
 
-    def result(self) -> HostResident:
+    def result(self) -> T:
         try:
             for task in self._tasks:
                 task.result()
         except BaseException:
             self.cancel()
             raise
-        return self._resident
+        return self._filled
 
     def done(self) -> bool:
         return all(task.done() for task in self._tasks)
@@ -164,6 +172,7 @@ class CpuBackend:
             n = usable_cores()
         else:
             n = check_whole("num_threads", num_threads, 1, ", or None for one per core")
+        self._n_threads = n
         self.stats = Stats(n)
         self._verify = verify
         self._values = np.dtype(values)
@@ -177,7 +186,7 @@ class CpuBackend:
         self._outputs = BufferPool(max_idle=(self.takes_ahead + 3) * n_matrices)
         self._has_warned_of_rounding = False
 
-    def load(self, recipe: Recipe) -> _Load:
+    def load(self, recipe: Recipe) -> _Filling[HostResident]:
         """Start to read and decode a fetch; see `Backend.load`."""
         resident = self._new_resident(recipe)
         tasks = []
@@ -185,10 +194,24 @@ class CpuBackend:
             is_near = read.layout.source.ranges is None
             pool, run = (self._loads, self._run) if is_near else (self._far_reads, self._run_far)
             tasks += [pool.submit(run, read, lo, hi, resident) for lo, hi in read.parts(TASK_NBYTES)]
-        return _Load(resident, tasks)
+        return _Filling(resident, tasks)
 
-    def take_rows(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Call[Any]:
-        """Start to gather rows; see `Backend.take_rows`."""
+    def take_rows(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Pending[Any]:
+        """Start to gather rows; see `Backend.take_rows`.
+
+        Several threads share a large dense minibatch, as the fewer are made ahead, the larger they are.
+        """
+        if form.output == "dense":
+            kind, visible = _OUTPUTS[form.dtype]
+            nbytes = positions.size * form.n_cols * np.dtype(kind).itemsize
+            n_threads = -(-self._n_threads // n_ahead(self.takes_ahead, nbytes))
+            n_parts = min(n_threads, nbytes // PART_NBYTES, positions.size)
+            if n_parts > 1:
+                out = self._outputs.array((positions.size, form.n_cols), kind)
+                cuts = [k * positions.size // n_parts for k in range(n_parts + 1)]
+                gather, submit = self._take_part, self._takes.submit
+                parts = [submit(gather, resident, positions, form, out, lo, hi) for lo, hi in pairwise(cuts)]
+                return _Filling(out.view(visible), parts)
         return self._takes.submit(self._take, resident, positions, form)
 
     def busy(self) -> Callable[[], bool]:
@@ -302,6 +325,18 @@ class CpuBackend:
     def _take_dense(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> NDArray[Any]:
         kind, visible = _OUTPUTS[form.dtype]
         out = self._outputs.array((positions.size, form.n_cols), kind)
+        self._fill_dense(resident, positions, form, out, 0, positions.size)
+        return out.view(visible)
+
+    def _take_part(self, *args: Any) -> None:
+        with self.stats.timed("take_s"):
+            self._fill_dense(*args)
+
+    def _fill_dense(
+        self, resident: HostResident, positions: NDArray[np.int32], form: Form, out: NDArray[Any], lo: int, hi: int
+    ) -> None:
+        """Gather rows ``lo:hi`` of a dense minibatch."""
+        positions, out = positions[lo:hi], out[lo:hi]
         arithmetic = (*_arithmetic(form), self._row_scratch(form, resident, positions))
         if resident.X is not None:
             bad = rows.gather_dense(positions, resident.indptr, resident.X, resident.map_start, *arithmetic, out)
@@ -309,12 +344,11 @@ class CpuBackend:
             csr = (positions, resident.indptr, resident.indices, resident.data, resident.map_start)
             n = form.n_cols + rows.SLACK // 2
             wide = narrow = self._scratch.memory("wide", n, np.float32, is_zeroed=True)
-            if kind is not np.float32:
-                narrow = self._scratch.memory("narrow", n, np.uint16, is_zeroed=True).view(kind)
+            if out.dtype != np.float32:
+                narrow = self._scratch.memory("narrow", n, np.uint16, is_zeroed=True).view(out.dtype)
             bad = rows.densify_csr(*csr, *arithmetic, wide, narrow, out)
         if bad >= 0:
-            raise PlanError(too_large_for_half(bad))
-        return out.view(visible)
+            raise PlanError(too_large_for_half(lo + bad))
 
     def _take_csr(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Any:
         from scipy.sparse import csr_matrix
