@@ -1,4 +1,4 @@
-"""What this process may use of the machine."""
+"""What this process may use of the machine: cores and memory."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ def usable_cores() -> int:
     if n_processes.isdecimal() and not _is_bound(bound):
         n //= max(1, int(n_processes))
     return max(1, n)
+
+
+def memory_nbytes() -> int:
+    """Return the memory of this machine, or the container's limit if that is lower."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit:
+            return min(there, int(limit.read()))
+    except (OSError, ValueError):  # no control group, or no limit: "max"
+        return there
 
 
 def _is_bound(cores: set[int]) -> bool:

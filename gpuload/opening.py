@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload import machine
 from gpuload.checks import check_order
 from gpuload.errors import PlanError, StoreError, listing, shown
 from gpuload.plan import DEFAULT_BLOCK_SIZE, chunks_per_block
@@ -35,11 +36,9 @@ _MOST_DECODED = 8
 
 def _memory_of(backend: Backend) -> tuple[int, str]:
     """Return the bytes of memory that fetches and minibatches can take, and what has them."""
-    from gpuload.formats.arrays import memory_nbytes
-
-    return (
-        (memory_nbytes(), "this machine") if backend.device_nbytes is None else (backend.device_nbytes, backend.device)
-    )
+    if backend.device_nbytes is None:
+        return machine.memory_nbytes(), "this machine"
+    return backend.device_nbytes, backend.device
 
 
 def check_memory(stores: Sequence[Store], backend: Backend, batch_size: int, fetch_factor: int, prefetch: int) -> None:
@@ -61,11 +60,9 @@ def check_batches(tables: Sequence[Table], batch_size: int, takes_ahead: int) ->
     These are the previous one, which the loop's variable holds until it is assigned the next, and one made ahead of
     that. An epoch of fewer holds those. Not for a backend that makes none ahead, in device memory.
     """
-    from gpuload.formats.arrays import memory_nbytes
-
     if not takes_ahead:
         return
-    n_obs, nbytes, there = tables[0].store.n_obs, sum(table.nbytes_per_row for table in tables), memory_nbytes()
+    n_obs, nbytes, there = tables[0].store.n_obs, sum(table.nbytes_per_row for table in tables), machine.memory_nbytes()
     n_rows, n_held = min(batch_size, n_obs), min(3, -(-n_obs // batch_size))
     if n_held * n_rows * nbytes > there:
         raise PlanError(

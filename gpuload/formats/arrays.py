@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload import machine
 from gpuload.errors import CorruptDataError, GpuloadError, ReadError, StoreError, first_line, listing, nearest
 from gpuload.layout import ArrayLayout
 from gpuload.store import DenseMatrix
@@ -118,7 +119,7 @@ def check_n_vars(where: str, n_vars: int, what: str = "genes") -> None:
     """Raise StoreError if there are more genes, or values in a cell, than can be numbered, or named in memory."""
     if not 0 <= n_vars < 1 << 31:
         raise StoreError(f"{where} has {n_vars} {what}; at most 2**31 - 1 can be addressed.")
-    if n_vars >= MANY_NAMES and n_vars * NAME_NBYTES > (there := memory_nbytes()) // 2:
+    if n_vars >= MANY_NAMES and n_vars * NAME_NBYTES > (there := machine.memory_nbytes()) // 2:
         raise StoreError(
             f"{where} has {n_vars} {what}, whose names would take {n_vars * NAME_NBYTES / 1e9:.1f} GB of memory, but "
             f"this machine has {there / 1e9:.1f} GB. Is it damaged?"
@@ -205,16 +206,6 @@ def names_in(folder: str) -> list[str]:
         return sorted(os.listdir(folder))
     except OSError as error:
         raise ReadError(f"{folder}: cannot be listed: {error.strerror}. Check its permissions.") from error
-
-
-def memory_nbytes() -> int:
-    """Return the memory of this machine, or the container's limit if that is lower."""
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit:
-            return min(there, int(limit.read()))
-    except (OSError, ValueError):  # no control group, or no limit: "max"
-        return there
 
 
 def numbered(n: int, first: int = 0) -> NDArray[np.object_]:

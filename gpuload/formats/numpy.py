@@ -28,6 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib import format as npy
 
+from gpuload import machine
 from gpuload.errors import CorruptDataError, StoreError, first_line, listing
 from gpuload.formats.arrays import (
     check_integers,
@@ -36,7 +37,6 @@ from gpuload.formats.arrays import (
     check_plain_matrix,
     checked_indptr,
     dense_matrix,
-    memory_nbytes,
     numbered,
     plain_layout,
 )
@@ -196,7 +196,7 @@ def _info(archive: zipfile.ZipFile, name: str, path: str) -> zipfile.ZipInfo:
 
 def _inflate(archive: zipfile.ZipFile, name: str, path: str) -> bytes:
     info = _info(archive, name, path)
-    there = memory_nbytes()
+    there = machine.memory_nbytes()
     if info.file_size > there // 2:
         raise StoreError(
             f"{path}: {name} is deflated and takes {info.file_size / 1e9:.1f} GB of memory, but this machine "

@@ -679,7 +679,7 @@ def test_fetches_are_held_by_the_device_not_by_this_machine(
     cells = np.ones((60, 100), np.float32)
     settings = {"batch_size": 10, "fetch_factor": 2, "prefetch": 1}
     enough = 2 * 20 * 100 * 4
-    monkeypatch.setattr("gpuload.formats.arrays.memory_nbytes", lambda: 1)
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 1)
     loader = open_fake(cells, **settings).loader
     assert sum(map(len, loader)) == 60
     assert loader.take([0, 1]).X.shape == (2, 100)

@@ -110,7 +110,7 @@ def test_something_other_than_a_list_of_rows(plain: Stored, rows: Any, message: 
 
 def test_taking_more_cells_than_memory_holds_is_refused(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     with gpuload.open_loader(plain.path, **SMALL) as loader:
-        monkeypatch.setattr("gpuload.formats.arrays.memory_nbytes", lambda: 1000)
+        monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 1000)
         with pytest.raises(PlanError, match=r"^take: 400 cells take 0\.0 GB but this machine has 0\.0 GB; take fewer"):
             loader.take([0] * 400)
         monkeypatch.undo()

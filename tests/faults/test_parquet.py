@@ -196,7 +196,7 @@ def test_too_many_gene_names_for_memory_are_refused(
     write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(genes=[[0, 100_000_000]], expressions=[[1.0, 2.0]])
-    monkeypatch.setattr("gpuload.formats.arrays.memory_nbytes", lambda: 10 << 30)
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 10 << 30)
     words = f"{path} has 100000001 genes, whose names would take 6.4 GB of memory, but this machine has 10.7 GB"
     assert_refused("StoreError", path, words, "damaged?")
 

@@ -137,7 +137,7 @@ def test_csr_minibatch_with_too_many_values_is_refused(plain: Stored, monkeypatc
 
 def test_minibatches_beyond_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cells, settings = counts(400, 10_000), {"fetch_factor": 1, "device": "cpu"}
-    monkeypatch.setattr("gpuload.formats.arrays.memory_nbytes", lambda: 400 * 10_000 * 4)
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 400 * 10_000 * 4)
     fitting = [{"batch_size": size} for size in (133, 1000)]
     fitting += [{"batch_size": 134, "output": "csr"}, {"batch_size": 134, "dtype": "float16"}]
     for form in fitting:
@@ -147,7 +147,7 @@ def test_minibatches_beyond_memory_are_refused(monkeypatch: pytest.MonkeyPatch) 
     assert_refused("PlanError", cells, "batch_size=134", *parts, batch_size=134, **settings)
     parts = ("2 minibatches of 201 cells", "use batch_size=50 or less.")
     assert_refused("PlanError", cells, "batch_size=201", *parts, batch_size=201, **settings)
-    monkeypatch.setattr("gpuload.formats.arrays.memory_nbytes", lambda: 399 * 10_000 * 4)
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 399 * 10_000 * 4)
     parts = ("1 minibatches of 400 cells", "use batch_size=49 or less.")
     assert_refused("PlanError", cells, "batch_size=1000", *parts, batch_size=1000, **settings)
 

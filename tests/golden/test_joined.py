@@ -387,11 +387,11 @@ def test_fetch_memory_counts_all_stored_genes(
         bench = Bench(store, Wish(1 << 30, batch_size=10))
         assert bench.memory_nbytes(2, 1, 1) - bench.memory_nbytes(0, 1, 1) == pytest.approx(2 * nbytes, abs=1)
     settings: dict[str, Any] = {"join": "inner", "batch_size": 10, "fetch_factor": 2, "prefetch": 1, "device": "cpu"}
-    monkeypatch.setattr("gpuload.formats.arrays.memory_nbytes", lambda: 2 * nbytes + 1)
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 2 * nbytes + 1)
     with gpuload.open_loader(paths, **settings) as loader:
         list(loader)
         assert nbytes <= loader.memory()["residents"] <= 1.1 * nbytes + 1000
-    monkeypatch.setattr("gpuload.formats.arrays.memory_nbytes", lambda: 2 * nbytes - 2)
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 2 * nbytes - 2)
     with pytest.raises(gpuload.PlanError, match="fetch_factor=2: 2 fetches of 20 cells take"):
         gpuload.open_loader(paths, **settings)
 

@@ -247,7 +247,7 @@ def test_buffers_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_memory_limit_covers_all_matrices_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = in_a_file(tmp_path, part(0, is_dense=True, n_obs=200, genes=GENES))
-    monkeypatch.setattr("gpuload.formats.arrays.memory_nbytes", lambda: 40_000)
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 40_000)
     settings: dict[str, Any] = {"batch_size": 20, "fetch_factor": 5, "prefetch": 2}  # X alone: 100 * 3 * 4 * 31
     gpuload.open_loader(path, **settings).close()
     with pytest.raises(gpuload.PlanError, match="fetch_factor=5: 3 fetches of 100 cells"):
