@@ -1,7 +1,7 @@
 """Starts the kernels of the notebooks as copies of one process, which has imported what most of them import.
 
-These imports take longer than all else of a notebook. Only where a kernel comes from is changed; Jupyter talks to it,
-and ends it, as to any other.
+So the build does not import it once for each. Only where a kernel comes from is changed; Jupyter talks to it, and ends
+it, as to any other.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def _natively(part: Part, steps: list[int], codec: str, scratch: Workspace, veri
     status = np.zeros(3, dtype=np.int64)
     n = chunks.decode_chunks(
         part.buffer,
-        np.array(about, dtype=np.int64),  # np.stack takes three times as long
+        np.array(about, dtype=np.int64),
         read.chunk_pieces[first : last + 1],
         (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows),
         (*steps, *sizes, layout.is_raw, verify, float(layout.fill_value)),

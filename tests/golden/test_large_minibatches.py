@@ -19,19 +19,19 @@ N_OBS, N_VARS = 203, 501
 
 
 @pytest.fixture
-def n_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let three threads share every minibatch of at least 30 kB; return the rows that each call gathered."""
-    calls: list[int] = []
+def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let three threads share every minibatch of at least 30 kB; return how many rows each call gathered."""
+    n_rows: list[int] = []
     gather = CpuBackend._fill_dense
 
     def counted(self, resident, positions, form, out, lo, hi) -> None:
-        calls.append(hi - lo)
+        n_rows.append(hi - lo)
         gather(self, resident, positions, form, out, lo, hi)
 
     monkeypatch.setattr("gpuload.backends.base.AHEAD_NBYTES", 0)
     monkeypatch.setattr("gpuload.backends.cpu.PART_NBYTES", 10_000)
     monkeypatch.setattr(CpuBackend, "_fill_dense", counted)
-    return calls
+    return n_rows
 
 
 def batches(X: Any, **settings: Any) -> list[tuple[NDArray[np.int64], Any]]:
@@ -42,7 +42,7 @@ def batches(X: Any, **settings: Any) -> list[tuple[NDArray[np.int64], Any]]:
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("transform", [None, gpuload.Transform(target_sum=1e4, log1p=True)], ids=["raw", "log1p"])
-def test_rows_are_those_of_the_file(n_calls: list[int], is_dense: bool, dtype: str, transform: Any) -> None:
+def test_rows_are_those_of_the_file(gathered: list[int], is_dense: bool, dtype: str, transform: Any) -> None:
     X = counts(N_OBS, N_VARS)
     expected = X.toarray()
     if transform is not None:
@@ -50,8 +50,8 @@ def test_rows_are_those_of_the_file(n_calls: list[int], is_dense: bool, dtype: s
         scaled = expected * np.divide(1e4, totals, out=np.zeros(N_OBS), where=totals > 0)[:, None]
         expected = np.log1p(scaled).astype(np.float32)
     rows, made = zip(*batches(X.toarray() if is_dense else X, dtype=dtype, transform=transform), strict=True)
-    assert sum(n_calls) == N_OBS
-    assert max(n_calls) == 22  # of 64
+    assert sum(gathered) == N_OBS
+    assert max(gathered) == 22  # of 64
     found = np.concatenate(made)
     if dtype == "bfloat16":
         found = (found.astype(np.uint32) << 16).view(np.float32)
@@ -62,16 +62,16 @@ def test_rows_are_those_of_the_file(n_calls: list[int], is_dense: bool, dtype: s
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
 @pytest.mark.parametrize(("bad", "told"), [((63, 30), 30), ((63,), 63), ((21, 20), 20)])
 def test_the_first_row_that_float16_cannot_hold_is_named(
-    n_calls: list[int], is_dense: bool, bad: tuple[int, ...], told: int
+    gathered: list[int], is_dense: bool, bad: tuple[int, ...], told: int
 ) -> None:
     X = counts(N_OBS, N_VARS).toarray()
     X[list(bad), 7] = 1e6
     X = X if is_dense else csr_matrix(X)
-    with pytest.raises(gpuload.errors.PlanError, match=f"row {told} of a minibatch holds a value beyond 65504"):
+    with pytest.raises(gpuload.PlanError, match=f"row {told} of a minibatch holds a value beyond 65504"):
         batches(X, dtype="float16", shuffle=False)
 
 
-def test_leaving_early_frees_what_was_being_made(n_calls: list[int]) -> None:
+def test_leaving_early_frees_what_was_being_made(gathered: list[int]) -> None:
     with gpuload.open_loader(counts(N_OBS, N_VARS), device="cpu", batch_size=64, num_threads=3) as loader:
         for _ in range(3):
             assert len(next(iter(loader))) == 64

@@ -493,7 +493,7 @@ def gather_csr(
 
 @native
 def sort_csr(indptr: Any, indices: Any, data: Any, n_cols: int, digits: Any, kept_indices: Any, kept: Any) -> bool:
-    """Sort the columns of each row of a CSR matrix in place, by radix: SciPy's comparisons take several times as long.
+    """Sort the columns of each row of a CSR matrix in place, by radix.
 
     Parameters
     ----------
