@@ -73,10 +73,10 @@ def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]
     Parameters
     ----------
     cells
-        An AnnData, a SciPy CSR matrix or array, or a NumPy array. A view of an AnnData gives its own rows, as a
-        copy that anndata makes. X and raw.X of a backed AnnData, and any matrix that is one of an open .h5ad file, are
-        read from their file, the rest from memory. The genes of a plain matrix are named ``"0"``, ``"1"``, ...; it has
-        no obs.
+        An AnnData, a SciPy CSR matrix or array, or a NumPy array. A view of an AnnData gives its own rows, as a copy
+        that anndata makes. X and raw.X of a backed AnnData, and any matrix that is one of an open .h5ad file or zarr
+        folder, are read from there, the rest from memory. The genes of a plain matrix are named ``"0"``, ``"1"``, ...;
+        it has no obs.
     place
         Its position in a list, from 0 on, for errors; None if it was given alone.
     layer
@@ -142,17 +142,21 @@ def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Stor
 
 
 def _place_in_file(X: Any) -> tuple[str, str] | None:
-    """Return the path and the layer of a matrix that is a part of an open HDF5 file; None for all others."""
-    h5py = sys.modules.get("h5py")
+    """Return the path and the layer of a matrix of an open HDF5 file or zarr folder; None for all others."""
+    h5py, zarr = sys.modules.get("h5py"), sys.modules.get("zarr")
     node = getattr(X, "group", X)  # anndata's sparse datasets have the group that they read
-    if h5py is None or not isinstance(node, h5py.Group | h5py.Dataset) or not node:
+    if h5py is not None and isinstance(node, h5py.Group | h5py.Dataset) and node:
+        node.file.flush()  # pending writes
+        file, name, root = node.file.filename, node.name, "(?:/mod/[^/]+)?"
+    elif zarr is not None and isinstance(node, zarr.Group | zarr.Array) and hasattr(node.store, "root"):
+        file, name, root = os.fspath(node.store.root), f"/{node.path}", ".*?"  # a folder in it may be an AnnData
+    else:
         return None
-    found = re.fullmatch(r"((?:/mod/[^/]+)?)/(?:X|(raw)/X|layers/(?!(?:X|raw\.X)$)([^/]+))", node.name)
+    found = re.fullmatch(rf"({root})/(?:X|(raw)/X|layers/(?!(?:X|raw\.X)$)([^/]+))", name)
     if found is None:
         return None
     root, is_raw, layer = found.groups()
-    node.file.flush()  # pending writes
-    return node.file.filename + root, layer or ("raw.X" if is_raw else "X")
+    return file + root, layer or ("raw.X" if is_raw else "X")
 
 
 def _open_file(adata: Any, where: str, path: str, layer: str, obs: Sequence[str], var: Any) -> Store:

@@ -310,6 +310,30 @@ def test_matrix_of_an_open_file_takes_names_and_obs_from_memory(
                 np.testing.assert_array_equal(batch.obs["depth"], wanted.obs["depth"].to_numpy()[batch.rows])
 
 
+@pytest.mark.parametrize("key", ["X", "raw/X", "layers/more"])
+@pytest.mark.parametrize("root", ["", "/dataset_0"])
+@pytest.mark.parametrize("is_csr", [True, False])
+def test_matrix_of_a_zarr_folder_takes_names_and_obs_from_memory(
+    tmp_path: Path, root: str, key: str, is_csr: bool
+) -> None:
+    zarr = pytest.importorskip("zarr", minversion="3.0")
+    wanted = as_anndata(counts() if is_csr else dense())
+    others = as_anndata(counts(seed=4))
+    others.raw, others.layers["more"] = as_anndata(counts(seed=5)), counts(seed=6)
+    var = wanted.var.set_axis([f"renamed_{i}" for i in range(N_VARS)])
+    path = tmp_path / "a.zarr"
+    store = zarr.open_group(str(path), mode="w")
+    anndata.io.write_elem(store, root or "/", others)
+    anndata.io.write_elem(store, f"{root}/{key}", wanted.X)
+    stored = zarr.open_group(str(path), mode="r")[f"{root}/{key}"]
+    adata = anndata.AnnData(anndata.io.sparse_dataset(stored) if is_csr else stored, wanted.obs, var)
+    with gpuload.open_loader(adata, obs=["depth"], **SMALL) as loader:
+        assert (loader.store.paths, loader.var_names[3]) == ((str(path) + root,), "renamed_3")
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, dense()[batch.rows])
+            np.testing.assert_array_equal(batch.obs["depth"], wanted.obs["depth"].to_numpy()[batch.rows])
+
+
 @pytest.mark.parametrize("key", ["elsewhere", "obsm/X", "layers/X", "mod/a/b/X"])
 def test_matrix_elsewhere_in_an_open_file_is_refused(tmp_path: Path, key: str) -> None:
     with h5py.File(tmp_path / "a.h5ad", "w") as file:
