@@ -115,8 +115,9 @@ def _check_once(table: NDArray[np.int32], names: NDArray[np.object_], path: str)
     if is_twice.any():
         twice = names[table[np.argmax(is_twice)]]
         raise StoreError(
-            f"{path}: gene {twice!r} occurs more than once, so join= cannot tell which is meant; make the names unique "
-            "once with adata.var_names_make_unique()."
+            f"{path}: gene {twice!r} occurs more than once, so join= cannot tell which is meant; name its genes by "
+            "their ids, with adata.var_names = adata.var[...], or make the names unique with "
+            "adata.var_names_make_unique()."
         )
 
 

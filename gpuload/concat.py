@@ -100,7 +100,7 @@ def _check_kind(first: Store, other: Store) -> None:
     if other.kind != first.kind:
         raise StoreError(
             f"{other.paths[0]}: its matrix is {other.kind} but that of {first.paths[0]} is {first.kind}; open them "
-            "separately, or rewrite one so that both are alike."
+            "separately, or make the dense one sparse, once, with adata.X = scipy.sparse.csr_matrix(adata.X)."
         )
     if other.row_shape != first.row_shape and max(len(other.row_shape), len(first.row_shape)) > 1:
         raise StoreError(

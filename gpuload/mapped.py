@@ -52,8 +52,8 @@ class Mapped(Generic[Made]):
 
     Notes
     -----
-    For the same results after a resume, random numbers must depend on the minibatch only: seed a generator with the
-    epoch and ``batch.rows[0]``, for example.
+    For the same results after a resume, random numbers must depend on the minibatch only:
+    ``numpy.random.default_rng(batch.rows)`` is such a generator, and another one in each shuffled epoch.
     """
 
     def __init__(

@@ -188,7 +188,7 @@ Matrix = CsrMatrix | DenseMatrix
 _NONE_JOINED = Joined.apart([])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Store:
     """Cells of one or more files as one table.
 
@@ -225,8 +225,12 @@ class Store:
     alignment: Alignment | None = None
     joined: Joined = _NONE_JOINED
     file_sources: tuple[tuple[Source, ...], ...] = ()
-    file_start: NDArray[np.int64] = field(init=False, repr=False)
-    _widths: NDArray[np.int64] = field(init=False, repr=False)
+    file_start: NDArray[np.int64] = field(init=False)
+    _widths: NDArray[np.int64] = field(init=False)
+
+    def __repr__(self) -> str:  # users look at `loader.store` and `loader.tables`
+        shape = " x ".join(f"{n:,}" for n in (self.n_obs, *self.row_shape))
+        return f"<Store of {shape} values, {self.kind}, in {len(self.paths)} file{'s' * (len(self.paths) != 1)}>"
 
     def __post_init__(self) -> None:
         rows, widths = np.array([(m.n_rows, m.n_vars) for m in self.matrices], dtype=np.int64).reshape(-1, 2).T

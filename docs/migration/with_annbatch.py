@@ -10,14 +10,15 @@ import zarr
 
 def open_cells(path, batch_size=64):
     """Return a function that gives an epoch of (counts, plate)."""
+    zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})  # the faster decoder (zarrs)
     store = Path(path).with_suffix(".annbatch.zarr")
     if not store.exists():  # converted and shuffled once
         empty = annbatch.DatasetCollection(zarr.open(store, mode="w"))
         empty.add_adatas([path])
     loader = annbatch.Loader(
         batch_size=batch_size,
-        chunk_size=32,
-        preload_nchunks=512,
+        chunk_size=512,
+        preload_nchunks=32,
         shuffle=True,
         preload_to_gpu=False,
         to="torch",

@@ -17,6 +17,7 @@ Requirements this module answers
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -72,9 +73,10 @@ def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]
     Parameters
     ----------
     cells
-        An AnnData, a SciPy CSR matrix or array, or a NumPy array. A view of an AnnData gives its own rows, as a
-        copy that anndata makes. For a backed AnnData, X and raw.X are read from its file, the rest from memory. The
-        genes of a plain matrix are named ``"0"``, ``"1"``, ...; it has no obs.
+        An AnnData, a SciPy CSR matrix or array, or a NumPy array. A view of an AnnData gives its own rows, as a copy
+        that anndata makes. X and raw.X of a backed AnnData, and any matrix that is one of an open .h5ad file or zarr
+        folder, are read from there, the rest from memory. The genes of a plain matrix are named ``"0"``, ``"1"``, ...;
+        it has no obs.
     place
         Its position in a list, from 0 on, for errors; None if it was given alone.
     layer
@@ -115,6 +117,8 @@ def _open_anndata(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Sto
     from gpuload.formats.obs import frame_columns
 
     X, var, name, cure = _member(adata, where, layer)
+    if (place := _place_in_file(X)) is not None:
+        return _open_file(adata, where, *place, obs, var)
     matrix, sources = _matrix(X, where, name, cure)
     check_length(f"{where}: obs", adata.n_obs, matrix.n_rows, "cells")
     var_names = numbered(matrix.n_vars) if var is None else as_strings(var.index)
@@ -123,10 +127,7 @@ def _open_anndata(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Sto
 
 
 def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Store:
-    """Open the file of a backed AnnData; names and obs come from memory, as they may have been changed."""
-    from gpuload.formats.obs import frame_columns
-    from gpuload.formats.recognise import open_path
-
+    """Open the file of a backed AnnData, which may have been closed."""
     path = os.fspath(adata.filename)
     if adata.is_view:
         raise StoreError(
@@ -137,10 +138,36 @@ def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Stor
         stored = adata.file["X"]
         stored.file.flush()  # pending writes
         path += stored.name.removesuffix("/X")  # of a MuData, the modality
+    return _open_file(adata, where, path, layer, obs, adata.var if layer == "X" else getattr(adata.raw, "var", None))
+
+
+def _place_in_file(X: Any) -> tuple[str, str] | None:
+    """Return the path and the layer of a matrix of an open HDF5 file or zarr folder; None for all others."""
+    h5py, zarr = sys.modules.get("h5py"), sys.modules.get("zarr")
+    node = getattr(X, "group", X)  # anndata's sparse datasets have the group that they read
+    if h5py is not None and isinstance(node, h5py.Group | h5py.Dataset) and node:
+        node.file.flush()  # pending writes
+        file, name, root = node.file.filename, node.name, "(?:/mod/[^/]+)?"
+    elif zarr is not None and isinstance(node, zarr.Group | zarr.Array) and hasattr(node.store, "root"):
+        file, name, root = os.fspath(node.store.root), f"/{node.path}", ".*?"  # a folder in it may be an AnnData
+    else:
+        return None
+    found = re.fullmatch(rf"({root})/(?:X|(raw)/X|layers/(?!(?:X|raw\.X)$)([^/]+))", name)
+    if found is None:
+        return None
+    root, is_raw, layer = found.groups()
+    return file + root, layer or ("raw.X" if is_raw else "X")
+
+
+def _open_file(adata: Any, where: str, path: str, layer: str, obs: Sequence[str], var: Any) -> Store:
+    """Open a matrix in a file; names and obs come from memory, as they may have been changed."""
+    from gpuload.formats.obs import frame_columns
+    from gpuload.formats.recognise import open_path
+
     store = open_path(path, layer=layer, obs=())
     try:
         check_length(f"{where}: obs", adata.n_obs, store.n_obs, "cells")
-        var_names = as_strings(adata.var_names) if layer == "X" else store.var_names
+        var_names = store.var_names if var is None else as_strings(var.index)
         check_length(f"{where}: var", var_names.size, store.n_vars, "genes")
         return replace(store, obs=frame_columns(adata, obs, where), var_names=var_names)
     except BaseException:

@@ -252,6 +252,11 @@ def _modality(path: str) -> tuple[str, str]:
         tail = f"{name}/{tail}"
     if path.startswith("~"):
         raise ReadError(f"{path}: no such file. '~' is not expanded; pass os.path.expanduser(path).")
+    if os.path.islink(path):
+        raise ReadError(
+            f"{path}: it is a link to {os.readlink(path)!r}, where there is no file; put the file there, or leave the "
+            "link out."
+        )
     raise ReadError(f"{path}: no such file. Check the path.")
 
 

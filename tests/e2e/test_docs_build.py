@@ -26,6 +26,7 @@ PRINTED = {
     "notebooks/settings": "block_size=16  ",
     "notebooks/samplers": "controls: drug_01",
     "notebooks/matrices": "outer 500",
+    "notebooks/origins": "[400 380 380 380 400]",
     "notebooks/labels": "without features: drug_6",
     "notebooks/statistics": "minibatch: 200",
     "notebooks/tokens": "(63, 58)",

@@ -106,6 +106,7 @@ def test_obs_covers_all_cells(two: tuple[Path, Path]) -> None:
     assert obs["source_file"].tolist() == [str(two[0])] * 4 + [str(two[1])] * 4
     assert obs.index.tolist() == list(range(8))
     assert repr(loader) == "<Loader of 8 cells x 4 genes in 2 files: 1 minibatches of 64, dense, cpu>"
+    assert repr(loader.store) == "<Store of 8 x 4 values, csr, in 2 files>"
 
 
 def test_source_file_is_an_obs_column(two: tuple[Path, Path]) -> None:

@@ -49,7 +49,8 @@ def as_bytes(X: Any, plate: Any) -> list[bytes]:
 def script(name: str) -> dict[str, Any]:
     """Return the names that a script defines; skip where its library is not installed."""
     pytest.importorskip("torch", reason="the scripts train with PyTorch")
-    pytest.importorskip(NEEDS[name], reason=f"with_{name}.py is written with {NEEDS[name]}, which is not installed")
+    for library in (NEEDS[name], *(["zarrs"] if name == "annbatch" else [])):
+        pytest.importorskip(library, reason=f"with_{name}.py is written with {library}, which is not installed")
     return runpy.run_path(str(SCRIPTS / f"with_{name}.py"))
 
 

@@ -256,6 +256,17 @@ def test_missing_file(tmp_path: Path) -> None:
     assert_refused("ReadError", "~/nowhere.h5ad", "~/nowhere.h5ad: no such file. ", "os.path.expanduser(path)")
 
 
+def test_link_that_leads_nowhere(tmp_path: Path) -> None:
+    write_and_path(tmp_path)
+    link = tmp_path / "z.h5ad"
+    for target in ("gone.h5ad", link.name):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        told = f"{link}: it is a link to '{target}', where there is no file; put the file there, or leave the link out."
+        for given in (link, tmp_path):
+            assert_refused("ReadError", given, told)
+
+
 def test_a_minibatch_is_not_a_dict(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, batch_size=4, device="cpu") as loader:
         batch = loader.take([0])

@@ -282,8 +282,8 @@ def test_duplicate_gene_cannot_be_joined(tmp_path: Path, join: Any) -> None:
     first = write(tmp_path / "first", [part(0, genes=GENES)])[0]
     other = write(tmp_path / "other", [cells])[0]
     assert refusal([first, other], join=join) == (
-        f"{other}: gene 'a' occurs more than once, so join= cannot tell which is meant; make the names unique once "
-        "with adata.var_names_make_unique()."
+        f"{other}: gene 'a' occurs more than once, so join= cannot tell which is meant; name its genes by their ids, "
+        "with adata.var_names = adata.var[...], or make the names unique with adata.var_names_make_unique()."
     )
 
 
@@ -304,7 +304,11 @@ def test_gene_in_no_file_is_refused(tmp_path: Path) -> None:
 
 def test_csr_and_dense_files_are_not_joined(tmp_path: Path) -> None:
     paths = write(tmp_path, [part(0), part(1, is_dense=True)])
-    assert "its matrix is dense but that of" in refusal(paths, join="outer")
+    told = refusal(paths, join="outer")
+    assert "its matrix is dense but that of" in told
+    assert told.endswith(
+        "open them separately, or make the dense one sparse, once, with adata.X = scipy.sparse.csr_matrix(adata.X)."
+    )
 
 
 def test_column_missing_from_one_file_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import anndata
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -281,6 +282,76 @@ def test_backed_anndata_uses_file_values_and_in_memory_names(tmp_path: Path, mod
     backed.file.close()
     (batch,) = batches(backed, shuffle=False, batch_size=1000)
     np.testing.assert_array_equal(batch.X, dense())
+
+
+@pytest.mark.parametrize("key", ["X", "raw/X", "layers/more"])
+@pytest.mark.parametrize("root", ["/", "/mod/rna"])
+@pytest.mark.parametrize("is_csr", [True, False])
+def test_matrix_of_an_open_file_takes_names_and_obs_from_memory(
+    tmp_path: Path, root: str, key: str, is_csr: bool
+) -> None:
+    wanted = as_anndata(counts() if is_csr else dense())
+    others = as_anndata(counts(seed=4))
+    others.raw, others.layers["more"] = as_anndata(counts(seed=5)), counts(seed=6)
+    obs, var = wanted.obs.assign(new=np.arange(N_OBS)), wanted.var.set_axis([f"renamed_{i}" for i in range(N_VARS)])
+    path = tmp_path / "a.h5ad"
+    with h5py.File(path, "w") as file:
+        anndata.io.write_elem(file, root, others)
+        anndata.io.write_elem(file[root], key, wanted.X)
+    with h5py.File(path) as file:
+        stored = file[root][key]
+        adata = anndata.AnnData(anndata.io.sparse_dataset(stored) if is_csr else stored, obs, var)
+        with gpuload.open_loader(adata, obs=["new", "depth"], **SMALL) as loader:
+            assert loader.store.paths == (str(path) + root.replace("/mod", "").rstrip("/"),)
+            assert loader.var_names[3] == "renamed_3"
+            for batch in loader:
+                np.testing.assert_array_equal(batch.X, dense()[batch.rows])
+                np.testing.assert_array_equal(batch.obs["new"], batch.rows)
+                np.testing.assert_array_equal(batch.obs["depth"], wanted.obs["depth"].to_numpy()[batch.rows])
+
+
+@pytest.mark.parametrize("key", ["X", "raw/X", "layers/more"])
+@pytest.mark.parametrize("root", ["", "/dataset_0"])
+@pytest.mark.parametrize("is_csr", [True, False])
+def test_matrix_of_a_zarr_folder_takes_names_and_obs_from_memory(
+    tmp_path: Path, root: str, key: str, is_csr: bool
+) -> None:
+    zarr = pytest.importorskip("zarr", minversion="3.0")
+    wanted = as_anndata(counts() if is_csr else dense())
+    others = as_anndata(counts(seed=4))
+    others.raw, others.layers["more"] = as_anndata(counts(seed=5)), counts(seed=6)
+    var = wanted.var.set_axis([f"renamed_{i}" for i in range(N_VARS)])
+    path = tmp_path / "a.zarr"
+    store = zarr.open_group(str(path), mode="w")
+    anndata.io.write_elem(store, root or "/", others)
+    anndata.io.write_elem(store, f"{root}/{key}", wanted.X)
+    stored = zarr.open_group(str(path), mode="r")[f"{root}/{key}"]
+    adata = anndata.AnnData(anndata.io.sparse_dataset(stored) if is_csr else stored, wanted.obs, var)
+    with gpuload.open_loader(adata, obs=["depth"], **SMALL) as loader:
+        assert (loader.store.paths, loader.var_names[3]) == ((str(path) + root,), "renamed_3")
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X, dense()[batch.rows])
+            np.testing.assert_array_equal(batch.obs["depth"], wanted.obs["depth"].to_numpy()[batch.rows])
+
+
+@pytest.mark.parametrize("key", ["elsewhere", "obsm/X", "layers/X", "mod/a/b/X"])
+def test_matrix_elsewhere_in_an_open_file_is_refused(tmp_path: Path, key: str) -> None:
+    with h5py.File(tmp_path / "a.h5ad", "w") as file:
+        anndata.io.write_elem(file, key, counts())
+        adata = anndata.AnnData(anndata.io.sparse_dataset(file[key]))
+        with pytest.raises(gpuload.StoreError, match=r"X is a anndata\..*CSRDataset; .*convert it first"):
+            gpuload.open_loader(adata)
+
+
+def test_genes_of_a_backed_anndatas_raw_are_those_in_memory(tmp_path: Path) -> None:
+    adata = as_anndata()
+    adata.raw = as_anndata(counts(n_vars=70, seed=3))
+    adata.write_h5ad(tmp_path / "a.h5ad")
+    backed = anndata.read_h5ad(tmp_path / "a.h5ad", backed="r")
+    backed.raw.var.index = [f"renamed_{i}" for i in range(70)]
+    with gpuload.open_loader(backed, layer="raw.X", **SMALL) as loader:
+        assert loader.var_names[3] == "renamed_3"
+    backed.file.close()
 
 
 def test_recent_writes_to_a_backed_anndata_are_seen(tmp_path: Path) -> None:
