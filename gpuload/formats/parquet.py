@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
@@ -83,21 +84,24 @@ class Table:
     """
 
     def __init__(self, source: FileSource | RemoteSource) -> None:
-        self.path = source.name
+        self.path, self._source = source.name, source
         self._far = RemoteFile(source) if isinstance(source, RemoteSource) else None
         self._file = _open(self.path, self._far)
         with _damage(self.path):
             self._types = {field.name: field.type for field in self._file.schema_arrow}
-            groups = self._footer(source)
-            self._groups = [group for group in groups if group.n_rows]  # nothing is stored for an empty one
         if isinstance(source, FileSource):
             source.check_in_place()
 
-    def _footer(self, source: FileSource | RemoteSource) -> list[Group]:
-        if not isinstance(source, FileSource):
-            return read_footer(cast("BinaryIO", self._far))
-        with source.opened() as file:
-            return read_footer(file)
+    @cached_property
+    def _groups(self) -> list[Group]:
+        """The row groups, without empty ones, for which nothing is stored; only some uses need this slow reading."""
+        with _damage(self.path):
+            if not isinstance(self._source, FileSource):
+                groups = read_footer(cast("BinaryIO", self._far))
+            else:
+                with self._source.opened() as file:
+                    groups = read_footer(file)
+        return [group for group in groups if group.n_rows]
 
     def lists(self) -> list[str]:
         """Return the names of the columns that hold lists."""

@@ -445,6 +445,20 @@ def test_index_is_reused(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(read(kept), counts()[:70].toarray())
 
 
+def test_obs_of_a_file_with_an_index_need_no_slow_reading_of_its_footer(
+    kept: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("read again")
+
+    monkeypatch.setattr("gpuload.formats.parquet.read_footer", fail)
+    name = next(name for name in pq.read_schema(kept).names if name not in ("genes", "expressions"))
+    with gpuload.open_loader(kept, shuffle=False, batch_size=100, obs=[name]) as loader:
+        codes = next(iter(loader)).obs[name]
+        named = [*loader.categories[name], None]  # -1: missing
+        assert [named[code] for code in codes] == pq.read_table(kept)[name].to_pylist()
+
+
 @pytest.mark.parametrize("change", ["content", "damage"])
 def test_stale_or_damaged_index_is_ignored(change: str, kept: Any, tmp_path: Path) -> None:
     if change == "content":
