@@ -50,10 +50,12 @@ bench-gpu: $(if $(GPULOAD_PYTHON),,$(VENV)/bench,cuda13.stamp)
 
 install: $(VENV)/demo.stamp
 
-# torch first and alone: pulled in through another package's range it may come as a different build.
-$(VENV)/torch.stamp:
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v < (3, 11) and f"gpuload needs Python 3.11 or newer, but $(PYTHON) is {v[0]}.{v[1]}; run: make PYTHON=python3.12 $(MAKECMDGOALS)")'
 	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: pulled in through another package's range it may come as a different build.
+$(VENV)/torch.stamp: | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	@touch $@
 

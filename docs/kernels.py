@@ -15,7 +15,10 @@ from typing import Any
 
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
-IMPORTED = ["anndata", "ipykernel.kernelapp", "torch", "gpuload.synthetic", "gpuload.opening", "gpuload.torch"]
+IMPORTED = [
+    *("anndata", "ipykernel.kernelapp", "torch", "torch._dynamo"),  # the last is imported by the first optimizer
+    *("gpuload.synthetic", "gpuload.opening", "gpuload.torch", "gpuload.backends.cpu"),
+]
 FORK = multiprocessing.get_context("forkserver")
 
 

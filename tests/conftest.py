@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 
@@ -48,17 +49,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _compile_each_kernel_once() -> None:
     """Let a worker wait for a kernel that another one compiles, and load it, rather than compile it too."""
-    load_or_compile = Dispatcher.compile
 
-    def in_turn(kernel: Dispatcher, signature: Any) -> Any:
-        cache = getattr(kernel._cache, "_impl", None)  # what is not kept has none
-        with global_compiler_lock, contextlib.ExitStack() as turn:
-            if cache is not None:
-                path = os.path.join(kernel._cache.cache_path, f"{cache.filename_base}.lock")
-                fcntl.flock(turn.enter_context(open(path, "w")), fcntl.LOCK_EX)
-            return load_or_compile(kernel, signature)
+    def taking_turns(load_or_compile: Callable[..., Any]) -> Callable[..., Any]:
+        def in_turn(kernel: Any, *signature: Any) -> Any:
+            cache = getattr(kernel._cache, "_impl", None)  # what is not kept has none
+            with global_compiler_lock, contextlib.ExitStack() as turn:
+                if cache is not None:
+                    path = os.path.join(kernel._cache.cache_path, f"{cache.filename_base}.lock")
+                    fcntl.flock(turn.enter_context(open(path, "w")), fcntl.LOCK_EX)
+                return load_or_compile(kernel, *signature)
 
-    Dispatcher.compile = in_turn
+        return in_turn
+
+    for kind in (Dispatcher, CFunc):
+        kind.compile = taking_turns(kind.compile)
 
 
 @pytest.fixture(scope="session")
