@@ -79,6 +79,7 @@ def open_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]
                 device,
                 PinnedReader(device, num_threads=2, buffer_nbytes=1 << 16),
                 nvcomp,
+                num_threads=num_threads,
                 verify=verify,
                 cache_nbytes=cache_nbytes,
             )
@@ -93,6 +94,11 @@ def open_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]
 
 
 SMALL = {"batch_size": 7, "fetch_factor": 4}
+
+
+def refuse(decoder: Any, read: Any, *_: Any) -> None:
+    """Stand in for `HostDecoder.start` where the device should decode everything."""
+    raise AssertionError(f"chunks of {read.layout.name} go to the host")
 
 
 def assert_asks_as_the_cpu(
@@ -253,11 +259,12 @@ def test_a_stream_without_an_nvcomp_status_is_not_taken_for_decoded(
 
     opened.nvcomp.decode = decoded  # type: ignore[method-assign]
     retried: list[int] = []
-    retry = opened.loader._backend._decoder.retry  # type: ignore[attr-defined]
-    opened.loader._backend._decoder.retry = lambda *args: retried.append(args[1]) or retry(*args)  # type: ignore[attr-defined]
+    on_host: Any = opened.loader._backend._host  # type: ignore[attr-defined]
+    retry = on_host.start
+    on_host.start = lambda read, *args: retried.append(read.chunk_id.size) or retry(read, *args)
     for batch in opened.epoch():
         np.testing.assert_array_equal(batch.X, store_variant(kind).dense[batch.rows])
-    assert len(retried) >= opened.loader.stats.n_chunks / 2
+    assert 2 * sum(retried) == opened.loader.stats.n_chunks  # each was counted by both
 
 
 def test_undecoded_chunks_are_not_reported_as_rounded_integers(
@@ -431,7 +438,7 @@ def test_memory_names_its_parts(open_fake: Callable[..., Opened], plain: Stored)
     opened = open_fake(plain.path, **SMALL)
     list(opened.epoch())
     assert {"residents", "minibatches", "arenas", "scratch", "metadata"} <= opened.loader.memory().keys()
-    assert all(nbytes > 0 for name, nbytes in opened.loader.memory().items() if name != "cache")
+    assert all(nbytes > 0 for name, nbytes in opened.loader.memory().items() if name not in ("cache", "host"))
 
 
 @pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-blosc-lz4-shuffle"])
@@ -780,9 +787,6 @@ def test_good_chunks_are_never_decoded_on_the_host(
     kind: str,
     verify: str,
 ) -> None:
-    def refuse(read: Any, chunk: int) -> None:
-        raise AssertionError(f"chunk {chunk} of {read.layout.name} goes to the host")
-
     stored = store_variant(kind)
     opened = open_fake(stored.path, verify=verify, block_size=3, **SMALL)
     masked = [
@@ -790,7 +794,7 @@ def test_good_chunks_are_never_decoded_on_the_host(
     ]
     if masked:
         pytest.skip("a filter was skipped for some chunk of this file")
-    monkeypatch.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
+    monkeypatch.setattr("gpuload.backends.cuda.on_host.HostDecoder.start", refuse)
     for _ in range(3):
         for batch in opened.epoch():
             np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])

@@ -23,21 +23,19 @@ import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.backends import host
 from gpuload.backends.cuda.cache import ChunkCache
 from gpuload.backends.cuda.decode import Decoder, Outcome
 from gpuload.backends.cuda.memory import DevicePool, Lease
+from gpuload.backends.cuda.on_host import HostDecoder
 from gpuload.backends.cuda.readers import PAGE, place_extents
 from gpuload.backends.cuda.work import N_THREADS
-from gpuload.backends.damage import check_fits_csr, read_again_if_far, rounding_warning, too_large_for_half
-from gpuload.backends.reading import read_extents
-from gpuload.backends.workspace import Workspace
-from gpuload.checks import check_choice
+from gpuload.backends.damage import RoundingWarning, check_fits_csr, too_large_for_half
 from gpuload.errors import DeviceError, PlanError
 from gpuload.layout import select_chunks
 from gpuload.stats import Stats
@@ -132,14 +130,21 @@ class _Arena:
     memory: Any = None
 
 
-class _Lane(threading.local):
-    """The state of one loading thread: a decoding stream, its scratch memory, and arenas used in turn."""
+class _Lane:
+    """What one loading thread decodes with: a stream, its scratch memory, and arenas used in turn."""
 
     def __init__(self, device: Device, pools: list[DevicePool], scratch: list[DevicePool]) -> None:
         self.stream = device.stream()
         self.scratch = DevicePool(device, 32, pools)
         scratch.append(self.scratch)
         self.arenas = cycle([_Arena(device.stream()) for _ in range(N_ARENAS)])
+
+
+class _Lanes(threading.local):
+    """The lane of each loading thread."""
+
+    def __init__(self, *args: Any) -> None:
+        self.own = _Lane(*args)
 
 
 class CudaBackend:
@@ -153,6 +158,8 @@ class CudaBackend:
         Reads the stored bytes into device memory.
     nvcomp
         The batched decoders.
+    num_threads
+        Threads for what the host decodes; None takes one per core available to this process.
     verify
         ``"once"``, ``"always"`` or ``"never"``.
     cache_nbytes
@@ -162,9 +169,15 @@ class CudaBackend:
     takes_ahead = 0
 
     def __init__(
-        self, device: Device, reader: Reader, nvcomp: Nvcomp, *, verify: str = "once", cache_nbytes: int = 0
+        self,
+        device: Device,
+        reader: Reader,
+        nvcomp: Nvcomp,
+        *,
+        num_threads: int | None = None,
+        verify: str = "once",
+        cache_nbytes: int = 0,
     ) -> None:
-        check_choice("verify", verify, ("never", "once", "always"))
         self.device = device.name
         self.device_nbytes: int | None = device.capacity()
         self.stats = Stats()
@@ -177,8 +190,10 @@ class CudaBackend:
         self._outputs = DevicePool(device, 16, self._pools)
         self._small = DevicePool(device, 256, self._pools)
         self._decoder = Decoder(device, nvcomp)
-        self._lane = _Lane(device, self._pools, self._scratch)
-        self._host = Workspace()
+        self._lanes = _Lanes(device, self._pools, self._scratch)
+        self._rounding = RoundingWarning()
+        self._host = HostDecoder(device, nvcomp, host.n_threads(num_threads), verify, self.stats, self._rounding)
+        self._warned_of: set[str] = set()
         self._cache = ChunkCache(device, cache_nbytes)
         self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
@@ -190,7 +205,6 @@ class CudaBackend:
         self._stream: Any = None  # the consumer's stream when last used
         self._uploads = _Uploads(device)
         self._never_bad = device.typed(device.empty(4), np.int32, (1,))
-        self._has_warned_of_rounding = False
 
     @property
     def io_mode(self) -> str:
@@ -222,13 +236,14 @@ class CudaBackend:
         return lambda: not self._device.is_reached(event)
 
     def memory(self) -> dict[str, int]:
-        """Return the peak device memory held, in bytes; see `Backend.memory`."""
+        """Return the peak memory held, in bytes, on the device except for ``"host"``; see `Backend.memory`."""
         return {
             "residents": self._residents.peak_nbytes,
             "minibatches": self._outputs.peak_nbytes,
             "arenas": sum(self._arena_nbytes.copy().values()),
             "scratch": sum(pool.peak_nbytes for pool in self._scratch),
             "cache": self._cache.used_nbytes,
+            "host": self._host.peak_nbytes,
         }
 
     def asarray(self, host: NDArray[Any]) -> Any:
@@ -237,8 +252,9 @@ class CudaBackend:
 
     def close(self) -> None:
         """Stop the threads, after the loads in progress, and free idle memory."""
-        is_own_thread = threading.current_thread().name.startswith("gpuload-load")
-        self._loads.shutdown(wait=not is_own_thread, cancel_futures=True)
+        self._loads.shutdown(wait=False, cancel_futures=True)
+        self._host.close()
+        self._loads.shutdown(wait=not host.is_one_of_ours(), cancel_futures=True)
         self._reader.close()
         for pool in self._pools:
             pool.clear()
@@ -277,7 +293,10 @@ class CudaBackend:
         try:
             return self._filled(recipe, outcomes)
         except BaseException as error:
-            self._device.wait(self._device.record(self._lane.stream))  # memory that launches use must outlive them
+            for outcome in outcomes:
+                for task in outcome.on_host:
+                    task.cancel()
+            self._device.wait(self._device.record(self._lanes.own.stream))  # memory that launches use must outlive them
             for outcome in outcomes:
                 if outcome.kept is not None:
                     self._cache.release(outcome.read, outcome.kept[0])
@@ -289,23 +308,25 @@ class CudaBackend:
 
     def _filled(self, recipe: Recipe, outcomes: list[Outcome]) -> CudaResident:
         """Return the resident of a recipe once it is whole; append the outcome of each part as it is launched."""
-        stream = self._lane.stream
+        stream = self._lanes.own.stream
         resident = self._new_resident(recipe, stream)
         for read in recipe.reads:
+            if self._decoder.steps(read.layout) is None:
+                outcomes.append(self._on_host(read, resident))
+                continue
             places = self._cache.places(read)
             is_cached = places >= 0
             if is_cached.any():
                 self._run_cached(read, places, resident, outcomes)
             if not is_cached.all():
                 rest = select_chunks(read, ~is_cached) if is_cached.any() else read
-                run = self._run if self._decoder.steps(read.layout) is not None else self._run_on_host
                 for lo, hi in rest.parts(PART_NBYTES):
-                    run(rest, lo, hi, resident, outcomes)
+                    self._run(rest, lo, hi, resident, outcomes)
         start = time.perf_counter()
         self._device.wait(self._device.record(stream))
+        self.stats.add(decode_s=time.perf_counter() - start)
         for outcome in outcomes:
             self._settle(outcome, resident)
-        self.stats.add(decode_s=time.perf_counter() - start)
         return resident
 
     def _new_resident(self, recipe: Recipe, stream: Any) -> CudaResident:
@@ -335,7 +356,7 @@ class CudaBackend:
 
     def _run(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident, outcomes: list[Outcome]) -> None:
         """Read extents ``lo:hi`` into an arena, launch the decoding of their chunks, and append the outcome."""
-        lane = self._lane
+        lane = self._lanes.own
         arena = next(lane.arenas)
         begun = time.perf_counter()
         self._device.wait(self._device.record(arena.stream))  # else the reader would wait while holding full buffers
@@ -348,8 +369,7 @@ class CudaBackend:
         self._device.stream_wait(lane.stream, self._device.record(arena.stream))
         middle = time.perf_counter()
         numbers, at = _chunks_of(read, lo, hi, place)
-        outcome = self._enqueue(read, numbers, at, arena.memory, resident)
-        outcomes.append(outcome)
+        outcome = self._enqueue(read, numbers, at, arena.memory, resident, outcomes)
         kept, room = self._cache.reserve(read, numbers)
         if kept.size:
             outcome.kept = kept, room
@@ -359,22 +379,13 @@ class CudaBackend:
         self._device.stream_wait(arena.stream, self._device.record(lane.stream))
         self._count(read, numbers, int(nbytes.sum()), middle - start, time.perf_counter() - middle + start - begun)
 
-    def _run_on_host(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident, outcomes: list[Outcome]) -> None:
-        """Read and decode extents ``lo:hi`` on the host, launch the upload, and append the outcome."""
-        outcomes.append(read_again_if_far(read, partial(self._decoded_on_host, read, lo, hi, resident)))
-
-    def _decoded_on_host(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident) -> Outcome:
-        start = time.perf_counter()
-        offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
-        place = np.cumsum(nbytes) - nbytes
-        stored = self._host.memory("stored", int(nbytes.sum()))
-        read_extents(read.layout, offset, nbytes, place, stored)
-        middle = time.perf_counter()
-        numbers, at = _chunks_of(read, lo, hi, place)
-        out = resident.flat(read.target)
-        outcome = self._decoder.enqueue_from_host(read, numbers, at, stored, out, self._lane)
-        self._count(read, numbers, int(nbytes.sum()), middle - start, time.perf_counter() - middle)
-        return outcome
+    def _on_host(self, read: ArrayRead, resident: CudaResident) -> Outcome:
+        """Start to decode a read on the host."""
+        source, name, how = read.layout.source, read.layout.name, "+".join(f.name for f in read.layout.filters)
+        self._warn_once(
+            how, "%s: %s is stored as %s, which the GPU has no decoder for; the host decodes it", source.name, name, how
+        )
+        return Outcome(read, on_host=self._host.start(read, resident.flat(read.target), self._lanes.own))
 
     def _count(
         self, read: ArrayRead, numbers: NDArray[np.int64], read_nbytes: int, read_s: float, decode_s: float
@@ -397,7 +408,7 @@ class CudaBackend:
         n_parts = -(-nbytes // PART_NBYTES)
         self.stats.add(decoded_nbytes=nbytes, n_chunks=numbers.size, n_chunks_cached=numbers.size)
         for part in np.array_split(numbers, n_parts):
-            outcomes.append(self._enqueue(read, part, places[part], self._cache.memory, resident))  # noqa: PERF401
+            self._enqueue(read, part, places[part], self._cache.memory, resident, outcomes)
 
     def _enqueue(
         self,
@@ -406,9 +417,15 @@ class CudaBackend:
         place: NDArray[np.int64],
         memory: Any,
         resident: CudaResident,
+        outcomes: list[Outcome],
     ) -> Outcome:
-        out = resident.flat(read.target)
-        return self._decoder.enqueue(read, numbers, place, memory, out, self._lane, verify=self._verify)
+        """Launch the decoding of chunks, append the outcome, and start to decode on the host what is left to it."""
+        out, lane = resident.flat(read.target), self._lanes.own
+        outcome, left = self._decoder.enqueue(read, numbers, place, memory, out, lane, verify=self._verify)
+        outcomes.append(outcome)
+        if left.size:
+            outcome.on_host = self._host.start(_only(read, left), out, lane)
+        return outcome
 
     def _grow(self, arena: _Arena, nbytes: int) -> None:
         """Enlarge an unused arena if it is too small; it starts on a page boundary, as transfers do."""
@@ -420,20 +437,34 @@ class CudaBackend:
         self._arena_nbytes[id(arena)] = arena.memory.nbytes
 
     def _settle(self, outcome: Outcome, resident: CudaResident) -> None:
-        """Decode again on the host the chunks that the device found bad, and record the good ones."""
+        """Have the host decode the chunks that the device found bad, wait for all that it does, and record the rest."""
         read, suspects = outcome.read, outcome.suspects()
-        is_rounded = outcome.rounds(suspects)
-        for chunk in suspects:
-            is_rounded |= self._decoder.retry(read, chunk, resident.flat(read.target), self._lane)
+        if outcome.rounds(suspects):
+            self._rounding.warn(read)
+        if suspects.size:
+            outcome.on_host += self._host.start(_only(read, suspects), resident.flat(read.target), self._lanes.own)
+        for task in outcome.on_host:
+            task.result()
+        if suspects.size:
+            layout, chunk = read.layout, int(read.chunk_id[suspects[0]])
+            path, _ = layout.source.where_is(int(read.chunk_offset[suspects[0]]))
+            self._warn_once(
+                f"retry {layout.source.name}",
+                "%s: chunk %d of %s could not be decoded on the GPU, so the host decoded it; others may follow, which "
+                "is slower",
+                *(path, layout.number_in_file(chunk), layout.name),
+            )
         if outcome.verified is not None and self._verify != "never":
             read.layout.verified[outcome.verified] = 1
         if outcome.kept is not None:
             numbers, place = outcome.kept
             is_good = ~np.isin(numbers, suspects)
             self._cache.keep(read, numbers[is_good], place[is_good])
-        if is_rounded and not self._has_warned_of_rounding:
-            self._has_warned_of_rounding = True
-            _log.warning("%s", rounding_warning(read))
+
+    def _warn_once(self, what: str, message: str, *args: object) -> None:
+        if what not in self._warned_of:
+            self._warned_of.add(what)
+            _log.warning(message, *args)
 
     # --- take
 
@@ -577,6 +608,11 @@ class CudaBackend:
         transform = form.transform
         target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)
         return columns, np.float64(target_sum), np.int32(transform is not None and transform.log1p)
+
+
+def _only(read: ArrayRead, numbers: NDArray[np.int64]) -> ArrayRead:
+    """Return a read of some of its chunks."""
+    return select_chunks(read, np.isin(np.arange(read.chunk_id.size), numbers))
 
 
 def _chunks_of(
