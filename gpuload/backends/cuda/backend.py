@@ -85,6 +85,8 @@ class CudaResident:
         Page-locked memory from which `indptr` and `map_start` are uploaded.
     places
         The positions that were uploaded last, and where they are in device memory; see `CudaBackend._places`.
+    offsets
+        The positions whose offsets in CSR were computed last, and these; see `CudaBackend._offsets`.
     """
 
     n_rows: int
@@ -100,6 +102,7 @@ class CudaResident:
     may_be_large: NDArray[np.int64] | None = None
     held: list[Any] = field(default_factory=list)
     places: tuple[NDArray[np.int32], Any] | None = None
+    offsets: tuple[NDArray[np.int32], NDArray[np.int64], Any, NDArray[np.bool_]] | None = None
 
     def flat(self, target: str) -> Any:
         """Return the flat array that a read fills."""
@@ -505,31 +508,49 @@ class CudaBackend:
     def _take_csr(self, resident: CudaResident, positions: NDArray[np.int32], form: Form, stream: Any) -> Any:
         n_rows, arithmetic = np.int64(positions.size), self._arithmetic(form, stream)
         X = None if resident.X is None else self._take_dense(resident, positions, form, stream)
-        if X is not None or form.columns is not None:
-            counts = self._kept_counts(resident, arithmetic)[positions]
-        else:
-            assert resident.host_indptr is not None  # noqa: S101 - narrows the type; X is None
-            counts = resident.host_indptr[positions + 1] - resident.host_indptr[positions]
-        must_sort = bool((counts < 0).any())
-        counts = np.where(counts < 0, -1 - counts, counts)
-        indptr = np.concatenate([[0], np.cumsum(counts)])
-        nnz = int(indptr[-1])
+        whole, first = _whole(positions, resident.n_rows)
+        here = slice(first, first + positions.size)
+        ends, offsets, is_unsorted = self._offsets(resident, whole, form, arithmetic, stream)
+        nnz = int(ends[here.stop] - ends[here.start])
         check_fits_csr(nnz)
-        half = (indptr.size + 1) // 2
-        both = np.empty(half + indptr.size, np.int64)  # for the matrix, then for the kernel, in one upload
-        both.view(np.int32)[: indptr.size] = both[half:] = indptr
-        memory = self.asarray(both.view(np.uint8))
-        short = self._device.typed(memory, np.int32, indptr.shape)
-        offsets = self._device.typed(memory[8 * half :], np.int64, indptr.shape)
-        (indices, _), (data, _) = (self._outputs.array((nnz,), t, stream) for t in (np.int32, np.float32))
+        sizes = (np.int32, positions.size + 1), (np.int32, nnz), (np.float32, nnz)
+        indptr, indices, data = (self._outputs.array((n,), dtype, stream)[0] for dtype, n in sizes)
+        if not positions.size:
+            self._device.fill(indptr, 0, stream)
         if X is not None:
             args: tuple[Any, ...] = (X, n_rows, np.int64(form.n_cols))
         else:
             args = (*self._csr_args(self._places(resident, positions, stream), resident), *arithmetic, n_rows)
-        name = "gather_csr" if X is None else "compact_dense"
-        self._device.launch(name, int(n_rows), N_THREADS, (*args, offsets, indices, data), stream)
-        matrix = self._device.csr(data, indices, short, (positions.size, form.n_cols))
-        return self._device.sorted_csr(matrix, stream) if must_sort else matrix
+        args = (*args, offsets[here.start : here.stop + 1], indptr, indices, data)
+        self._device.launch("gather_csr" if X is None else "compact_dense", int(n_rows), N_THREADS, args, stream)
+        matrix = self._device.csr(data, indices, indptr, (positions.size, form.n_cols))
+        return self._device.sorted_csr(matrix, stream) if is_unsorted[here].any() else matrix
+
+    def _offsets(
+        self,
+        resident: CudaResident,
+        whole: NDArray[np.int32],
+        form: Form,
+        arithmetic: tuple[Any, ...],
+        stream: Any,
+    ) -> tuple[NDArray[np.int64], Any, NDArray[np.bool_]]:
+        """Return the offsets of a fetch's rows in CSR, in host and in device memory, and whether each must be sorted.
+
+        Like positions, they are uploaded once.
+        """
+        known = resident.offsets
+        if known is None or known[0] is not whole:
+            if resident.X is not None or form.columns is not None:
+                counts = self._kept_counts(resident, arithmetic)[whole]
+            else:
+                assert resident.host_indptr is not None  # noqa: S101 - narrows the type; X is None
+                counts = resident.host_indptr[whole + 1] - resident.host_indptr[whole]
+            is_unsorted = counts < 0
+            ends = np.concatenate([[0], np.cumsum(np.where(is_unsorted, -1 - counts, counts))])
+            uploaded, lease = self._upload(ends, stream, self._small)
+            resident.leases.append(lease)
+            known = resident.offsets = whole, ends, uploaded, is_unsorted
+        return known[1:]
 
     def _kept_counts(self, resident: CudaResident, arithmetic: tuple[Any, ...]) -> NDArray[np.int64]:
         """Return how many values of each row a minibatch stores; waits while the device counts, once per fetch.
@@ -579,15 +600,12 @@ class CudaBackend:
 
     def _places(self, resident: CudaResident, positions: NDArray[np.int32], stream: Any) -> Any:
         """Return positions in device memory; those of a fetch, of which minibatches have slices, are uploaded once."""
-        whole, base = positions, positions.base
-        if isinstance(base, np.ndarray) and base.ndim == 1 and base.dtype == np.int32 and positions.flags.c_contiguous:
-            whole = base if base.size <= 2 * resident.n_rows else positions
+        whole, first = _whole(positions, resident.n_rows)
         known = resident.places
         if known is None or known[0] is not whole:
             uploaded, lease = self._upload(whole, stream, self._small)
             resident.leases.append(lease)
             known = resident.places = whole, uploaded
-        first = (positions.ctypes.data - whole.ctypes.data) // positions.itemsize
         return known[1][first : first + positions.size]
 
     @staticmethod
@@ -608,6 +626,14 @@ class CudaBackend:
         transform = form.transform
         target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)
         return columns, np.float64(target_sum), np.int32(transform is not None and transform.log1p)
+
+
+def _whole(positions: NDArray[np.int32], n_rows: int) -> tuple[NDArray[np.int32], int]:
+    """Return the positions of the whole fetch that some are a slice of, and where the slice begins in them."""
+    whole, base = positions, positions.base
+    if isinstance(base, np.ndarray) and base.ndim == 1 and base.dtype == np.int32 and positions.flags.c_contiguous:
+        whole = base if base.size <= 2 * n_rows else positions
+    return whole, (positions.ctypes.data - whole.ctypes.data) // positions.itemsize
 
 
 def _only(read: ArrayRead, numbers: NDArray[np.int64]) -> ArrayRead:
