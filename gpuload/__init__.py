@@ -263,8 +263,9 @@ def open_loader(
         Fetches to load ahead of the consumer.
     num_threads
         Native threads that read and decode, and as many again that assemble minibatches; None: one of each per core
-        available to this process; under torchrun and in a container, its share of them. On a GPU, threads that only
-        read; None: KvikIO's setting, or 8, and 4 when reading through page-locked memory.
+        available to this process; under torchrun and in a container, its share of them. On a GPU, threads that read
+        (None: KvikIO's setting, or 8, and 4 when reading through page-locked memory), and as many that decode what the
+        GPU has no decoder for (None: one per core, as above).
     verify
         When to verify the file's checksums: ``"once"`` per stored chunk after the file is opened, before any of its
         data is returned (later reads inflate only as much of the chunk as they need); ``"always"``, on every read;

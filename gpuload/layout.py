@@ -117,6 +117,12 @@ class ArrayLayout:
         object.__setattr__(part, "verified", self.verified[of_these])
         return part
 
+    def with_dest_stride(self, n: int) -> ArrayLayout:
+        """Return the layout of the same chunks, for an array whose rows are n elements apart."""
+        other = replace(self, shape=(self.shape[0], n))
+        object.__setattr__(other, "verified", self.verified)
+        return other
+
     def number_in_file(self, chunk: int) -> int:
         """Return a chunk's number within its own file."""
         if self.first_chunks is None:

@@ -36,7 +36,8 @@ def open_backend(
         ``"cpu"``; ``"cuda:<n>"``, or ``"cuda"`` for this process's GPU (LOCAL_RANK) or the first one; ``"auto"``: a
         GPU if one is usable, else the CPU. A torch.device stands for its name.
     num_threads
-        Native threads for reading and decoding; None takes one per core available to this process.
+        Native threads for reading and decoding; None takes one per core available to this process, except to read into
+        GPU memory.
     verify
         When checksums are verified: ``"once"``, ``"always"`` or ``"never"``.
     device_memory, device_cache

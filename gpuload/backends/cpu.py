@@ -2,10 +2,8 @@
 
 It is the executable specification of a backend.
 
-A load is split into tasks of some milliseconds. A task is two native calls (read all its extents; decode all its chunks
-into the resident) that hold neither locks nor the GIL, so the consumer's Python code runs undisturbed. Values stored as
-the resident holds them need only the first: they are read straight to their place. Only the wanted rows are kept
-(`decoding`): whole decoded chunks would take several times the memory.
+A load is split into tasks, which `host` carries out in threads. Only the wanted rows are kept (`decoding`): whole
+decoded chunks would take several times the memory.
 
 Requirements this module answers
 --------------------------------
@@ -18,10 +16,6 @@ Requirements this module answers
 from __future__ import annotations
 
 import copy
-import logging
-import threading
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -29,41 +23,28 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
+from gpuload.backends import host
 from gpuload.backends.base import n_ahead
 from gpuload.backends.buffers import BufferPool
-from gpuload.backends.damage import check_fits_csr, read_again_if_far, rounding_warning, too_large_for_half
-from gpuload.backends.decoding import TWO_AHEAD_NBYTES, VERIFY, Part, decode, round_up
+from gpuload.backends.damage import RoundingWarning, check_fits_csr, too_large_for_half
+from gpuload.backends.decoding import round_up
 from gpuload.backends.native import rows
-from gpuload.backends.reading import read_extents
-from gpuload.backends.workspace import Workspace
-from gpuload.checks import check_choice, check_whole
 from gpuload.errors import PlanError
-from gpuload.layout import MAX_GAP
-from gpuload.machine import usable_cores
 from gpuload.stats import Stats
-from gpuload.threads import DaemonThreads, QuickThreads
+from gpuload.threads import QuickThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
     from gpuload.backends.base import Pending
-    from gpuload.layout import ArrayLayout
     from gpuload.threads import Call
-    from gpuload.types import ArrayRead, Form, Recipe
-
-TASK_NBYTES = 8 << 20
-"""Decoded bytes per task: long compared with a task's overhead, short compared with a fetch (some 200 MB decoded)."""
+    from gpuload.types import Form, Recipe
 
 PART_NBYTES = 5 << 20
 """Bytes of a dense minibatch, at least, that a thread of several gathers: more than those that bypass the caches."""
-
-FAR_PARTS = 16
-"""Maximum number of tasks whose bytes are in transfer over a network or waiting to be decoded: some 100 MB."""
-
-THREAD_NBYTES = 16 << 20
-"""Scratch memory of a thread, which chunks of usual sizes do not exceed."""
 
 _OUTPUTS = {
     "float32": (np.float32, np.float32),
@@ -75,11 +56,6 @@ _OUTPUTS = {
 _NO_COLUMNS = np.empty(0, dtype=np.int32)
 _NO_SCRATCH = np.empty(0, dtype=np.float32)
 _ONE_MAP = np.empty(0, dtype=np.int64)
-
-_THREADS = "gpuload-"
-"""Name prefix of this backend's threads."""
-
-_log = logging.getLogger("gpuload")
 
 T = TypeVar("T")
 
@@ -167,33 +143,22 @@ class CpuBackend:
     def __init__(
         self, *, num_threads: int | None = None, verify: str = "once", values: str = "float32", n_matrices: int = 1
     ) -> None:
-        check_choice("verify", verify, VERIFY)
-        if num_threads is None:
-            n = usable_cores()
-        else:
-            n = check_whole("num_threads", num_threads, 1, ", or None for one per core")
-        self._n_threads = n
+        self._n_threads = n = host.n_threads(num_threads)
         self.stats = Stats(n)
-        self._verify = verify
         self._values = np.dtype(values)
-        self._loads = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}load")
-        self._far_reads = DaemonThreads(FAR_PARTS, f"{_THREADS}read")
-        self._takes = QuickThreads(n, f"{_THREADS}take")
-        self._scratch_nbytes: dict[tuple[int, str], int] = {}
-        self._scratch = Workspace(self._scratch_nbytes)
-        self._stored = BufferPool(max_idle=FAR_PARTS)
+        self._loads = host.HostLoads(n, verify, self.stats, RoundingWarning())
+        self._takes = QuickThreads(n, f"{host.THREADS}take")
+        self._scratch = self._loads.scratch
         self._residents = BufferPool(max_idle=2 * n_matrices)
         self._outputs = BufferPool(max_idle=(self.takes_ahead + 3) * n_matrices)
-        self._has_warned_of_rounding = False
 
     def load(self, recipe: Recipe) -> _Filling[HostResident]:
         """Start to read and decode a fetch; see `Backend.load`."""
         resident = self._new_resident(recipe)
         tasks = []
         for read in recipe.reads:
-            is_near = read.layout.source.ranges is None
-            pool, run = (self._loads, self._run) if is_near else (self._far_reads, self._run_far)
-            tasks += [pool.submit(run, read, lo, hi, resident) for lo, hi in read.parts(TASK_NBYTES)]
+            out = resident.flat(read.target)
+            tasks += self._loads.start(read, read.parts(host.TASK_NBYTES), partial(self._loads.decode, out=out), out)
         return _Filling(resident, tasks)
 
     def take_rows(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Pending[Any]:
@@ -226,7 +191,7 @@ class CpuBackend:
         return {
             "residents": self._residents.peak_nbytes,
             "minibatches": self._outputs.peak_nbytes,
-            "scratch": sum(self._scratch_nbytes.copy().values()) + self._stored.peak_nbytes,
+            "scratch": self._loads.peak_nbytes,
         }
 
     def asarray(self, host: NDArray[Any]) -> NDArray[Any]:
@@ -235,13 +200,10 @@ class CpuBackend:
 
     def close(self) -> None:
         """Stop the threads, after the running tasks, and free idle memory."""
-        # The garbage collector may close a forgotten loader in one of these threads, which cannot join itself.
-        is_own_thread = threading.current_thread().name.startswith(_THREADS)
-        self._far_reads.close(0)  # a request may take long, and its bytes are dropped
-        self._loads.shutdown(wait=not is_own_thread, cancel_futures=True)
-        self._takes.close(wait=not is_own_thread)
-        for buffers in (self._stored, self._residents, self._outputs):
-            buffers.clear()
+        self._loads.close()
+        self._takes.close(wait=not host.is_one_of_ours())
+        self._residents.clear()
+        self._outputs.clear()
 
     def _new_resident(self, recipe: Recipe) -> HostResident:
         map_start = _ONE_MAP if recipe.map_start is None else recipe.map_start
@@ -255,67 +217,6 @@ class CpuBackend:
             indices=self._residents.array((recipe.nnz,), np.uint16 if recipe.n_vars <= 1 << 16 else np.int32),
             data=self._residents.array((recipe.nnz,), self._values),
         )
-
-    def _run(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:
-        """Read and decode extents ``lo:hi`` of one array into the resident."""
-        layout = read.layout
-        start = time.perf_counter()
-        memory = layout.source.memory
-        out = resident.flat(read.target)
-        if memory is None and (chunks := _as_stored(read, lo, hi, out)) is not None:
-            offset, nbytes = read.chunk_offset[chunks], read.chunk_nbytes[chunks]
-            read_extents(layout, offset, nbytes, read.piece_dest[chunks] * out.itemsize, out.view(np.uint8))
-            self.stats.spent("read_s", start, read_nbytes=int(nbytes.sum()))
-            return
-        offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
-        if memory is not None and int((offset + nbytes).max()) <= memory.size:
-            buffer, place = memory, offset  # decoded in place
-        else:
-            place = np.cumsum(nbytes) - nbytes
-            buffer = self._scratch.memory("stored", int(nbytes.sum()))
-            read_extents(layout, offset, nbytes, place, buffer)
-        self.stats.spent("read_s", start, read_nbytes=int(nbytes.sum()))
-        self._decode(read, lo, hi, buffer, place - offset, resident)
-
-    def _run_far(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:
-        """Read extents ``lo:hi`` of one array over a network, and have them decoded into the resident.
-
-        This thread waits for the decoding, so there are never more parts in memory than such threads.
-        """
-        read_again_if_far(read, partial(self._load_far, read, lo, hi, resident))
-
-    def _load_far(self, read: ArrayRead, lo: int, hi: int, resident: HostResident) -> None:
-        start = time.perf_counter()
-        offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
-        place = np.cumsum(nbytes) - nbytes
-        buffer = self._stored.take(int(nbytes.sum()))
-        read_extents(read.layout, offset, nbytes, place, buffer)
-        self.stats.spent("read_s", start, read_nbytes=buffer.size)
-        self._loads.submit(self._decode, read, lo, hi, buffer, place - offset, resident).result()
-
-    def _decode(
-        self,
-        read: ArrayRead,
-        lo: int,
-        hi: int,
-        buffer: NDArray[np.uint8],
-        moved: NDArray[np.int64],
-        resident: HostResident,
-    ) -> None:
-        """Decode extents ``lo:hi`` of one array; each is in the buffer, `moved` bytes after its place in the source."""
-        start = time.perf_counter()
-        first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
-        shift = np.repeat(moved, np.diff(read.extent_chunks[lo : hi + 1]))
-        part = Part(read, first, last, buffer, shift, resident.flat(read.target))
-        decoded, n_partial, is_rounded = decode(part, self._scratch, self._verify)
-        if is_rounded and self._values.itemsize == 4:
-            self._warn_of_rounding(read)
-        self.stats.spent("decode_s", start, decoded_nbytes=decoded, n_chunks=last - first, n_chunks_partial=n_partial)
-
-    def _warn_of_rounding(self, read: ArrayRead) -> None:
-        if not self._has_warned_of_rounding:
-            self._has_warned_of_rounding = True
-            _log.warning("%s", rounding_warning(read))
 
     def _take(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Any:
         take = self._take_csr if form.output == "csr" else self._take_dense
@@ -398,59 +299,6 @@ class CpuBackend:
             return _NO_SCRATCH
         longest = int((resident.indptr[positions + 1] - resident.indptr[positions]).max(initial=0))
         return self._scratch.memory("row", 2 * longest, np.float32)
-
-
-def _as_stored(read: ArrayRead, lo: int, hi: int, out: NDArray[Any]) -> slice | None:
-    """Return the chunks of extents ``lo:hi`` if their bytes can be read straight to their place in the resident.
-
-    None if they differ from the resident's values, or are so short that it is faster to read several at a time.
-    """
-    layout = read.layout
-    if not layout.is_raw or layout.dtype != out.dtype or out.dtype.kind != "f":
-        return None
-    chunks = slice(int(read.extent_chunks[lo]), int(read.extent_chunks[hi]))  # unencoded, each is one piece
-    nbytes = read.chunk_nbytes[chunks]
-    is_long = int(nbytes.sum()) >= MAX_GAP * nbytes.size
-    return chunks if is_long and nbytes.all() and (read.piece_rows[chunks] == 1).all() else None
-
-
-def scratch_nbytes(layouts: Iterable[ArrayLayout]) -> int:
-    """Return the maximum scratch memory of a thread for these arrays, in bytes.
-
-    It holds the stored chunks of a task, and one decoded chunk twice, or three times if chunks are decoded in pairs.
-    """
-    most = THREAD_NBYTES
-    for layout in layouts:
-        decoded = int(layout.decoded_nbytes(np.arange(layout.chunk_offset.size)).max(initial=0))
-        stored = int(layout.chunk_nbytes.max(initial=0))
-        if decoded:
-            task = (TASK_NBYTES + decoded) * stored / decoded
-            most = max(most, int(1.125 * (task + (3 if decoded <= TWO_AHEAD_NBYTES else 2) * decoded)))
-    return most
-
-
-def far_nbytes(layouts: Iterable[ArrayLayout], under_way: float) -> float:
-    """Return the maximum memory taken by data in transfer over a network, in bytes.
-
-    Data are in memory twice: as the bodies of responses, and assembled for decoding.
-
-    Parameters
-    ----------
-    layouts
-        The arrays.
-    under_way
-        Bytes to be read by the fetches in progress.
-    """
-    most = 0.0
-    for layout in layouts:
-        if layout.source.ranges is None or not layout.chunk_offset.size:
-            continue
-        task = float(TASK_NBYTES)
-        if not layout.is_raw:  # gaps between the chunks of an extent are read but not decoded
-            decoded = int(layout.decoded_nbytes(np.arange(layout.chunk_offset.size)).sum())
-            task = TASK_NBYTES * int(layout.chunk_nbytes.sum()) / max(1, decoded) + layout.source.ranges.max_extent
-        most = max(most, 2 * min(FAR_PARTS * task, under_way))
-    return most
 
 
 def _csr_of(data: NDArray[Any], indices: NDArray[np.int32], indptr: NDArray[np.int32], n_cols: int) -> Any:

@@ -76,6 +76,15 @@ def check_fits_csr(nnz: int) -> None:
         raise PlanError("output='csr': a minibatch has more than 2**31 - 1 values; use a smaller batch_size.")
 
 
-def rounding_warning(read: ArrayRead) -> str:
-    """Return the warning, given once, that float32 rounds values of a file."""
-    return f"{read.layout.source.name}: {read.layout.name} holds integers above 2**24, which float32 rounds"
+class RoundingWarning:
+    """Warns, once, that float32 rounds values of a file."""
+
+    def __init__(self) -> None:
+        self._is_given = False
+
+    def warn(self, read: ArrayRead) -> None:
+        """Give the warning, if it was not given before."""
+        if not self._is_given:
+            self._is_given = True
+            source, name = read.layout.source.name, read.layout.name
+            _log.warning("%s: %s holds integers above 2**24, which float32 rounds", source, name)

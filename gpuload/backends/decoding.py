@@ -45,8 +45,6 @@ class Part:
         Holds their stored bytes.
     shift : (last - first,) int64
         Each chunk's place in the buffer minus its place in the source.
-    out
-        The flat array of the resident that the read fills.
     """
 
     read: ArrayRead
@@ -54,11 +52,10 @@ class Part:
     last: int
     buffer: NDArray[np.uint8]
     shift: NDArray[np.int64]
-    out: NDArray[Any]
 
 
-def decode(part: Part, scratch: Workspace, verify: str) -> tuple[int, int, bool]:
-    """Decode chunks and copy their wanted pieces; `verify` is a key of `VERIFY`.
+def decode(part: Part, out: NDArray[Any], scratch: Workspace, verify: str) -> tuple[int, int, bool]:
+    """Decode chunks and copy their wanted pieces into a flat array; `verify` is a key of `VERIFY`.
 
     Returns
     -------
@@ -71,10 +68,12 @@ def decode(part: Part, scratch: Workspace, verify: str) -> tuple[int, int, bool]
         A chunk cannot be decoded, or its checksum does not match.
     """
     steps = _native_steps(part.read.layout)
-    return _by_library(part) if steps is None else _natively(part, *steps, scratch, VERIFY[verify])
+    return _by_library(part, out) if steps is None else _natively(part, out, *steps, scratch, VERIFY[verify])
 
 
-def _natively(part: Part, steps: list[int], codec: str, scratch: Workspace, verify: int) -> tuple[int, int, bool]:
+def _natively(
+    part: Part, out: NDArray[Any], steps: list[int], codec: str, scratch: Workspace, verify: int
+) -> tuple[int, int, bool]:
     read, first, last = part.read, part.first, part.last
     layout, chosen = read.layout, slice(first, last)
     stored_dtype = _of_numbers(layout.dtype)
@@ -91,7 +90,7 @@ def _natively(part: Part, steps: list[int], codec: str, scratch: Workspace, veri
         read.chunk_pieces[first : last + 1],
         (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows),
         (*steps, *sizes, layout.is_raw, verify, float(layout.fill_value)),
-        (*decoder, *pieces.addresses_of(stored_dtype, part.out.dtype)),
+        (*decoder, *pieces.addresses_of(stored_dtype, out.dtype)),
         (
             scratch.memory("first", 2 * room if decoder[1] else room),
             scratch.memory("second", room),
@@ -99,7 +98,7 @@ def _natively(part: Part, steps: list[int], codec: str, scratch: Workspace, veri
         ),
         scratch.addresses.table,
         layout.verified,
-        part.out.ctypes.data,
+        out.ctypes.data,
         status,
     )
     if n < 0:
@@ -107,8 +106,8 @@ def _natively(part: Part, steps: list[int], codec: str, scratch: Workspace, veri
     return int(status[0]), int(status[1]), bool(status[2])
 
 
-def _by_library(part: Part) -> tuple[int, int, bool]:
-    read, first, last, out = part.read, part.first, part.last, part.out
+def _by_library(part: Part, out: NDArray[Any]) -> tuple[int, int, bool]:
+    read, first, last = part.read, part.first, part.last
     layout = read.layout
     full = layout.decoded_nbytes(read.chunk_id[first:last])
     strides = layout.src_stride, layout.dest_stride

@@ -77,7 +77,14 @@ def _open_cuda(
     fake.fake_set_launch(ctypes.c_void_p(_address(shim.compiled()._launch)))
     device = Device(number, memory_nbytes)
     reader = PinnedReader(device, num_threads=num_threads or 2)
-    return CudaBackend(device, reader, FakeNvcomp(device), verify=verify, cache_nbytes=cache_nbytes)  # type: ignore[arg-type]
+    return CudaBackend(
+        device,
+        reader,
+        FakeNvcomp(device),  # type: ignore[arg-type]
+        num_threads=num_threads,
+        verify=verify,
+        cache_nbytes=cache_nbytes,
+    )
 
 
 def pytest_configure() -> None:

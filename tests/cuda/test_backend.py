@@ -79,6 +79,7 @@ def open_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]
                 device,
                 PinnedReader(device, num_threads=2, buffer_nbytes=1 << 16),
                 nvcomp,
+                num_threads=num_threads,
                 verify=verify,
                 cache_nbytes=cache_nbytes,
             )
@@ -93,6 +94,11 @@ def open_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]
 
 
 SMALL = {"batch_size": 7, "fetch_factor": 4}
+
+
+def refuse(decoder: Any, read: Any, *_: Any) -> None:
+    """Stand in for `HostDecoder.start` where the device should decode everything."""
+    raise AssertionError(f"chunks of {read.layout.name} go to the host")
 
 
 def assert_asks_as_the_cpu(
@@ -253,11 +259,12 @@ def test_a_stream_without_an_nvcomp_status_is_not_taken_for_decoded(
 
     opened.nvcomp.decode = decoded  # type: ignore[method-assign]
     retried: list[int] = []
-    retry = opened.loader._backend._decoder.retry  # type: ignore[attr-defined]
-    opened.loader._backend._decoder.retry = lambda *args: retried.append(args[1]) or retry(*args)  # type: ignore[attr-defined]
+    on_host: Any = opened.loader._backend._host  # type: ignore[attr-defined]
+    retry = on_host.start
+    on_host.start = lambda read, *args: retried.append(read.chunk_id.size) or retry(read, *args)
     for batch in opened.epoch():
         np.testing.assert_array_equal(batch.X, store_variant(kind).dense[batch.rows])
-    assert len(retried) >= opened.loader.stats.n_chunks / 2
+    assert 2 * sum(retried) == opened.loader.stats.n_chunks  # each was counted by both
 
 
 def test_undecoded_chunks_are_not_reported_as_rounded_integers(
@@ -431,7 +438,7 @@ def test_memory_names_its_parts(open_fake: Callable[..., Opened], plain: Stored)
     opened = open_fake(plain.path, **SMALL)
     list(opened.epoch())
     assert {"residents", "minibatches", "arenas", "scratch", "metadata"} <= opened.loader.memory().keys()
-    assert all(nbytes > 0 for name, nbytes in opened.loader.memory().items() if name != "cache")
+    assert all(nbytes > 0 for name, nbytes in opened.loader.memory().items() if name not in ("cache", "host"))
 
 
 @pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-blosc-lz4-shuffle"])
@@ -466,28 +473,42 @@ def test_idle_memory_is_released_if_there_is_too_little() -> None:
 
 
 @pytest.mark.parametrize("output", ["dense", "csr"])
-def test_positions_of_a_fetch_are_uploaded_once(
-    open_fake: Callable[..., Opened], plain: Stored, monkeypatch: pytest.MonkeyPatch, output: str
+@pytest.mark.parametrize("kind", ["csr-gzip4", "dense-gzip4"])
+def test_a_minibatch_is_one_launch_and_needs_no_upload(
+    open_fake: Callable[..., Opened],
+    store_variant: StoreVariant,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    output: str,
 ) -> None:
-    opened, sizes, upload = open_fake(plain.path, output=output, **SMALL), list[int](), CudaBackend._upload
+    """Positions, and offsets of rows in CSR, are uploaded once per fetch."""
+    stored = store_variant(kind)
+    opened, sizes, upload = open_fake(stored.path, output=output, **SMALL), list[tuple[str, int]](), CudaBackend._upload
 
     def spy(self: CudaBackend, host: NDArray[Any], *rest: Any) -> Any:
-        if host.dtype == np.int32:
-            sizes.append(host.size)
+        sizes.append((host.dtype.name, host.size))
         return upload(self, host, *rest)
 
     monkeypatch.setattr(CudaBackend, "_upload", spy)
     for batch in opened.epoch():
         X = batch.X.toarray() if output == "csr" else batch.X
-        np.testing.assert_array_equal(X, plain.dense[batch.rows])
-    n_rows = len(plain.dense)
-    assert sizes == [28] * (n_rows // 28) + [n_rows % 28]
+        np.testing.assert_array_equal(X, stored.dense[batch.rows])
+    n_rows = len(stored.dense)
+    fetches = [28] * (n_rows // 28) + [n_rows % 28]
+    assert [n for dtype, n in sizes if dtype == "int32"] == fetches
+    assert [n - 1 for dtype, n in sizes if dtype == "int64"] == (fetches if output == "csr" else [])
+    making = ("densify_csr_f4", "gather_dense_f4", "gather_csr", "compact_dense")
+    is_two = kind == "dense-gzip4" and output == "csr"
+    assert sum(name in making for name in opened.device.launched) == len(opened.loader) * (2 if is_two else 1)
 
 
+@pytest.mark.parametrize("output", ["dense", "csr"])
+@pytest.mark.parametrize("kind", ["csr-gzip4", "dense-gzip4"])
 def test_positions_are_taken_as_they_are_however_they_lie_in_memory(
-    open_fake: Callable[..., Opened], plain: Stored
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, output: str
 ) -> None:
-    opened = open_fake(plain.path, batch_size=40, fetch_factor=1, shuffle=False)
+    stored = store_variant(kind)
+    opened = open_fake(stored.path, batch_size=40, fetch_factor=1, shuffle=False, output=output)
     backend = opened.loader._backend
     resident = backend.load(opened.loader._store.recipe(np.array([[0, 40]]))).result()
     many, long = np.arange(40, dtype=np.int32), np.arange(100, dtype=np.int32)
@@ -496,7 +517,11 @@ def test_positions_are_taken_as_they_are_however_they_lie_in_memory(
     for positions in (*chosen, many[3:3], np.array([4, 4], np.int32)):
         X = backend.take_rows(resident, positions, opened.loader.tables["X"].form).result()
         opened.device.synchronize()
-        np.testing.assert_array_equal(X, plain.dense[positions])
+        if output == "csr":
+            expected = csr_matrix(stored.dense)[positions]
+            np.testing.assert_array_equal(X.indptr, expected.indptr)
+            X = X.toarray()
+        np.testing.assert_array_equal(X, stored.dense[positions])
 
 
 def test_a_new_consumer_stream_waits_for_work_on_the_old_one(
@@ -780,9 +805,6 @@ def test_good_chunks_are_never_decoded_on_the_host(
     kind: str,
     verify: str,
 ) -> None:
-    def refuse(read: Any, chunk: int) -> None:
-        raise AssertionError(f"chunk {chunk} of {read.layout.name} goes to the host")
-
     stored = store_variant(kind)
     opened = open_fake(stored.path, verify=verify, block_size=3, **SMALL)
     masked = [
@@ -790,7 +812,7 @@ def test_good_chunks_are_never_decoded_on_the_host(
     ]
     if masked:
         pytest.skip("a filter was skipped for some chunk of this file")
-    monkeypatch.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
+    monkeypatch.setattr("gpuload.backends.cuda.on_host.HostDecoder.start", refuse)
     for _ in range(3):
         for batch in opened.epoch():
             np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])

@@ -34,6 +34,10 @@ def cupy() -> Any:
     return cupy
 
 
+def refuse(decoder: Any, read: Any, *_: Any) -> None:
+    raise AssertionError(f"chunks of {read.layout.name} go to the host")
+
+
 def to_host(array: Any) -> np.ndarray:
     return array.get() if hasattr(array, "get") else np.asarray(array)
 
@@ -66,11 +70,8 @@ def test_cells_taken_during_an_iteration(store_variant: StoreVariant, kind: str,
 def test_good_chunks_are_never_decoded_on_the_host(
     store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    def refuse(read: Any, chunk: int) -> None:
-        raise AssertionError(f"chunk {chunk} of {read.layout.name} goes to the host")
-
     stored = store_variant(kind)
-    monkeypatch.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
+    monkeypatch.setattr("gpuload.backends.cuda.on_host.HostDecoder.start", refuse)
     with gpuload.open_loader(stored.path, **SMALL) as loader:
         for batch in loader:
             np.testing.assert_array_equal(to_host(batch.X), stored.dense[batch.rows])
@@ -83,13 +84,10 @@ def test_chunks_of_zarr_are_decoded_on_the_device(tmp_path: Path, monkeypatch: p
     pytest.importorskip("zarr", minversion="3.0")
     from tests import zarr_writers as writers
 
-    def refuse(read: Any, chunk: int) -> None:
-        raise AssertionError(f"chunk {chunk} of {read.layout.name} goes to the host")
-
     (form,) = [form for form in writers.forms() if form.name == name]
     form.write(tmp_path / "store.zarr")
     expected = writers.read_matrix(tmp_path / "store.zarr", "X").toarray()
-    monkeypatch.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
+    monkeypatch.setattr("gpuload.backends.cuda.on_host.HostDecoder.start", refuse)
     with gpuload.open_loader(tmp_path / "store.zarr", verify="always", **SMALL) as loader:
         for batch in loader:
             np.testing.assert_array_equal(to_host(batch.X), expected[batch.rows])

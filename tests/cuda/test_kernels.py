@@ -174,10 +174,10 @@ SIGNATURES = {
     **{f"densify_csr_{out}": [*ROWS, "i8", f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
     **{f"gather_dense_{out}": [*DENSE, f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
     "count_csr": ["r:i8", "r:i4", "r:i8", "r:i4", "i8", "w:i8"],
-    "gather_csr": [*ROWS, "r:i8", "w:i4", "w:f4"],
+    "gather_csr": [*ROWS, "r:i8", "w:i4", "w:i4", "w:f4"],
     "mark_large": ["r:i8", "r:i4", "r:f4", "r:i8", "r:i4", "f8", "i4", "i8", "i8", "w:i8"],
     "count_dense": ["r:i8", "r:f4", "r:i8", "r:i4", "f8", "i4", "i8", "i8", "w:i8"],
-    "compact_dense": ["r:f4", "i8", "i8", "r:i8", "w:i4", "w:f4"],
+    "compact_dense": ["r:f4", "i8", "i8", "r:i8", "w:i4", "w:i4", "w:f4"],
 }
 
 
@@ -1090,8 +1090,20 @@ def test_log1p_of_either_zero_has_no_sign() -> None:
     dense, csr, bad = np.ones(4, np.float32), np.ones(4, np.float32), np.array([INT32_MAX], np.int32)
     one, four = np.int64(1), np.int64(4)
     run("gather_dense_f4", Grid(1, 64), position, None, data, *arithmetic, one, four, four, dense, bad)
+    rows, out_indptr = int64(0, 4), np.empty(2, dtype=np.int32)
     run(
-        "gather_csr", Grid(1, 64), position, int64(0, 4), indices, data, *arithmetic, one, int64(0), indices.copy(), csr
+        "gather_csr",
+        Grid(1, 64),
+        position,
+        rows,
+        indices,
+        data,
+        *arithmetic,
+        one,
+        rows,
+        out_indptr,
+        indices.copy(),
+        csr,
     )
     for found in (dense, csr):
         assert found[:2].tobytes() == bytes(8)
@@ -1119,9 +1131,11 @@ def test_offsets_beyond_2_to_the_31_work() -> None:
     launch("densify_csr_f4", 3, 64, (*csr, *plain, np.int64(1), np.int64(30), dense, bad))
     np.testing.assert_array_equal(dense, values)
     out_indices = sparse(n, np.int32)
-    launch("gather_csr", 3, 64, (*csr, *plain, np.int64(1), int64(at), out_indices, out))
-    np.testing.assert_array_equal(out[at:], values)
-    np.testing.assert_array_equal(out_indices[at:], indices[at:])
+    out_indptr = np.empty(2, dtype=np.int32)
+    launch("gather_csr", 3, 64, (*csr, *plain, np.int64(1), int64(at, n), out_indptr, out_indices, out))
+    np.testing.assert_array_equal(out[:30], values)
+    np.testing.assert_array_equal(out_indices[:30], indices[at:])
+    np.testing.assert_array_equal(out_indptr, [0, 30])
 
     n_cols = n // 5  # of which a row has two
     columns = np.array([n_cols - 1, -1, 0], dtype=np.int32)
@@ -1220,8 +1234,11 @@ def test_gather_csr(take: Taken, grid: Grid) -> None:
     rows.gather_csr(*take.host_args()[:-1], wanted_indices, wanted)
     memory, indices = shifted(nnz, np.int32, 0)
     data = np.empty(nnz, dtype=np.float32)
-    run("gather_csr", grid, *take.args(), wanted_indptr.astype(np.int64), indices, data)
+    indptr = np.full(wanted_indptr.size, 0 if take.positions.size == 0 else FILLER, dtype=np.int32)
+    offsets = wanted_indptr.astype(np.int64) + (1 << 40)  # in a fetch of which this is a part
+    run("gather_csr", grid, *take.args(), offsets, indptr, indices, data)
     assert_rest_untouched(memory, 0, nnz)
+    np.testing.assert_array_equal(indptr, wanted_indptr)
     np.testing.assert_array_equal(indices, wanted_indices)
     assert_equal(data, wanted, has_transform=take.has_transform)
 
@@ -1236,7 +1253,9 @@ def test_gather_csr_of_many_rows_in_one_block(n_threads: int) -> None:
     kept = columns[indices] >= 0
     out_indptr = np.concatenate([[0], kept.cumsum()])[indptr]
     out_indices, out = np.empty(kept.sum(), np.int32), np.empty(kept.sum(), np.float32)
-    run("gather_csr", Grid(1, n_threads), *take.args(), out_indptr, out_indices, out)
+    found = np.empty(7, np.int32)
+    run("gather_csr", Grid(1, n_threads), *take.args(), out_indptr, found, out_indices, out)
+    np.testing.assert_array_equal(found, out_indptr)
     np.testing.assert_array_equal(out_indices, indices[kept])
     np.testing.assert_array_equal(out, data[kept])
 
@@ -1261,7 +1280,9 @@ def test_dense_rows_as_csr(data: st.DataObject, grid: Grid, seed: int) -> None:
     np.testing.assert_array_equal(counts, np.diff(wanted.indptr))
     memory, indices = shifted(wanted.nnz, np.int32, 1)
     values = np.full(wanted.nnz, FILLER, dtype=np.float32)
-    run("compact_dense", grid, X.reshape(-1), *sizes, wanted.indptr.astype(np.int64), indices, values)
+    indptr = np.zeros(n_rows + 1, dtype=np.int32)
+    run("compact_dense", grid, X.reshape(-1), *sizes, wanted.indptr.astype(np.int64) + 5, indptr, indices, values)
+    np.testing.assert_array_equal(indptr, wanted.indptr)
     assert_rest_untouched(memory, 1, wanted.nnz)
     np.testing.assert_array_equal(indices, wanted.indices)
     assert values.tobytes() == wanted.data.tobytes()

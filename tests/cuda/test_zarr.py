@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import warnings
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ zarr = pytest.importorskip("zarr", minversion="3.0")
 
 import gpuload  # noqa: E402
 from tests import zarr_writers as writers  # noqa: E402
-from tests.cuda.test_backend import SMALL, open_fake  # noqa: E402
+from tests.cuda.test_backend import SMALL, open_fake, refuse  # noqa: E402
 from tests.writers import counts  # noqa: E402
 
 if TYPE_CHECKING:
@@ -77,10 +77,6 @@ def test_rows_match_what_zarr_reads(open_fake: Callable[..., Opened], tmp_path: 
 ON_DEVICE = [name for name in FORMS if ("gzip" in name or "crc32c" in name) and name != "v3-csr-crc32c-zstd"]
 
 
-def refuse(read: Any, chunk: int) -> None:
-    raise AssertionError(f"chunk {chunk} of {read.layout.name} goes to the host")
-
-
 @pytest.mark.parametrize(("verify", "cache"), [("once", None), ("always", "1MiB"), ("never", None)])
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_checksums_are_verified_on_the_device(
@@ -95,7 +91,7 @@ def test_checksums_are_verified_on_the_device(
     FORMS[name].write(path)
     expected = writers.read_matrix(path, "X")
     expected = expected.toarray() if hasattr(expected, "toarray") else expected
-    monkeypatch.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
+    monkeypatch.setattr("gpuload.backends.cuda.on_host.HostDecoder.start", refuse)
     opened = open_fake(path, verify=verify, device_cache=cache, block_size="chunk", **SMALL)
     for epoch in range(2):
         opened.device.launched.clear()
@@ -115,7 +111,7 @@ def test_fletcher32_within_a_crc32c_is_verified(
     with warnings.catch_warnings(action="ignore"):  # zarr 3.1 says that others may not know these codecs
         writers.csr(path, filters=None, compressors=(nc.Fletcher32(), zarr.codecs.Crc32cCodec()))
     expected = writers.read_matrix(path, "X").toarray()
-    monkeypatch.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
+    monkeypatch.setattr("gpuload.backends.cuda.on_host.HostDecoder.start", refuse)
     opened = open_fake(path, **SMALL)
     for batch in opened.epoch():
         np.testing.assert_array_equal(batch.X, expected[batch.rows])
@@ -170,7 +166,7 @@ def test_checksums_are_not_verified_with_verify_never(
 ) -> None:
     path = tmp_path / "store.zarr"
     damage(path, name, at)
-    monkeypatch.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
+    monkeypatch.setattr("gpuload.backends.cuda.on_host.HostDecoder.start", refuse)
     with gpuload.open_loader(path, device="cpu", verify="never", **SMALL) as loader:
         expected = list(loader)
     for batch, wanted in zip(open_fake(path, verify="never", **SMALL).epoch(), expected, strict=True):
@@ -274,7 +270,7 @@ def test_zstds_own_checksum_is_verified(
     X = csr_matrix((noise, counts().indices, counts().indptr), counts().shape, dtype=np.float32)
     writers.add_csr(writers.open_group(path), "X", X, compressors=zarr.codecs.ZstdCodec(level=3, checksum=True))
     with monkeypatch.context() as strict:
-        strict.setattr("gpuload.backends.cuda.decode.decode_on_host", refuse)
+        strict.setattr("gpuload.backends.cuda.on_host.HostDecoder.start", refuse)
         opened = open_fake(path, **SMALL)
         for batch in (*opened.epoch(), *opened.epoch()):
             np.testing.assert_array_equal(batch.X, X.toarray()[batch.rows])

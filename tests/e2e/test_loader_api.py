@@ -544,7 +544,7 @@ def test_a_fork_can_release_a_loader_whose_threads_held_locks(loader: gpuload.Lo
         del batches
         return True
 
-    locks = [backend._loads._shutdown_lock, *(task._condition for task in tasks)]
+    locks = [backend._loads._threads._shutdown_lock, *(task._condition for task in tasks)]
     assert status_of_fork(let_go, locks) == 0
     assert len(list(batches)) == len(loader) - 1
 

@@ -14,7 +14,7 @@ import pytest
 from scipy.sparse import csr_matrix, save_npz
 
 import gpuload
-from gpuload.backends import cpu
+from gpuload.backends import host
 from gpuload.formats.arrays import damage_to_metadata
 from gpuload.source import FileSource
 from tests.mutants import by_gpuload, by_h5py, is_same, write_base
@@ -182,13 +182,13 @@ def test_file_changed_in_place_is_reported(
 def test_file_changed_during_its_last_fetch_is_reported(
     copy_of: Callable[[str], Path], changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths, plain = {name: copy_of(f"{name}.h5ad") for name in ("rna", "prot")}, cpu.read_extents
+    paths, plain = {name: copy_of(f"{name}.h5ad") for name in ("rna", "prot")}, host.read_extents
 
     def change_after(*arguments: Any) -> None:
         plain(*arguments)
         os.utime(paths[changed], (1, 1))
 
-    monkeypatch.setattr(cpu, "read_extents", change_after)
+    monkeypatch.setattr(host, "read_extents", change_after)
     with (
         gpuload.open_loader(paths, modality=list(paths), device="cpu") as loader,  # a fetch holds all of them
         pytest.raises(

@@ -89,7 +89,7 @@ def files_of_other_widths(folder: Path, **options: Any) -> tuple[list[Path], lis
 def test_files_of_different_widths_share_one_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str | None
 ) -> None:
-    monkeypatch.setattr("gpuload.backends.cpu.TASK_NBYTES", 100)
+    monkeypatch.setattr("gpuload.backends.host.TASK_NBYTES", 100)
     paths, parts = files_of_other_widths(tmp_path, compression=compression)
     for join in ("inner", "outer"):
         with gpuload.open_loader(paths, join=join, **SMALL) as loader:

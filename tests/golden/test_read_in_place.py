@@ -10,7 +10,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
-from gpuload.backends import cpu
+from gpuload.backends import host
 from tests.writers import write_csr, write_dense, write_h5ad
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ def dense(path: Path, X: np.ndarray, **options: Any) -> Path:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list of the resident's arrays to which something was decoded."""
     seen: list[str] = []
-    decode = cpu.decode
+    decode = host.decode
 
     def recorded(part: Any, *rest: Any) -> Any:
         seen.append(part.read.target)
         return decode(part, *rest)
 
-    monkeypatch.setattr(cpu, "decode", recorded)
+    monkeypatch.setattr(host, "decode", recorded)
     return seen
 
 

@@ -70,6 +70,6 @@ def test_a_loader_has_so_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
     backend = CpuBackend()
     try:
-        assert backend._loads._max_workers == 1
+        assert backend._loads._threads._max_workers == 1
     finally:
         backend.close()

@@ -1,8 +1,8 @@
 """The CUDA backend: reads stored bytes into device memory, decodes them there, and gathers minibatches with kernels.
 
 `backend` schedules the work. `readers`, `kvikio` and `pinned` read bytes; `decode`, with `work`, `nvcomp` and
-`containers`, decodes them into rows. `device` wraps all of CUDA that the rest uses, `memory` tracks which stream may
-use which memory, and `kernels/` holds the device code.
+`containers`, decodes them into rows; `on_host` reads and decodes what a device cannot. `device` wraps all of CUDA that
+the rest uses, `memory` tracks which stream may use which memory, and `kernels/` holds the device code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def open_cuda(
     number
         Index of the GPU.
     num_threads
-        Reader threads; None takes KvikIO's own setting, and `pinned.NUM_THREADS`.
+        Threads that read, and threads that decode on the host; None takes KvikIO's own setting or `pinned.NUM_THREADS`,
+        and one per core available to this process.
     verify, cache_nbytes
         As for `CudaBackend`.
     memory_nbytes
@@ -58,7 +59,7 @@ def open_cuda(
         readers.append(PinnedReader(device, num_threads=NUM_THREADS if num_threads is None else num_threads))
     reader = readers[0] if len(readers) == 1 else MeasuredReader(device, *readers)
     try:
-        return CudaBackend(device, reader, Nvcomp(), verify=verify, cache_nbytes=cache_nbytes)
+        return CudaBackend(device, reader, Nvcomp(), num_threads=num_threads, verify=verify, cache_nbytes=cache_nbytes)
     except BaseException:
         reader.close()
         raise

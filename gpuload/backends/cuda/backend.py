@@ -23,21 +23,19 @@ import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.backends import host
 from gpuload.backends.cuda.cache import ChunkCache
 from gpuload.backends.cuda.decode import Decoder, Outcome
 from gpuload.backends.cuda.memory import DevicePool, Lease
+from gpuload.backends.cuda.on_host import HostDecoder
 from gpuload.backends.cuda.readers import PAGE, place_extents
 from gpuload.backends.cuda.work import N_THREADS
-from gpuload.backends.damage import check_fits_csr, read_again_if_far, rounding_warning, too_large_for_half
-from gpuload.backends.reading import read_extents
-from gpuload.backends.workspace import Workspace
-from gpuload.checks import check_choice
+from gpuload.backends.damage import RoundingWarning, check_fits_csr, too_large_for_half
 from gpuload.errors import DeviceError, PlanError
 from gpuload.layout import select_chunks
 from gpuload.stats import Stats
@@ -87,6 +85,8 @@ class CudaResident:
         Page-locked memory from which `indptr` and `map_start` are uploaded.
     places
         The positions that were uploaded last, and where they are in device memory; see `CudaBackend._places`.
+    offsets
+        The positions whose offsets in CSR were computed last, and these; see `CudaBackend._offsets`.
     """
 
     n_rows: int
@@ -102,6 +102,7 @@ class CudaResident:
     may_be_large: NDArray[np.int64] | None = None
     held: list[Any] = field(default_factory=list)
     places: tuple[NDArray[np.int32], Any] | None = None
+    offsets: tuple[NDArray[np.int32], NDArray[np.int64], Any, NDArray[np.bool_]] | None = None
 
     def flat(self, target: str) -> Any:
         """Return the flat array that a read fills."""
@@ -132,14 +133,21 @@ class _Arena:
     memory: Any = None
 
 
-class _Lane(threading.local):
-    """The state of one loading thread: a decoding stream, its scratch memory, and arenas used in turn."""
+class _Lane:
+    """What one loading thread decodes with: a stream, its scratch memory, and arenas used in turn."""
 
     def __init__(self, device: Device, pools: list[DevicePool], scratch: list[DevicePool]) -> None:
         self.stream = device.stream()
         self.scratch = DevicePool(device, 32, pools)
         scratch.append(self.scratch)
         self.arenas = cycle([_Arena(device.stream()) for _ in range(N_ARENAS)])
+
+
+class _Lanes(threading.local):
+    """The lane of each loading thread."""
+
+    def __init__(self, *args: Any) -> None:
+        self.own = _Lane(*args)
 
 
 class CudaBackend:
@@ -153,6 +161,8 @@ class CudaBackend:
         Reads the stored bytes into device memory.
     nvcomp
         The batched decoders.
+    num_threads
+        Threads for what the host decodes; None takes one per core available to this process.
     verify
         ``"once"``, ``"always"`` or ``"never"``.
     cache_nbytes
@@ -162,9 +172,15 @@ class CudaBackend:
     takes_ahead = 0
 
     def __init__(
-        self, device: Device, reader: Reader, nvcomp: Nvcomp, *, verify: str = "once", cache_nbytes: int = 0
+        self,
+        device: Device,
+        reader: Reader,
+        nvcomp: Nvcomp,
+        *,
+        num_threads: int | None = None,
+        verify: str = "once",
+        cache_nbytes: int = 0,
     ) -> None:
-        check_choice("verify", verify, ("never", "once", "always"))
         self.device = device.name
         self.device_nbytes: int | None = device.capacity()
         self.stats = Stats()
@@ -177,8 +193,10 @@ class CudaBackend:
         self._outputs = DevicePool(device, 16, self._pools)
         self._small = DevicePool(device, 256, self._pools)
         self._decoder = Decoder(device, nvcomp)
-        self._lane = _Lane(device, self._pools, self._scratch)
-        self._host = Workspace()
+        self._lanes = _Lanes(device, self._pools, self._scratch)
+        self._rounding = RoundingWarning()
+        self._host = HostDecoder(device, nvcomp, host.n_threads(num_threads), verify, self.stats, self._rounding)
+        self._warned_of: set[str] = set()
         self._cache = ChunkCache(device, cache_nbytes)
         self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
@@ -190,7 +208,6 @@ class CudaBackend:
         self._stream: Any = None  # the consumer's stream when last used
         self._uploads = _Uploads(device)
         self._never_bad = device.typed(device.empty(4), np.int32, (1,))
-        self._has_warned_of_rounding = False
 
     @property
     def io_mode(self) -> str:
@@ -222,13 +239,14 @@ class CudaBackend:
         return lambda: not self._device.is_reached(event)
 
     def memory(self) -> dict[str, int]:
-        """Return the peak device memory held, in bytes; see `Backend.memory`."""
+        """Return the peak memory held, in bytes, on the device except for ``"host"``; see `Backend.memory`."""
         return {
             "residents": self._residents.peak_nbytes,
             "minibatches": self._outputs.peak_nbytes,
             "arenas": sum(self._arena_nbytes.copy().values()),
             "scratch": sum(pool.peak_nbytes for pool in self._scratch),
             "cache": self._cache.used_nbytes,
+            "host": self._host.peak_nbytes,
         }
 
     def asarray(self, host: NDArray[Any]) -> Any:
@@ -237,8 +255,9 @@ class CudaBackend:
 
     def close(self) -> None:
         """Stop the threads, after the loads in progress, and free idle memory."""
-        is_own_thread = threading.current_thread().name.startswith("gpuload-load")
-        self._loads.shutdown(wait=not is_own_thread, cancel_futures=True)
+        self._loads.shutdown(wait=False, cancel_futures=True)
+        self._host.close()
+        self._loads.shutdown(wait=not host.is_one_of_ours(), cancel_futures=True)
         self._reader.close()
         for pool in self._pools:
             pool.clear()
@@ -277,7 +296,10 @@ class CudaBackend:
         try:
             return self._filled(recipe, outcomes)
         except BaseException as error:
-            self._device.wait(self._device.record(self._lane.stream))  # memory that launches use must outlive them
+            for outcome in outcomes:
+                for task in outcome.on_host:
+                    task.cancel()
+            self._device.wait(self._device.record(self._lanes.own.stream))  # memory that launches use must outlive them
             for outcome in outcomes:
                 if outcome.kept is not None:
                     self._cache.release(outcome.read, outcome.kept[0])
@@ -289,23 +311,25 @@ class CudaBackend:
 
     def _filled(self, recipe: Recipe, outcomes: list[Outcome]) -> CudaResident:
         """Return the resident of a recipe once it is whole; append the outcome of each part as it is launched."""
-        stream = self._lane.stream
+        stream = self._lanes.own.stream
         resident = self._new_resident(recipe, stream)
         for read in recipe.reads:
+            if self._decoder.steps(read.layout) is None:
+                outcomes.append(self._on_host(read, resident))
+                continue
             places = self._cache.places(read)
             is_cached = places >= 0
             if is_cached.any():
                 self._run_cached(read, places, resident, outcomes)
             if not is_cached.all():
                 rest = select_chunks(read, ~is_cached) if is_cached.any() else read
-                run = self._run if self._decoder.steps(read.layout) is not None else self._run_on_host
                 for lo, hi in rest.parts(PART_NBYTES):
-                    run(rest, lo, hi, resident, outcomes)
+                    self._run(rest, lo, hi, resident, outcomes)
         start = time.perf_counter()
         self._device.wait(self._device.record(stream))
+        self.stats.add(decode_s=time.perf_counter() - start)
         for outcome in outcomes:
             self._settle(outcome, resident)
-        self.stats.add(decode_s=time.perf_counter() - start)
         return resident
 
     def _new_resident(self, recipe: Recipe, stream: Any) -> CudaResident:
@@ -335,7 +359,7 @@ class CudaBackend:
 
     def _run(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident, outcomes: list[Outcome]) -> None:
         """Read extents ``lo:hi`` into an arena, launch the decoding of their chunks, and append the outcome."""
-        lane = self._lane
+        lane = self._lanes.own
         arena = next(lane.arenas)
         begun = time.perf_counter()
         self._device.wait(self._device.record(arena.stream))  # else the reader would wait while holding full buffers
@@ -348,8 +372,7 @@ class CudaBackend:
         self._device.stream_wait(lane.stream, self._device.record(arena.stream))
         middle = time.perf_counter()
         numbers, at = _chunks_of(read, lo, hi, place)
-        outcome = self._enqueue(read, numbers, at, arena.memory, resident)
-        outcomes.append(outcome)
+        outcome = self._enqueue(read, numbers, at, arena.memory, resident, outcomes)
         kept, room = self._cache.reserve(read, numbers)
         if kept.size:
             outcome.kept = kept, room
@@ -359,22 +382,13 @@ class CudaBackend:
         self._device.stream_wait(arena.stream, self._device.record(lane.stream))
         self._count(read, numbers, int(nbytes.sum()), middle - start, time.perf_counter() - middle + start - begun)
 
-    def _run_on_host(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident, outcomes: list[Outcome]) -> None:
-        """Read and decode extents ``lo:hi`` on the host, launch the upload, and append the outcome."""
-        outcomes.append(read_again_if_far(read, partial(self._decoded_on_host, read, lo, hi, resident)))
-
-    def _decoded_on_host(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident) -> Outcome:
-        start = time.perf_counter()
-        offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
-        place = np.cumsum(nbytes) - nbytes
-        stored = self._host.memory("stored", int(nbytes.sum()))
-        read_extents(read.layout, offset, nbytes, place, stored)
-        middle = time.perf_counter()
-        numbers, at = _chunks_of(read, lo, hi, place)
-        out = resident.flat(read.target)
-        outcome = self._decoder.enqueue_from_host(read, numbers, at, stored, out, self._lane)
-        self._count(read, numbers, int(nbytes.sum()), middle - start, time.perf_counter() - middle)
-        return outcome
+    def _on_host(self, read: ArrayRead, resident: CudaResident) -> Outcome:
+        """Start to decode a read on the host."""
+        source, name, how = read.layout.source, read.layout.name, "+".join(f.name for f in read.layout.filters)
+        self._warn_once(
+            how, "%s: %s is stored as %s, which the GPU has no decoder for; the host decodes it", source.name, name, how
+        )
+        return Outcome(read, on_host=self._host.start(read, resident.flat(read.target), self._lanes.own))
 
     def _count(
         self, read: ArrayRead, numbers: NDArray[np.int64], read_nbytes: int, read_s: float, decode_s: float
@@ -397,7 +411,7 @@ class CudaBackend:
         n_parts = -(-nbytes // PART_NBYTES)
         self.stats.add(decoded_nbytes=nbytes, n_chunks=numbers.size, n_chunks_cached=numbers.size)
         for part in np.array_split(numbers, n_parts):
-            outcomes.append(self._enqueue(read, part, places[part], self._cache.memory, resident))  # noqa: PERF401
+            self._enqueue(read, part, places[part], self._cache.memory, resident, outcomes)
 
     def _enqueue(
         self,
@@ -406,9 +420,15 @@ class CudaBackend:
         place: NDArray[np.int64],
         memory: Any,
         resident: CudaResident,
+        outcomes: list[Outcome],
     ) -> Outcome:
-        out = resident.flat(read.target)
-        return self._decoder.enqueue(read, numbers, place, memory, out, self._lane, verify=self._verify)
+        """Launch the decoding of chunks, append the outcome, and start to decode on the host what is left to it."""
+        out, lane = resident.flat(read.target), self._lanes.own
+        outcome, left = self._decoder.enqueue(read, numbers, place, memory, out, lane, verify=self._verify)
+        outcomes.append(outcome)
+        if left.size:
+            outcome.on_host = self._host.start(_only(read, left), out, lane)
+        return outcome
 
     def _grow(self, arena: _Arena, nbytes: int) -> None:
         """Enlarge an unused arena if it is too small; it starts on a page boundary, as transfers do."""
@@ -420,20 +440,34 @@ class CudaBackend:
         self._arena_nbytes[id(arena)] = arena.memory.nbytes
 
     def _settle(self, outcome: Outcome, resident: CudaResident) -> None:
-        """Decode again on the host the chunks that the device found bad, and record the good ones."""
+        """Have the host decode the chunks that the device found bad, wait for all that it does, and record the rest."""
         read, suspects = outcome.read, outcome.suspects()
-        is_rounded = outcome.rounds(suspects)
-        for chunk in suspects:
-            is_rounded |= self._decoder.retry(read, chunk, resident.flat(read.target), self._lane)
+        if outcome.rounds(suspects):
+            self._rounding.warn(read)
+        if suspects.size:
+            outcome.on_host += self._host.start(_only(read, suspects), resident.flat(read.target), self._lanes.own)
+        for task in outcome.on_host:
+            task.result()
+        if suspects.size:
+            layout, chunk = read.layout, int(read.chunk_id[suspects[0]])
+            path, _ = layout.source.where_is(int(read.chunk_offset[suspects[0]]))
+            self._warn_once(
+                f"retry {layout.source.name}",
+                "%s: chunk %d of %s could not be decoded on the GPU, so the host decoded it; others may follow, which "
+                "is slower",
+                *(path, layout.number_in_file(chunk), layout.name),
+            )
         if outcome.verified is not None and self._verify != "never":
             read.layout.verified[outcome.verified] = 1
         if outcome.kept is not None:
             numbers, place = outcome.kept
             is_good = ~np.isin(numbers, suspects)
             self._cache.keep(read, numbers[is_good], place[is_good])
-        if is_rounded and not self._has_warned_of_rounding:
-            self._has_warned_of_rounding = True
-            _log.warning("%s", rounding_warning(read))
+
+    def _warn_once(self, what: str, message: str, *args: object) -> None:
+        if what not in self._warned_of:
+            self._warned_of.add(what)
+            _log.warning(message, *args)
 
     # --- take
 
@@ -474,31 +508,49 @@ class CudaBackend:
     def _take_csr(self, resident: CudaResident, positions: NDArray[np.int32], form: Form, stream: Any) -> Any:
         n_rows, arithmetic = np.int64(positions.size), self._arithmetic(form, stream)
         X = None if resident.X is None else self._take_dense(resident, positions, form, stream)
-        if X is not None or form.columns is not None:
-            counts = self._kept_counts(resident, arithmetic)[positions]
-        else:
-            assert resident.host_indptr is not None  # noqa: S101 - narrows the type; X is None
-            counts = resident.host_indptr[positions + 1] - resident.host_indptr[positions]
-        must_sort = bool((counts < 0).any())
-        counts = np.where(counts < 0, -1 - counts, counts)
-        indptr = np.concatenate([[0], np.cumsum(counts)])
-        nnz = int(indptr[-1])
+        whole, first = _whole(positions, resident.n_rows)
+        here = slice(first, first + positions.size)
+        ends, offsets, is_unsorted = self._offsets(resident, whole, form, arithmetic, stream)
+        nnz = int(ends[here.stop] - ends[here.start])
         check_fits_csr(nnz)
-        half = (indptr.size + 1) // 2
-        both = np.empty(half + indptr.size, np.int64)  # for the matrix, then for the kernel, in one upload
-        both.view(np.int32)[: indptr.size] = both[half:] = indptr
-        memory = self.asarray(both.view(np.uint8))
-        short = self._device.typed(memory, np.int32, indptr.shape)
-        offsets = self._device.typed(memory[8 * half :], np.int64, indptr.shape)
-        (indices, _), (data, _) = (self._outputs.array((nnz,), t, stream) for t in (np.int32, np.float32))
+        sizes = (np.int32, positions.size + 1), (np.int32, nnz), (np.float32, nnz)
+        indptr, indices, data = (self._outputs.array((n,), dtype, stream)[0] for dtype, n in sizes)
+        if not positions.size:
+            self._device.fill(indptr, 0, stream)
         if X is not None:
             args: tuple[Any, ...] = (X, n_rows, np.int64(form.n_cols))
         else:
             args = (*self._csr_args(self._places(resident, positions, stream), resident), *arithmetic, n_rows)
-        name = "gather_csr" if X is None else "compact_dense"
-        self._device.launch(name, int(n_rows), N_THREADS, (*args, offsets, indices, data), stream)
-        matrix = self._device.csr(data, indices, short, (positions.size, form.n_cols))
-        return self._device.sorted_csr(matrix, stream) if must_sort else matrix
+        args = (*args, offsets[here.start : here.stop + 1], indptr, indices, data)
+        self._device.launch("gather_csr" if X is None else "compact_dense", int(n_rows), N_THREADS, args, stream)
+        matrix = self._device.csr(data, indices, indptr, (positions.size, form.n_cols))
+        return self._device.sorted_csr(matrix, stream) if is_unsorted[here].any() else matrix
+
+    def _offsets(
+        self,
+        resident: CudaResident,
+        whole: NDArray[np.int32],
+        form: Form,
+        arithmetic: tuple[Any, ...],
+        stream: Any,
+    ) -> tuple[NDArray[np.int64], Any, NDArray[np.bool_]]:
+        """Return the offsets of a fetch's rows in CSR, in host and in device memory, and whether each must be sorted.
+
+        Like positions, they are uploaded once.
+        """
+        known = resident.offsets
+        if known is None or known[0] is not whole:
+            if resident.X is not None or form.columns is not None:
+                counts = self._kept_counts(resident, arithmetic)[whole]
+            else:
+                assert resident.host_indptr is not None  # noqa: S101 - narrows the type; X is None
+                counts = resident.host_indptr[whole + 1] - resident.host_indptr[whole]
+            is_unsorted = counts < 0
+            ends = np.concatenate([[0], np.cumsum(np.where(is_unsorted, -1 - counts, counts))])
+            uploaded, lease = self._upload(ends, stream, self._small)
+            resident.leases.append(lease)
+            known = resident.offsets = whole, ends, uploaded, is_unsorted
+        return known[1:]
 
     def _kept_counts(self, resident: CudaResident, arithmetic: tuple[Any, ...]) -> NDArray[np.int64]:
         """Return how many values of each row a minibatch stores; waits while the device counts, once per fetch.
@@ -548,15 +600,12 @@ class CudaBackend:
 
     def _places(self, resident: CudaResident, positions: NDArray[np.int32], stream: Any) -> Any:
         """Return positions in device memory; those of a fetch, of which minibatches have slices, are uploaded once."""
-        whole, base = positions, positions.base
-        if isinstance(base, np.ndarray) and base.ndim == 1 and base.dtype == np.int32 and positions.flags.c_contiguous:
-            whole = base if base.size <= 2 * resident.n_rows else positions
+        whole, first = _whole(positions, resident.n_rows)
         known = resident.places
         if known is None or known[0] is not whole:
             uploaded, lease = self._upload(whole, stream, self._small)
             resident.leases.append(lease)
             known = resident.places = whole, uploaded
-        first = (positions.ctypes.data - whole.ctypes.data) // positions.itemsize
         return known[1][first : first + positions.size]
 
     @staticmethod
@@ -577,6 +626,19 @@ class CudaBackend:
         transform = form.transform
         target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)
         return columns, np.float64(target_sum), np.int32(transform is not None and transform.log1p)
+
+
+def _whole(positions: NDArray[np.int32], n_rows: int) -> tuple[NDArray[np.int32], int]:
+    """Return the positions of the whole fetch that some are a slice of, and where the slice begins in them."""
+    whole, base = positions, positions.base
+    if isinstance(base, np.ndarray) and base.ndim == 1 and base.dtype == np.int32 and positions.flags.c_contiguous:
+        whole = base if base.size <= 2 * n_rows else positions
+    return whole, (positions.ctypes.data - whole.ctypes.data) // positions.itemsize
+
+
+def _only(read: ArrayRead, numbers: NDArray[np.int64]) -> ArrayRead:
+    """Return a read of some of its chunks."""
+    return select_chunks(read, np.isin(np.arange(read.chunk_id.size), numbers))
 
 
 def _chunks_of(

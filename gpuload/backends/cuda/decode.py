@@ -4,32 +4,25 @@ Each part of a read is decoded by a few launches for all its chunks together: co
 slots, decompressed by nvCOMP, verified, unshuffled, and the wanted pieces copied into the resident with conversion.
 Nothing here waits for the device: once the stream has passed, an `Outcome` tells which chunks need another look.
 
-Chunks that the device has no decoder for are decoded on the host, one by one, and uploaded. So are chunks for which
-the writer skipped a filter, and those that the device could not decode: these few are read again.
+What the device cannot decode is left to the host (`on_host`): arrays that it has no decoder for, chunks for which the
+writer skipped a filter, and chunks that it found bad.
 """
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import repeat
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.backends import codecs, decoding
 from gpuload.backends.cuda.containers import HEADER_NBYTES, ROWS, read_cut
 from gpuload.backends.cuda.work import N_THREADS, Work, slots
-from gpuload.backends.damage import bad_chunk, corrupt, read_again_if_far
+from gpuload.backends.decoding import codec_of
 from gpuload.backends.native.chunks import BAD_CRC32C
 from gpuload.backends.native.inflate import BAD_CHECKSUM
-from gpuload.backends.reading import read_extents
-from gpuload.backends.workspace import Workspace
-from gpuload.layout import select_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
@@ -63,8 +56,6 @@ _CHECKSUM_NBYTES = 4
 _GZIP_CRC = np.int64(0xEDB88320), np.int32(BAD_CHECKSUM)
 _CRC32C = np.int64(0x82F63B78), np.int32(BAD_CRC32C)
 """Reflected polynomial, and the status code of a mismatch."""
-
-_log = logging.getLogger("gpuload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +95,7 @@ class Steps:
 
 def steps_of(layout: ArrayLayout) -> Steps | None:
     """Return how the device decodes a layout's chunks, or None if the host must."""
-    found = decoding.codec_of(layout, _ALGORITHMS)
+    found = codec_of(layout, _ALGORITHMS)
     if found is None:
         return None
     cut = _read_cut(layout, found) if found in _CONTAINERS else None
@@ -132,6 +123,8 @@ class Outcome:
         Layout's chunk numbers whose checksums are verified, provided that nothing bad is reported.
     kept
         Chunks of the read that are copied into the cache, and their offsets there.
+    on_host
+        Parts that the host decodes; each is in the resident once its future is done.
     held
         Page-locked memory that must outlive the launches.
     """
@@ -141,16 +134,15 @@ class Outcome:
     is_rounded: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = field(default_factory=list)
     verified: NDArray[np.int64] | None = None
     kept: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    on_host: list[Future[None]] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)
 
-    def suspects(self) -> list[int]:
-        """Return the chunks of the read that the device could not decode, or found bad."""
-        found: set[int] = set()
-        for numbers, codes in self.reports:
-            found.update(numbers[codes != 0].tolist())
-        return sorted(found)
+    def suspects(self) -> NDArray[np.int64]:
+        """Return the chunks of the read that the device could not decode, or found bad; ascending."""
+        found = [numbers[codes != 0] for numbers, codes in self.reports]
+        return np.unique(np.concatenate(found)) if found else np.empty(0, dtype=np.int64)
 
-    def rounds(self, suspects: list[int]) -> bool:
+    def rounds(self, suspects: NDArray[np.int64]) -> bool:
         """Return whether an integer was rounded in a chunk other than the suspects."""
         return any((codes[~np.isin(numbers, suspects)] != 0).any() for numbers, codes in self.is_rounded)
 
@@ -182,7 +174,6 @@ class Decoder:
     def __init__(self, device: Device, nvcomp: Nvcomp) -> None:
         self._device = device
         self._nvcomp = nvcomp
-        self._warned_of: set[str] = set()
         self._known: dict[int, tuple[ArrayLayout, Steps | None]] = {}  # keyed by id of the layout, which is kept alive
 
     def steps(self, layout: ArrayLayout) -> Steps | None:
@@ -202,8 +193,8 @@ class Decoder:
         lane: Lane,
         *,
         verify: str,
-    ) -> Outcome:
-        """Enqueue the decoding of chunks on a lane's stream.
+    ) -> tuple[Outcome, NDArray[np.int64]]:
+        """Enqueue the decoding of chunks on a lane's stream; return the outcome, and the chunks left to the host.
 
         Parameters
         ----------
@@ -232,43 +223,7 @@ class Decoder:
         if can_device.any():
             self._on_device(whole.of(can_device), steps, place[can_device], payload[can_device], arena, verify=verify)
         self._fill_pieces(whole.of(is_absent))
-        on_host = ~is_absent & ~can_device
-        if on_host.any():
-            self._from_host(whole.of(on_host))
-        return whole.outcome
-
-    def enqueue_from_host(
-        self,
-        read: ArrayRead,
-        numbers: NDArray[np.int64],
-        place: NDArray[np.int64],
-        stored: NDArray[np.uint8],
-        out: Any,
-        lane: Lane,
-    ) -> Outcome:
-        """Decode chunks on the host, and enqueue their upload on a lane's stream.
-
-        Parameters are as for `enqueue`, but the stored bytes are in host memory.
-
-        Raises
-        ------
-        CorruptDataError
-            A chunk cannot be decoded; nothing was enqueued.
-        """
-        how = "+".join(f.name for f in read.layout.filters)
-        self._warn_once(
-            how,
-            "%s: %s is stored as %s, which the GPU has no decoder for; the host decodes it, which is slower",
-            *(read.layout.source.name, read.layout.name, how),
-        )
-        whole = self._part(read, numbers, out, lane)
-        is_there = read.chunk_nbytes[numbers] > 0
-        if is_there.any():
-            ends = place + read.chunk_nbytes[numbers]
-            bounds = zip(place[is_there].tolist(), ends[is_there].tolist(), strict=True)
-            self._from_host(whole.of(is_there), [stored[at:end] for at, end in bounds])
-        self._fill_pieces(whole.of(~is_there))
-        return whole.outcome
+        return whole.outcome, numbers[~is_absent & ~can_device]
 
     def move(
         self,
@@ -285,33 +240,6 @@ class Decoder:
         on = work.upload(source=source, nbytes=nbytes, place=place)
         n = source.size
         work.launch("gather_payloads", n, arena, on["source"], on["nbytes"], on["place"], np.int64(n), to)
-
-    def retry(self, read: ArrayRead, chunk: int, out: Any, lane: Lane) -> bool:
-        """Decode a chunk on the host, upload it and wait; return whether an integer was rounded.
-
-        Raises
-        ------
-        CorruptDataError
-            It is bad there too.
-        """
-        is_rounded = read_again_if_far(read, partial(self._retry, read, chunk, out, lane))
-        path, _ = read.layout.source.where_is(int(read.chunk_offset[chunk]))
-        self._warn_once(
-            f"retry {read.layout.source.name}",
-            "%s: chunk %d of %s could not be decoded on the GPU, so the host decoded it; others may follow, which is "
-            "slower",
-            *(path, read.layout.number_in_file(int(read.chunk_id[chunk])), read.layout.name),
-        )
-        return is_rounded
-
-    def _retry(self, read: ArrayRead, chunk: int, out: Any, lane: Lane) -> bool:
-        part = self._part(read, np.array([chunk]), out, lane)
-        self._from_host(part)
-        self._device.wait(self._device.record(lane.stream))
-        for _, codes in part.outcome.reports:
-            if codes[0] != 0:
-                raise bad_chunk(read, chunk, int(codes[0]))
-        return part.outcome.rounds([])
 
     def _part(self, read: ArrayRead, numbers: NDArray[np.int64], out: Any, lane: Lane) -> _Part:
         outcome = Outcome(read)
@@ -467,22 +395,6 @@ class Decoder:
             work.launch("check_fletcher32", n, arena, on["place"], on["of_fletcher"], np.int64(n), codes)
         self._report(due, codes)
 
-    def _from_host(self, part: _Part, stored: Sequence[NDArray[np.uint8] | None] | None = None) -> None:
-        """Decode chunks on the host, from stored bytes if given, else reading again; upload them, copy their pieces."""
-        device, read = self._device, part.read
-        room = slots(_plain_nbytes(read, part.numbers))
-        start = np.cumsum(room) - room
-        host = device.pinned(int(room.sum()))
-        for chunk, at, known in zip(
-            part.numbers.tolist(), start.tolist(), stored or repeat(None, start.size), strict=True
-        ):
-            plain = decode_on_host(read, chunk, known)
-            host[at : at + plain.size] = plain
-        decoded = part.work.scratch(host.nbytes)
-        device.upload(host, decoded, part.work.stream)
-        part.outcome.held.append(host)
-        self._copy_pieces(part, decoded, start)
-
     def _fill_pieces(self, part: _Part) -> None:
         """Launch the writing of the fill value to the pieces of chunks that were never written."""
         if part.numbers.size:
@@ -523,41 +435,6 @@ class Decoder:
     def _report(self, part: _Part, codes: Any) -> None:
         """Launch the copy of status codes to the host."""
         part.outcome.reports.append((part.numbers, part.work.download(codes, np.int32)))
-
-    def _warn_once(self, what: str, message: str, *args: object) -> None:
-        if what not in self._warned_of:
-            self._warned_of.add(what)
-            _log.warning(message, *args)
-
-
-def decode_on_host(read: ArrayRead, chunk: int, stored: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-    """Decode a chunk on the host, reading it again if need be; raise ReadError or CorruptDataError on failure."""
-    layout, one = read.layout, np.array([chunk])
-    if stored is None:
-        offset, nbytes = read.chunk_offset[one], read.chunk_nbytes[one]
-        stored = np.empty(int(nbytes[0]), dtype=np.uint8)
-        read_extents(layout, offset, nbytes, np.zeros(1, dtype=np.int64), stored)
-    wanted = int(_plain_nbytes(read, one)[0])
-    try:
-        return codecs.decode(layout.filters, int(read.chunk_mask[chunk]), stored, wanted, layout.dtype.itemsize)
-    except codecs.DecodeError as error:
-        _raise_as_the_cpu_backend(read, chunk, stored)
-        raise corrupt(read, chunk, str(error)) from error
-
-
-def _plain_nbytes(read: ArrayRead, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the decoded size of chunks of a read in bytes; for unencoded storage, the size of the part to be read."""
-    layout = read.layout
-    return read.chunk_nbytes[numbers] if layout.is_raw else layout.decoded_nbytes(read.chunk_id[numbers])
-
-
-def _raise_as_the_cpu_backend(read: ArrayRead, chunk: int, stored: NDArray[np.uint8]) -> None:
-    """Raise the CPU backend's error for a damaged chunk; do nothing if it finds none."""
-    one = select_chunks(read, np.arange(read.chunk_id.size) == chunk)
-    one = replace(one, piece_dest=np.zeros_like(one.piece_dest))
-    n_out = (one.piece_rows - 1) * read.layout.dest_stride + one.piece_width
-    out = np.empty(int(n_out.max()), dtype=np.int32 if read.target == "indices" else np.float32)
-    decoding.decode(decoding.Part(one, 0, 1, stored, -one.chunk_offset, out), Workspace(), "always")
 
 
 def kernel_type(dtype: np.dtype[Any]) -> str:

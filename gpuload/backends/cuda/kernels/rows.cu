@@ -309,16 +309,28 @@ KERNEL(count_csr, (const int64_t* __restrict__ indptr, const int32_t* __restrict
     }
 }
 
-// Write CSR rows consecutively, row r from out_indptr[r] on; values keep their storage order.
+// Write a row's offset in a CSR minibatch, and once the end of the last row, given the rows' offsets in their fetch.
+DEVICE int64_t start_of_row(int64_t row, int64_t n_rows, const int64_t* offsets, int32_t* out_indptr) {
+    const int64_t to = offsets[row] - offsets[0];
+    EACH_THREAD(t) {
+        if (t == 0) out_indptr[row] = int32_t(to);
+        if (t == 0 && row == n_rows - 1) out_indptr[n_rows] = int32_t(offsets[n_rows] - offsets[0]);
+    }
+    return to;
+}
+
+// Write CSR rows consecutively; values keep their storage order.
 KERNEL(gather_csr, (const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
                     const int32_t* __restrict__ indices, const float* __restrict__ data,
                     const int64_t* __restrict__ map_start, const int32_t* __restrict__ columns, double target_sum,
-                    int32_t log1p_, int64_t n_rows, const int64_t* __restrict__ out_indptr,
-                    int32_t* __restrict__ out_indices, float* __restrict__ out_data)) {
+                    int32_t log1p_, int64_t n_rows, const int64_t* __restrict__ offsets,
+                    int32_t* __restrict__ out_indptr, int32_t* __restrict__ out_indices,
+                    float* __restrict__ out_data)) {
     SHARED_ARRAY(double, partial, MAX_THREADS);
     SHARED_ARRAY(int64_t, kept, 2 * MAX_THREADS);
     for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
-        const int64_t start = indptr[positions[row]], n = indptr[positions[row] + 1] - start, to = out_indptr[row];
+        const int64_t start = indptr[positions[row]], n = indptr[positions[row] + 1] - start;
+        const int64_t to = start_of_row(row, n_rows, offsets, out_indptr);
         const Arithmetic arithmetic(row_scale(data + start, n, target_sum, partial), target_sum, log1p_);
         if (!columns) {
             EACH_THREAD(t) {
@@ -438,12 +450,12 @@ KERNEL(mark_large, (const int64_t* __restrict__ indptr, const int32_t* __restric
 
 // Write the nonzero values of dense rows as CSR rows, row r from out_indptr[r] on.
 KERNEL(compact_dense, (const float* __restrict__ X, int64_t n_rows, int64_t n_cols,
-                       const int64_t* __restrict__ out_indptr, int32_t* __restrict__ out_indices,
-                       float* __restrict__ out_data)) {
+                       const int64_t* __restrict__ offsets, int32_t* __restrict__ out_indptr,
+                       int32_t* __restrict__ out_indices, float* __restrict__ out_data)) {
     SHARED_ARRAY(int64_t, kept, 2 * MAX_THREADS);
     for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
         const float* from = X + row * n_cols;
-        const int64_t to = out_indptr[row];
+        const int64_t to = start_of_row(row, n_rows, offsets, out_indptr);
         PHASE(t) {
             int64_t n = 0;
             for (int64_t k = n_cols * t / N_THREADS; k < n_cols * (t + 1) / N_THREADS; ++k) n += is_stored(from[k]);
