@@ -177,9 +177,7 @@ def test_metadata_only_file_is_refused(write: Callable[..., Path], tmp_path: Pat
     assert_refused("StoreError", path, f"{path}: column 'genes' is in another file, 'part-0.parquet'; pass that")
 
 
-def test_column_whose_end_exceeds_int64_is_refused(
-    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_column_whose_end_exceeds_int64_is_refused(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def far(file: Any, real: Any = parquet.read_footer) -> Any:
         groups = real(file)
         groups[0].columns[0] = replace(groups[0].columns[0], offset=(1 << 63) - 16)
