@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.alignment import check_join
-from gpuload.backends.cpu import far_nbytes, scratch_nbytes
+from gpuload.backends.footprint import far_nbytes, scratch_nbytes
 from gpuload.errors import PlanError
 from gpuload.formats import open_store
 from gpuload.machine import usable_cores
