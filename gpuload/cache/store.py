@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from gpuload.cache.asking import Settings, Window, get_patiently
 from gpuload.cache.catalogue import POLICIES, Catalogue
 from gpuload.cache.copies import Copies
-from gpuload.cache.fetch import Settings, Window, get_patiently
 from gpuload.cache.fetchers import Fetchers
 from gpuload.cache.files import Folders, Local, check_digest, digest_of, repair, stray_names, usable
 from gpuload.cache.leases import Lease

@@ -23,8 +23,8 @@ import pytest
 from gpuload.cache import SampleStore, fetchers, files
 from gpuload.cache import snapshot as snapshot_module
 from gpuload.cache import store as store_module
+from gpuload.cache.asking import Settings
 from gpuload.cache.catalogue import Catalogue
-from gpuload.cache.fetch import Settings
 from gpuload.cache.fetchers import _keep
 from gpuload.cache.files import adopt_strays
 from gpuload.cache.process import FetcherProcess
