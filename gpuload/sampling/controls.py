@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import check_obs_names
+from gpuload.checks import check_obs_names, is_number
 from gpuload.errors import PlanError, nearest, shown
 from gpuload.sampling.base import check_number, check_rows
 from gpuload.sampling.blocks import BlockShuffle
@@ -166,7 +166,7 @@ class PairedControl:
         is_one = isinstance(self.control, (str, bytes)) or not hasattr(self.control, "__iter__")
         wanted = [self.control] if is_one else list(self.control)
         if column.categories is None:
-            is_control, is_labelled = np.isin(values, wanted), ~(values != values)  # noqa: PLR0124 - NaN
+            is_control, is_labelled = np.isin(values, _numbers(wanted)), ~(values != values)  # noqa: PLR0124 - NaN
         else:
             known = _hashed(wanted)
             is_wanted = np.array([c in known for c in column.categories.tolist()] + [False])
@@ -182,14 +182,14 @@ class PairedControl:
     def _no_control(self, column: Column, wanted: list[Any]) -> PlanError:
         which = f"PairedControl(control={shown(self.control)}): "
         names, known = column.categories, _hashed(wanted)
-        if np.isin(
-            column.values, wanted if names is None else [c for c, name in enumerate(names) if name in known]
-        ).any():
+        held = _numbers(wanted) if names is None else [c for c, name in enumerate(names) if name in known]
+        if np.isin(column.values, held).any():
             return PlanError(
                 f"{which}the cells with that value in column {self.column!r} are left out by where= or a Subset; keep "
                 "them in."
             )
-        there = {str(name): name for name in (np.unique(column.values) if names is None else names).tolist()}
+        known_names = (np.unique(column.values) if names is None else names).tolist()
+        there = {str(name): name for name in known_names if name == name}  # noqa: PLR0124 - NaN
         near = nearest(str(wanted[0]), list(there)) if wanted else None
         guess = f"did you mean {there[near]!r}?" if near else "pass the value that marks controls."
         return PlanError(f"{which}no cell has that value in column {self.column!r}; {guess}")
@@ -221,6 +221,11 @@ def _queues(
         edges = np.concatenate([edges, group_edges[1:][has_controls] + edges[-1]])
         lists.append(rows)
     return queue, join(lists), edges
+
+
+def _numbers(values: list[Any]) -> list[Any]:
+    """Return the numbers and booleans among values: beside others, NumPy would compare them as text."""
+    return [value for value in values if is_number(value) or isinstance(value, (bool, np.bool_))]
 
 
 def _hashed(values: list[Any]) -> Collection[Any]:
