@@ -694,6 +694,15 @@ def test_a_root_that_is_not_a_local_folder_is_refused(
     assert os.listdir(tmp_path) == ["remote"]
 
 
+@pytest.mark.parametrize("remote", [5, None, b"remote"])
+def test_what_is_no_remote_is_refused(tmp_path: Path, remote: Any) -> None:
+    with pytest.raises(
+        PlanError, match=r"^remote=.*: expected an address, a folder, or a remote that gpuload.remote op"
+    ):
+        SampleStore(tmp_path / "store", remote, fetch=False)
+    assert not os.listdir(tmp_path)
+
+
 def test_the_path_of_a_remote_may_be_non_utf8(tmp_path: Path) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/remote\xff"))
     for _ in range(2):
