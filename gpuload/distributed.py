@@ -44,13 +44,6 @@ def is_started_by_lightning() -> bool:
     return {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys() and "RANK" not in os.environ and _group() is None
 
 
-def check_one_process(cure: str) -> None:
-    """Raise PlanError if a launcher, such as torchrun, started several processes of a single-process program."""
-    n_processes = os.environ.get("WORLD_SIZE", "1")
-    if n_processes != "1":
-        raise PlanError(f"WORLD_SIZE={n_processes}: this program is for one process; {cure}.")
-
-
 def _group() -> Any:
     """Return torch.distributed if the program has initialised it, else None."""
     torch_distributed: Any = sys.modules.get("torch.distributed")

@@ -37,8 +37,8 @@ _OF_FSSPEC = {
 }
 """Settings of fsspec, and so of pandas, that have other names here."""
 
-_SCHEMES = ("s3", "gs", "az", "abfss", "http", "https")
-"""Prefixes of addresses."""
+_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https")
+"""Prefixes of addresses that obstore knows."""
 
 
 def read_error(
@@ -155,14 +155,20 @@ def check_length(body: Any, nbytes: int, place: str, start: int | None = None) -
         raise BusyError(f"{place}: short read at byte {start}: wanted {nbytes} bytes, got {got}.")
 
 
+def check_scheme(url: str) -> None:
+    """Raise PlanError if nothing opens addresses of this kind."""
+    scheme = url.partition(":")[0]
+    if scheme not in _SCHEMES:
+        raise PlanError(
+            f"{url}: {scheme}:// is not supported; expected s3://, gs://, az://, abfss://, hf://, http:// or https://."
+        )
+
+
 def address_error(url: str, options: dict[str, Any], error: Exception) -> PlanError:
     """Return the error for an address, or options, that obstore rejects."""
     said = _reason_of(str(error))
-    scheme = url.partition(":")[0]
-    if scheme not in _SCHEMES and "recognise" in said:
-        return PlanError(
-            f"{url}: {scheme}:// is not supported; expected s3://, gs://, az://, abfss://, hf://, http:// or https://."
-        )
+    if "recognise" in said:
+        check_scheme(url)
     if "recognise" in said or "empty host" in said:
         return PlanError(f"{url}: it has no bucket or host; expected, for example, s3://bucket/folder.")
     unknown = re.search("'([^']+)' is not valid for store", said)

@@ -18,7 +18,7 @@ from gpuload import threads
 from gpuload.aws import aws_profile
 from gpuload.checks import check_seconds
 from gpuload.errors import MissingDependencyError, PlanError, ReadError
-from gpuload.object_errors import address_error, check_length, is_web, read_error
+from gpuload.object_errors import address_error, check_length, check_scheme, is_web, read_error
 from gpuload.objects import MODIFIED, Reach, RemoteObject
 
 if TYPE_CHECKING:
@@ -268,6 +268,7 @@ def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any], 
         import obstore
         import obstore.store
     except ImportError as error:
+        check_scheme(url)
         raise MissingDependencyError("obstore", f"reading {url}", "remote") from error
     timeout_s = check_seconds("timeout_s", timeout_s, may_be_0=False)
     client: dict[str, Any] = {

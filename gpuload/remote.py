@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from gpuload import hub, threads
-from gpuload.errors import BusyError, PlanError, ReadError
+from gpuload.errors import BusyError, PlanError, ReadError, shown
 from gpuload.object_errors import BUSY, check_length
 from gpuload.object_remote import ObjectRemote
 from gpuload.objects import Reach, RemoteObject
@@ -305,6 +305,15 @@ class HubRemote:
     def _object(self, file: hub.HubFile) -> RemoteObject:
         key = file.path[len(self._folder) :].removeprefix("/")
         return RemoteObject(key, file.nbytes, file.oid, file.sha256 and f"sha256:{file.sha256}")
+
+
+def as_remote(name: str, given: Remote | str | os.PathLike[str]) -> Remote:
+    """Return the remote at an address or in a folder, or a remote itself; `name` is the argument's, for the error."""
+    if isinstance(given, (str, os.PathLike)):
+        return open_remote(given)
+    if not hasattr(given, "head") and not hasattr(given, "get_whole"):
+        raise PlanError(f"{name}={shown(given)}: expected an address, a folder, or a remote that gpuload.remote opens.")
+    return given
 
 
 def open_remote(place: str | os.PathLike[str], **options: Any) -> Remote:

@@ -21,7 +21,7 @@ import time
 import weakref
 from concurrent.futures import CancelledError, Future
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 from gpuload.errors import PlanError
 
@@ -255,6 +255,12 @@ class OneAtATime(Generic[T]):
         except ValueError as error:
             self._refuse_other_thread(error)
             raise
+
+    def __reduce__(self) -> NoReturn:
+        raise PlanError(
+            f"this iteration of a {self._owner} cannot be pickled or copied; begin one in each process, with what is "
+            "opened there."
+        )
 
     def close(self) -> None:
         """Close the generator."""

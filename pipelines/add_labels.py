@@ -23,7 +23,7 @@ import pandas as pd
 from anndata.io import read_elem, write_elem
 
 import gpuload
-from gpuload.cli.text import exit_code
+from gpuload.program import exit_code
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -57,7 +57,7 @@ try:
     from tqdm import tqdm
 
     import gpuload
-    from gpuload.cli.text import exit_code, positive, positive_or_0, whole_number
+    from gpuload.program import exit_code, positive, positive_or_0, whole_number
     from gpuload.scores import macro_f1
     from gpuload.torch import CellDataset
 except ImportError as missing:

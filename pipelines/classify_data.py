@@ -13,7 +13,7 @@ from classify_run import n_processes, process, say
 from tqdm import tqdm
 
 import gpuload
-from gpuload.cli.settings import read_names
+from gpuload.program import read_names
 
 if TYPE_CHECKING:
     import argparse

@@ -32,9 +32,8 @@ try:
         write_json,
     )
 
-    from gpuload.cli.text import exit_code
-    from gpuload.distributed import check_one_process
     from gpuload.lightning import CellDataModule
+    from gpuload.program import check_one_process, exit_code
 except ImportError as missing:
     sys.exit(
         f"classify_lightning.py: {missing}. From the checkout, pip install '.[classify,lightning]' installs what this "

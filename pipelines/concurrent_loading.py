@@ -36,7 +36,7 @@ try:
     from torch.utils.data import DataLoader
 
     import gpuload
-    from gpuload.cli.text import exit_code, whole_number, whole_number_or_0
+    from gpuload.program import exit_code, whole_number, whole_number_or_0
     from gpuload.remote import open_remote
     from gpuload.samples import SampleLoader, SampleSet
     from gpuload.stats import Span, Stats

@@ -28,8 +28,7 @@ try:
 
     import gpuload
     from gpuload.cache import SampleStore
-    from gpuload.cli.text import exit_code, whole_number
-    from gpuload.distributed import check_one_process
+    from gpuload.program import check_one_process, exit_code, whole_number
     from gpuload.remote import open_remote
 except ImportError as missing:
     sys.exit(f"growing_store.py: {missing}. From the checkout, pip install '.[torch,remote]' installs what it needs.")

@@ -38,8 +38,7 @@ try:
     from modality_report import Row, baselines, draw_methods, draw_proteins, measures_of
 
     import gpuload
-    from gpuload.cli.text import exit_code
-    from gpuload.distributed import check_one_process
+    from gpuload.program import check_one_process, exit_code
 except ImportError as missing:
     sys.exit(f"modality.py: {missing}. From the checkout, pip install '.[modality]' installs what this program needs.")
 

@@ -28,7 +28,7 @@ try:
 
     import gpuload
     from gpuload.dali import CellIterator, cells
-    from gpuload.distributed import check_one_process
+    from gpuload.program import check_one_process
     from gpuload.scores import macro_f1
 except ImportError as missing:
     sys.exit(f"train_dali.py: {missing}. From the checkout, pip install '.[dali]' installs what this program needs.")

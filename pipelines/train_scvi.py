@@ -21,10 +21,8 @@ try:
     import torch
 
     import gpuload
-    from gpuload.cli.settings import read_names
-    from gpuload.cli.text import exit_code, positive, whole_number
-    from gpuload.distributed import check_one_process
     from gpuload.lightning import CellDataModule
+    from gpuload.program import check_one_process, exit_code, positive, read_names, whole_number
 except ImportError as missing:
     sys.exit(
         f"train_scvi.py: {missing}. From the checkout, pip install '.[lightning]' scvi-tools installs what this needs."

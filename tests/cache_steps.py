@@ -28,7 +28,8 @@ from unittest import mock
 
 import gpuload.cache
 from gpuload.cache import SampleStore, fetch
-from gpuload.cache.fetch import Fetcher, Settings
+from gpuload.cache.asking import Settings
+from gpuload.cache.fetch import Fetcher
 from gpuload.cache.files import Folders, Local, repair
 from gpuload.cache.leases import Lease
 from gpuload.errors import ReadError

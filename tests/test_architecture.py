@@ -49,8 +49,8 @@ HOMES = {
     "dask": {"packing/cluster.py"},
     "distributed": {"packing/cluster.py"},
     "sqlite3": {"cache/database.py"},
-    "tqdm": {"cli.py", "cli/"},
-    "argparse": {"cli.py", "cli/"},
+    "tqdm": {"cli/"},
+    "argparse": {"program.py", "cli/"},
 }
 
 HEAVY = (

@@ -15,9 +15,8 @@ Requirements this module answers
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -26,10 +25,8 @@ import numpy as np
 from gpuload.backends import host
 from gpuload.backends.base import n_ahead
 from gpuload.backends.buffers import BufferPool
-from gpuload.backends.damage import RoundingWarning, check_fits_csr, too_large_for_half
-from gpuload.backends.decoding import round_up
-from gpuload.backends.native import rows
-from gpuload.errors import PlanError
+from gpuload.backends.damage import RoundingWarning
+from gpuload.backends.gathering import Gatherer
 from gpuload.stats import Stats
 from gpuload.threads import QuickThreads
 
@@ -46,15 +43,6 @@ if TYPE_CHECKING:
 PART_NBYTES = 5 << 20
 """Bytes of a dense minibatch, at least, that a thread of several gathers: more than those that bypass the caches."""
 
-_OUTPUTS = {
-    "float32": (np.float32, np.float32),
-    "float16": (np.uint16, np.float16),
-    "bfloat16": (np.int16, np.uint16),
-}
-"""For each dtype of a form: the dtype used in the kernels, and the dtype returned."""
-
-_NO_COLUMNS = np.empty(0, dtype=np.int32)
-_NO_SCRATCH = np.empty(0, dtype=np.float32)
 _ONE_MAP = np.empty(0, dtype=np.int64)
 
 T = TypeVar("T")
@@ -151,6 +139,7 @@ class CpuBackend:
         self._scratch = self._loads.scratch
         self._residents = BufferPool(max_idle=2 * n_matrices)
         self._outputs = BufferPool(max_idle=(self.takes_ahead + 3) * n_matrices)
+        self._gatherer = Gatherer(self._outputs, self._scratch)
 
     def load(self, recipe: Recipe) -> _Filling[HostResident]:
         """Start to read and decode a fetch; see `Backend.load`."""
@@ -167,16 +156,15 @@ class CpuBackend:
         Several threads share a large dense minibatch, as the fewer are made ahead, the larger they are.
         """
         if form.output == "dense":
-            kind, visible = _OUTPUTS[form.dtype]
-            nbytes = positions.size * form.n_cols * np.dtype(kind).itemsize
+            nbytes = positions.size * form.n_cols * (4 if form.dtype == "float32" else 2)
             n_threads = -(-self._n_threads // n_ahead(self.takes_ahead, nbytes))
             n_parts = min(n_threads, nbytes // PART_NBYTES, positions.size)
             if n_parts > 1:
-                out = self._outputs.array((positions.size, form.n_cols), kind)
+                out, visible = self._gatherer.new_dense(positions.size, form)
                 cuts = [k * positions.size // n_parts for k in range(n_parts + 1)]
                 gather, submit = self._take_part, self._takes.submit
                 parts = [submit(gather, resident, positions, form, out, lo, hi) for lo, hi in pairwise(cuts)]
-                return _Filling(out.view(visible), parts)
+                return _Filling(visible, parts)
         return self._takes.submit(self._take, resident, positions, form)
 
     def busy(self) -> Callable[[], bool]:
@@ -219,105 +207,10 @@ class CpuBackend:
         )
 
     def _take(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Any:
-        take = self._take_csr if form.output == "csr" else self._take_dense
+        gather = self._gatherer.csr if form.output == "csr" else self._gatherer.dense
         with self.stats.timed("take_s"):
-            return take(resident, positions, form)
-
-    def _take_dense(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> NDArray[Any]:
-        kind, visible = _OUTPUTS[form.dtype]
-        out = self._outputs.array((positions.size, form.n_cols), kind)
-        self._fill_dense(resident, positions, form, out, 0, positions.size)
-        return out.view(visible)
+            return gather(resident, positions, form)
 
     def _take_part(self, *args: Any) -> None:
         with self.stats.timed("take_s"):
-            self._fill_dense(*args)
-
-    def _fill_dense(
-        self, resident: HostResident, positions: NDArray[np.int32], form: Form, out: NDArray[Any], lo: int, hi: int
-    ) -> None:
-        """Gather rows ``lo:hi`` of a dense minibatch."""
-        positions, out = positions[lo:hi], out[lo:hi]
-        arithmetic = (*_arithmetic(form), self._row_scratch(form, resident, positions))
-        if resident.X is not None:
-            bad = rows.gather_dense(positions, resident.indptr, resident.X, resident.map_start, *arithmetic, out)
-        else:
-            csr = (positions, resident.indptr, resident.indices, resident.data, resident.map_start)
-            n = form.n_cols + rows.SLACK // 2
-            wide = narrow = self._scratch.memory("wide", n, np.float32, is_zeroed=True)
-            if out.dtype != np.float32:
-                narrow = self._scratch.memory("narrow", n, np.uint16, is_zeroed=True).view(out.dtype)
-            bad = rows.densify_csr(*csr, *arithmetic, wide, narrow, out)
-        if bad >= 0:
-            raise PlanError(too_large_for_half(lo + bad))
-
-    def _take_csr(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Any:
-        from scipy.sparse import csr_matrix
-
-        if resident.X is not None:
-            return csr_matrix(self._take_dense(resident, positions, form))
-        columns, target_sum, log1p = _arithmetic(form)
-        indptr = np.empty(positions.size + 1, dtype=np.int32)
-        nnz = rows.count_csr(positions, resident.indptr, resident.indices, resident.map_start, columns, indptr)
-        check_fits_csr(nnz)
-        whole = self._outputs.array((round_up(nnz, 16) + nnz,), np.int32)  # one lease; both cache-line aligned
-        indices, data = whole[:nnz], whole[-nnz or whole.size :].view(np.float32)
-        is_canonical = rows.gather_csr(
-            positions,
-            resident.indptr,
-            resident.indices,
-            resident.data,
-            resident.map_start,
-            columns,
-            target_sum,
-            log1p,
-            indices,
-            data,
-        )
-        is_sorted = is_canonical or bool(columns.size)
-        if is_sorted and not is_canonical:
-            longest = int(np.diff(indptr).max())
-            is_canonical = rows.sort_csr(
-                indptr,
-                indices,
-                data,
-                form.n_cols,
-                self._scratch.memory("digits", 256, np.int64),
-                self._scratch.memory("sorted indices", longest, np.int32),
-                self._scratch.memory("sorted values", longest, np.float32),
-            )
-        matrix = _csr_of(data, indices, indptr, form.n_cols)
-        if is_sorted:
-            matrix.has_sorted_indices = True
-        if is_canonical:
-            matrix.has_canonical_format = True
-        return matrix
-
-    def _row_scratch(self, form: Form, resident: HostResident, positions: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Return memory for the values and places of the longest row, unless rows are gathered as stored."""
-        if form.transform is None and form.columns is None:
-            return _NO_SCRATCH
-        longest = int((resident.indptr[positions + 1] - resident.indptr[positions]).max(initial=0))
-        return self._scratch.memory("row", 2 * longest, np.float32)
-
-
-def _csr_of(data: NDArray[Any], indices: NDArray[np.int32], indptr: NDArray[np.int32], n_cols: int) -> Any:
-    """Return a CSR matrix over these arrays without a copy: SciPy's constructor copies slices of a larger buffer."""
-    matrix = copy.copy(_empty_csr(indptr.size - 1, n_cols))
-    matrix.data, matrix.indices, matrix.indptr = data, indices, indptr
-    return matrix
-
-
-@lru_cache(maxsize=16)
-def _empty_csr(n_rows: int, n_cols: int) -> Any:
-    from scipy.sparse import csr_matrix
-
-    return csr_matrix((n_rows, n_cols), dtype=np.float32)
-
-
-def _arithmetic(form: Form) -> tuple[NDArray[np.int32], float, bool]:
-    """Return a form as kernel arguments: columns, target sum (0 = none), log1p."""
-    transform = form.transform
-    columns = _NO_COLUMNS if form.columns is None else form.columns
-    target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)
-    return columns, target_sum, transform is not None and transform.log1p
+            self._gatherer.fill(*args)

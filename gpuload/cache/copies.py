@@ -7,8 +7,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from gpuload.cache.catalogue import content_name, cost_of
-from gpuload.cache.fetch import DISK_FULL
-from gpuload.cache.files import Download, usable
+from gpuload.cache.files import DISK_FULL, Download, usable
 from gpuload.cache.reading import Sample
 from gpuload.objects import RemoteObject
 

@@ -33,11 +33,13 @@ from gpuload.errors import CorruptDataError, GpuloadError, ReadError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from gpuload.cache.asking import Settings
     from gpuload.cache.catalogue import Catalogue
-    from gpuload.cache.fetch import Settings
     from gpuload.remote import RemoteObject
 
 _log = logging.getLogger("gpuload.cache")
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _PIECE = 8 << 20
 

@@ -22,13 +22,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from gpuload.cache.catalogue import Catalogue
-from gpuload.cache.fetch import Fetcher, Settings
+from gpuload.cache.fetch import Fetcher
 from gpuload.cache.files import Folders, Local
 from gpuload.cache.leases import Lease
 from gpuload.errors import PlanError
 from gpuload.threads import PATIENCE_S
 
 if TYPE_CHECKING:
+    from gpuload.cache.asking import Settings
     from gpuload.remote import Remote
 
 _log = logging.getLogger("gpuload.cache")

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from gpuload.cache.asking import Settings, Window, get_patiently
 from gpuload.cache.catalogue import POLICIES, Catalogue
 from gpuload.cache.copies import Copies
-from gpuload.cache.fetch import Settings, Window, get_patiently
 from gpuload.cache.fetchers import Fetchers
 from gpuload.cache.files import Folders, Local, check_digest, digest_of, repair, stray_names, usable
 from gpuload.cache.leases import Lease
@@ -26,7 +26,7 @@ from gpuload.checks import check_choice, check_int64, check_seconds, check_share
 from gpuload.distributed import rank_and_world_size
 from gpuload.errors import BusyError, GpuloadError, PlanError, ReadError, StoreError, first_line, shown
 from gpuload.object_errors import BUSY
-from gpuload.remote import FolderRemote, open_remote
+from gpuload.remote import FolderRemote, as_remote
 from gpuload.threads import MOST_IN_FLIGHT, Closer
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class SampleStore:
             max_failures=check_int64("max_failures", max_failures, 1),
             relist_s=check_seconds("relist_s", relist_s),
         )
-        self.remote: Remote = open_remote(remote) if isinstance(remote, (str, os.PathLike)) else remote
+        self.remote = as_remote("remote", remote)
         self.root = _checked_root(root)
         self._max_bad = check_share("max_bad", max_bad)
         self._check_apart()

@@ -20,6 +20,7 @@ from gpuload.diversity import MinibatchEntropy
 from gpuload.errors import PlanError
 from gpuload.machine import usable_cores
 from gpuload.outlook import Outlooks, label_codes
+from gpuload.program import positive, whole_number
 from gpuload.stats import Stats
 
 if TYPE_CHECKING:
@@ -70,15 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_path_arguments(parser)
     settings.add_join_argument(parser)
     group = parser.add_argument_group("measurement")
+    group.add_argument("--seconds", type=positive, default=3.0, metavar="S", help="seconds per repeat (default: 3)")
     group.add_argument(
-        "--seconds", type=text.positive, default=3.0, metavar="S", help="seconds per repeat (default: 3)"
-    )
-    group.add_argument(
-        "--repeats", type=text.whole_number, default=3, metavar="N", help="repeats; the median is reported (default: 3)"
+        "--repeats", type=whole_number, default=3, metavar="N", help="repeats; the median is reported (default: 3)"
     )
     group.add_argument(
         "--step",
-        type=text.positive,
+        type=positive,
         metavar="S",
         help="simulated training time per minibatch, in seconds; minibatches in host memory are first copied to a GPU, "
         "if there is one",

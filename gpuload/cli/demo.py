@@ -18,6 +18,7 @@ from gpuload.diversity import iid_entropy, label_shares
 from gpuload.errors import MissingDependencyError, PlanError, ReadError
 from gpuload.formats import open_store
 from gpuload.machine import usable_cores
+from gpuload.program import positive, whole_number
 from gpuload.source import replacing
 
 if TYPE_CHECKING:
@@ -87,14 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument(
         "--cells",
-        type=text.whole_number,
+        type=whole_number,
         default=50_000,
         metavar="N",
         help="cells in the synthetic file (default: 50000)",
     )
     parser.add_argument(
         "--seconds",
-        type=text.positive,
+        type=positive,
         default=15.0,
         metavar="S",
         help="training time limit per order, in seconds (default: 15)",

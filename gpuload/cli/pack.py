@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from gpuload import packing
 from gpuload.cli import settings, text
+from gpuload.program import whole_number
 
 if TYPE_CHECKING:
     import argparse
@@ -50,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="lz4",
         help="lz4 reads fastest, zstd is smallest (default: lz4)",
     )
-    group.add_argument(
-        "--block-size", type=text.whole_number, default=64, metavar="N", help="cells per chunk (default: 64)"
-    )
+    group.add_argument("--block-size", type=whole_number, default=64, metavar="N", help="cells per chunk (default: 64)")
     group.add_argument("--overwrite", action="store_true", help="replace an existing store once the new one is whole")
     group = parser.add_argument_group("resources")
     group.add_argument(
@@ -60,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--num-threads",
-        type=text.whole_number,
+        type=whole_number,
         metavar="N",
         help="decoding and encoding threads (default: one per core)",
     )

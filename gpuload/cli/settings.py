@@ -9,6 +9,7 @@ from gpuload.alignment import JOINS
 from gpuload.cli import text
 from gpuload.errors import PlanError, ReadError
 from gpuload.plan import DEFAULT_BLOCK_SIZE
+from gpuload.program import positive, read_names, whole_number
 from gpuload.settings import known_settings, read_settings
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--fetch-factor",
-        type=text.whole_number,
+        type=whole_number,
         default=256,
         metavar="N",
         help="minibatches per fetch, held in memory together (default: 256)",
@@ -67,15 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the order (default: 0)")
     group.add_argument("--drop-last", action="store_true", help="drop a short last minibatch")
     group.add_argument("--genes", metavar="FILE", help="load only the genes named in this text file, one per line")
-    group.add_argument(
-        "--target-sum", type=text.positive, metavar="X", help="scale the values of each cell to this total"
-    )
+    group.add_argument("--target-sum", type=positive, metavar="X", help="scale the values of each cell to this total")
     group.add_argument("--log1p", action="store_true", help="apply log(1 + x) to the values")
     group.add_argument(
-        "--prefetch", type=text.whole_number, default=2, metavar="N", help="fetches to load ahead (default: 2)"
+        "--prefetch", type=whole_number, default=2, metavar="N", help="fetches to load ahead (default: 2)"
     )
     group.add_argument(
-        "--num-threads", type=text.whole_number, metavar="N", help="native threads (default: one per usable core)"
+        "--num-threads", type=whole_number, metavar="N", help="native threads (default: one per usable core)"
     )
     group.add_argument("--device-memory", metavar="SIZE", help="GPU memory limit, such as 20GiB (default: no limit)")
     group.add_argument(
@@ -138,7 +137,7 @@ def add_minibatch_arguments(group: argparse._ActionsContainer) -> None:
 def add_batch_size_argument(group: argparse._ActionsContainer) -> None:
     """Add the option for the number of cells in a minibatch."""
     group.add_argument(
-        "--batch-size", type=text.whole_number, default=64, metavar="N", help="cells per minibatch (default: 64)"
+        "--batch-size", type=whole_number, default=64, metavar="N", help="cells per minibatch (default: 64)"
     )
 
 
@@ -195,20 +194,3 @@ def as_dict(args: argparse.Namespace) -> dict[str, Any]:
         "target_sum": args.target_sum,
         "log1p": args.log1p,
     }
-
-
-def read_names(path: str) -> list[str]:
-    """Return the nonempty lines of a text file.
-
-    Raises
-    ------
-    ReadError
-        It cannot be read.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            return [line.strip() for line in file if line.strip()]
-    except OSError as error:
-        raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
-    except UnicodeDecodeError as error:
-        raise ReadError(f"{path}: not a text file in UTF-8; expected one gene name per line.") from error

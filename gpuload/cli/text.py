@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -12,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import GpuloadError, PlanError, ReadError
+from gpuload.errors import PlanError, ReadError
 from gpuload.logs import is_watched
 from gpuload.plan import chunks_per_block
+from gpuload.program import fraction, whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
     from typing import Self
 
 PICTURES = ("png", "svg", "pdf")
@@ -141,32 +141,6 @@ def say(message: str, *, is_quiet: bool) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def exit_code(
-    program: str,
-    work: Callable[[], object],
-    *,
-    interrupted: str = "interrupted",
-    sentence_of: Callable[[Exception], str | None] = lambda _: None,
-) -> int:
-    """Do a program's work and return its exit code; what stops it is reported on stderr.
-
-    ``sentence_of`` gives the sentence for another library's error, or None to raise it.
-    """
-    try:
-        work()
-    except KeyboardInterrupt:
-        code, said = 130, interrupted
-    except Exception as error:
-        found = str(error) if isinstance(error, (GpuloadError, OSError)) else sentence_of(error)
-        if found is None:
-            raise
-        code, said = 2 if isinstance(error, PlanError) else 1, found
-    else:
-        return 0
-    print(f"{program}: {said}", file=sys.stderr)
-    return code
-
-
 def check_outputs(sources: Sequence[str], *paths: str | None) -> None:
     """Check, before the work, that output files can be written and are not data; None is a file not requested.
 
@@ -264,47 +238,6 @@ def path(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("'' is not a file name; give a path")
     return text
-
-
-def whole_number(text: str) -> int:
-    """Parse an option that must be a whole number of at least 1."""
-    return _whole_number(text, 1)
-
-
-def whole_number_or_0(text: str) -> int:
-    """Parse an option that must be a whole number of at least 0."""
-    return _whole_number(text, 0)
-
-
-def _whole_number(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-    return int(text)
-
-
-def positive(text: str) -> float:
-    """Parse an option that must be a number above 0."""
-    return _number(text, lambda value: 0 < value < math.inf, "a number above 0")
-
-
-def positive_or_0(text: str) -> float:
-    """Parse an option that must be a number of at least 0."""
-    return _number(text, lambda value: 0 <= value < math.inf, "a number of at least 0")
-
-
-def fraction(text: str) -> float:
-    """Parse an option that must be a number from 0 to 1."""
-    return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
-
-
-def _number(text: str, is_valid: Callable[[float], bool], what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not is_valid(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return value
 
 
 def block_size(text: str) -> int | str:

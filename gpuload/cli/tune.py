@@ -12,6 +12,7 @@ from gpuload.checks import parse_nbytes
 from gpuload.cli import settings, text
 from gpuload.cli.machine import available_memory
 from gpuload.errors import PlanError
+from gpuload.program import positive
 from gpuload.settings import write_settings
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     settings.add_minibatch_arguments(group)
     group.add_argument(
         "--seconds",
-        type=text.positive,
+        type=positive,
         default=20.0,
         metavar="S",
         help="time for the timing runs, after planning: those that do not fit are left out, but the most promising "

@@ -10,7 +10,7 @@ from gpuload.checks import check_index, check_unmasked, is_number, is_whole
 from gpuload.errors import PlanError
 from gpuload.estimators.arrays import Engine, to_host
 from gpuload.estimators.base import Estimator
-from gpuload.estimators.passes import BATCH_SIZE, Passes, checked_finite
+from gpuload.estimators.passes import BATCH_SIZE, Passes, as_array, checked_finite
 from gpuload.loader import Loader
 from gpuload.scores import mean_r2
 
@@ -266,7 +266,7 @@ def _checked_targets(y: ArrayLike, n_rows: int, X: Any) -> NDArray[np.float32]:
     if hasattr(y, "toarray"):
         raise PlanError("y is a sparse matrix; pass y.toarray().")
     is_elsewhere = hasattr(y, "detach") or hasattr(y, "__cuda_array_interface__")
-    targets = to_host(y) if is_elsewhere else np.asarray(y)
+    targets = to_host(y) if is_elsewhere else as_array("y", y)
     if targets.ndim not in (1, 2) or len(targets) != n_rows:
         raise PlanError(f"y has shape {targets.shape}; expected ({n_rows},) or ({n_rows}, n_targets).")
     if targets.dtype.kind == "c":
@@ -274,7 +274,7 @@ def _checked_targets(y: ArrayLike, n_rows: int, X: Any) -> NDArray[np.float32]:
     _check_order("y", y, X)
     try:
         return targets.astype(np.float32)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise PlanError(f"y has dtype {targets.dtype}; expected numbers.") from error
 
 

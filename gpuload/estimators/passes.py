@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.checks import check_unmasked
-from gpuload.errors import PlanError
+from gpuload.errors import PlanError, first_line
 from gpuload.loader import Loader
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Passes:
                 f"X: found {given}; open it with gpuload.open_loader and pass the loader, or pass a matrix."
             )
         if not hasattr(X, "shape") or not hasattr(X, "dtype"):
-            X = np.asarray(X)
+            X = as_array("X", X)
         shape = X.shape
         if getattr(X.dtype, "kind", "f") == "c" or getattr(X.dtype, "is_complex", False):
             raise PlanError("X: Complex data not supported; pass real numbers.")
@@ -181,6 +181,14 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _NOT_FINITE = "X holds NaN or infinity, or values too large for float32; remove, fill or scale them first."
 
 
+def as_array(name: str, given: Any) -> NDArray[Any]:
+    """Return an argument as an array; raise PlanError if it is a list of lists of different lengths."""
+    try:
+        return np.asarray(given)
+    except ValueError as error:
+        raise PlanError(f"{name} is no array: {first_line(error).rstrip('.')}; give rows of equal length.") from error
+
+
 def checked_finite(found: NDArray[Any]) -> NDArray[Any]:
     """Return a result; raise PlanError if it is not finite: GPU input is not checked, and sums may overflow."""
     if not np.isfinite(found).all():
@@ -201,7 +209,10 @@ def _is_finite(part: Any) -> bool:
     if not isinstance(part, np.ndarray) or part.dtype.kind in "biu":
         return True
     if part.dtype.kind != "f":
-        part = part.astype(np.float64)
+        try:
+            part = part.astype(np.float64)
+        except ValueError as error:
+            raise PlanError(f"X has dtype {part.dtype} ({first_line(error)}); expected numbers.") from error
     with np.errstate(over="ignore", invalid="ignore"):
         if part.dtype.itemsize > np.float32().itemsize:
             return bool(part.min() >= -_MAX_FLOAT32 and part.max() <= _MAX_FLOAT32)

@@ -420,7 +420,7 @@ def _chunk_infos(stored: h5py.Dataset) -> NDArray[np.int64]:
 
 
 def _check_inside(name: str, source: Source, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
-    end = np.where(nbytes > 0, offset + nbytes, 0)
+    end = np.where(nbytes > 0, offset.astype(np.uint64) + nbytes.astype(np.uint64), 0)  # int64 may not hold it
     if np.any(end > source.nbytes) or np.any(offset < 0) or np.any(nbytes < 0):
         raise ends_early(source, name, int(end.max()))
 

@@ -198,7 +198,7 @@ def _check_place(source: FileSource | RemoteSource, name: str, column: ListColum
             f"{source.name}: column {name!r} is compressed with {column.codec}, which cannot be decoded here; "
             f"supported codecs are {', '.join(parquet_pages.CODECS)}. Rewrite it, for example with compression='zstd'."
         )
-    end = column.offset + column.nbytes
+    end = column.offset.astype(np.uint64) + column.nbytes.astype(np.uint64)  # int64 may not hold it
     if np.any(column.offset < 0) or np.any(column.nbytes < 0) or np.any(end > source.nbytes):
         raise CorruptDataError(f"{source.name}: column {name!r} lies outside the file. {RESTORE}")
 

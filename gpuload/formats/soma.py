@@ -212,7 +212,7 @@ class _Experiment:
             return None if own.startswith("..") else own
         root = self._files.name if "://" in self._files.name else os.path.abspath(self._files.name)
         path, root = path.removeprefix("file://").rstrip("/"), f"{root.rstrip('/')}/"
-        return path.removeprefix(root) if path.startswith(root) else None
+        return path.removeprefix(root) if path.startswith(root) and ".." not in path.split("/") else None
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import numpy as np
 
 from gpuload.errors import ReadError
 from gpuload.object_errors import check_length
-from gpuload.remote import OUTAGE_S, Patience, open_remote
+from gpuload.remote import OUTAGE_S, Patience, as_remote
 from gpuload.source import read_at
 
 if TYPE_CHECKING:
@@ -66,10 +66,8 @@ class RemoteSamples:
 
 def open_source(source: Remote | str | os.PathLike[str]) -> FolderSamples | RemoteSamples:
     """Return the source at an address, in a folder, or over a remote."""
-    if not isinstance(source, (str, os.PathLike)):
-        return RemoteSamples(source)
-    if "://" in os.fspath(source):
-        return RemoteSamples(open_remote(source))
+    if not isinstance(source, (str, os.PathLike)) or "://" in os.fspath(source):
+        return RemoteSamples(as_remote("source", source))
     if not os.path.isdir(source):
         raise ReadError(f"{os.fspath(source)}: no such folder. Check the path.")
     return FolderSamples(os.fspath(source))

@@ -15,10 +15,11 @@ Requirements this package answers
 
 from gpuload.sampling.base import Cells, Sampler, Strategy, as_sampler, digest
 from gpuload.sampling.blocks import BlockShuffle, Sequential, plain
+from gpuload.sampling.controls import PairedControl
 from gpuload.sampling.custom import Custom
 from gpuload.sampling.draws import ClassBalanced, Mixture, Weighted
 from gpuload.sampling.neighbors import PairedNeighbor
-from gpuload.sampling.pairs import PairedControl, split_pairs
+from gpuload.sampling.pairs import split_pairs
 from gpuload.sampling.sets import Grouped
 from gpuload.sampling.subset import Subset, block_size_of
 

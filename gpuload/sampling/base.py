@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from gpuload.checks import check_index, check_obs_names, is_number, is_whole
-from gpuload.errors import PlanError, nearest, shown
+from gpuload.errors import PlanError, first_line, nearest, shown
 from gpuload.sampling.classes import coded, factorize, joint, names_of
 from gpuload.sampling.rows import row_list
 
@@ -176,7 +176,13 @@ class Cells:
         """Return each cell's class by a sampler's argument: names of columns, or one label per cell."""
         if not hasattr(column, "dtype"):
             return self.classes(*names_in(sampler, column))
-        codes, names = _labels(column)
+        try:
+            codes, names = _labels(column)
+        except TypeError as error:
+            raise PlanError(
+                f"{sampler}: its labels cannot be told apart ({first_line(error)}); pass text, numbers or booleans, "
+                "one per cell."
+            ) from error
         if codes.size != self.n_store_rows:
             raise PlanError(f"{sampler}: {codes.size} labels for {self.n_store_rows} cells; pass one per cell.")
         self.check_index(sampler, column)

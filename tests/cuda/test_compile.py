@@ -12,7 +12,7 @@ import pytest
 from gpuload.backends.cuda.decode import N_LZF_THREADS
 from gpuload.backends.cuda.device import source_of_kernels
 from gpuload.backends.cuda.work import N_THREADS
-from tests.cuda.test_kernels import SIGNATURES
+from tests.cuda.kernel_runs import SIGNATURES
 
 if TYPE_CHECKING:
     from pathlib import Path

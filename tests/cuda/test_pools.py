@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 
 from gpuload.backends.cuda.memory import DevicePool
 from tests.cuda.fake_device import FakeDevice
+from tests.leases import overwritten
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -145,25 +145,8 @@ def test_clear_asks_no_stream_which_may_be_gone(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_many_threads_share_a_pool_but_no_block() -> None:
-    has, faults, barrier = Both(max_idle=3), list[str](), threading.Barrier(4)
-
-    def use(number: int) -> None:
-        draw = np.random.default_rng(number)
-        barrier.wait(10)
-        held: list[Any] = []
-        for _ in range(2000):
-            held.append(has.pool.lease(int(draw.choice([1000, 1500, 4000])), has.one)[0])
-            held[-1][:] = number
-            if not all((array == number).all() for array in held):
-                faults.append(f"thread {number}")
-            del held[: draw.integers(3)]
-
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not faults
+    has = Both(max_idle=3)
+    assert not overwritten(lambda nbytes: has.pool.lease(nbytes, has.one)[0])
     has.pool.settle()
     assert len(has.pool._idle) <= 3
     assert has.device._n_bytes - has.device._left == sum(t.block.nbytes for t in has.pool._idle.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -174,6 +175,17 @@ def test_metadata_only_file_is_refused(write: Callable[..., Path], tmp_path: Pat
     footer.set_file_path("part-0.parquet")
     footer.write_metadata_file(path)
     assert_refused("StoreError", path, f"{path}: column 'genes' is in another file, 'part-0.parquet'; pass that")
+
+
+def test_column_whose_end_exceeds_int64_is_refused(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def far(file: Any, real: Any = parquet.read_footer) -> Any:
+        groups = real(file)
+        groups[0].columns[0] = replace(groups[0].columns[0], offset=(1 << 63) - 16)
+        return groups
+
+    monkeypatch.setattr(parquet, "read_footer", far)
+    path = write(genes=GENES, expressions=VALUES)
+    assert_refused("CorruptDataError", path, f"{path}: column 'genes' lies outside the file", "Restore")
 
 
 def test_column_with_two_codecs_is_refused(write: Callable[..., Path]) -> None:

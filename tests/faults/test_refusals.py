@@ -700,6 +700,17 @@ def test_unencoded_chunk_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
     assert_refused("CorruptDataError", path, f"{path}: /X has an unencoded chunk of the wrong size", "Restore the file")
 
 
+def test_chunk_whose_end_exceeds_int64_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "chunk.h5ad"
+    write_h5ad(path, lambda f: write_dense(f, "X", counts().toarray(), chunks=(16, writers.N_VARS), compression="gzip"))
+    with h5py.File(path) as file:
+        chunk = file["X"].id.get_chunk_info(0)
+    content, place = path.read_bytes(), chunk.byte_offset.to_bytes(8, "little")
+    assert content.count(place) == 1
+    path.write_bytes(content.replace(place, ((1 << 63) - 16).to_bytes(8, "little")))
+    assert_refused("ReadError", path, f"/X should reach byte {(1 << 63) - 16 + chunk.size} but the file ends at")
+
+
 def test_matrix_and_frames_of_different_length(tmp_path: Path) -> None:
     path = tmp_path / "frames.h5ad"
     write_h5ad(path, lambda f: write_csr(f, "X", counts()), n_vars=writers.N_VARS + 1)

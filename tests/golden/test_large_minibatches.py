@@ -9,7 +9,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
-from gpuload.backends.cpu import CpuBackend
+from gpuload.backends.gathering import Gatherer
 from tests.writers import counts
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ N_OBS, N_VARS = 203, 501
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let three threads share every minibatch of at least 30 kB; return how many rows each call gathered."""
     n_rows: list[int] = []
-    gather = CpuBackend._fill_dense
+    gather = Gatherer.fill
 
     def counted(self, resident, positions, form, out, lo, hi) -> None:
         n_rows.append(hi - lo)
@@ -30,7 +30,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr("gpuload.backends.base.AHEAD_NBYTES", 0)
     monkeypatch.setattr("gpuload.backends.cpu.PART_NBYTES", 10_000)
-    monkeypatch.setattr(CpuBackend, "_fill_dense", counted)
+    monkeypatch.setattr(Gatherer, "fill", counted)
     return n_rows
 
 

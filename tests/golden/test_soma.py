@@ -761,11 +761,12 @@ def test_group_dated_later_than_now_is_refused(tmp_path: Path, group: str, when:
         gpuload.open_loader(path)
 
 
-def test_member_outside_the_experiment_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["other/obs", "cells/../other/obs"])
+def test_member_outside_the_experiment_is_refused(tmp_path: Path, way: str) -> None:
     write_experiment(tmp_path / "other")
     tiledb.Group.create(str(tmp_path / "cells"))
     with tiledb.Group(str(tmp_path / "cells"), "w") as group:
-        group.add(uri=str(tmp_path / "other" / "obs"), name="obs", relative=False)
+        group.add(uri=f"file://{tmp_path}/{way}", name="obs", relative=False)
     with pytest.raises(gpuload.StoreError, match=r"member 'obs' is elsewhere"):
         gpuload.open_loader(tmp_path / "cells")
 

@@ -522,7 +522,9 @@ def test_user_headers_are_sent_along_with_our_settings() -> None:
 
 
 def test_missing_obstore_is_reported_with_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "obstore", None)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(PlanError, match=r"^ftp://host/x: ftp:// is not supported; expected s3://"):
+        open_remote("ftp://host/x")
     with pytest.raises(MissingDependencyError, match=r"pip install 'gpuload\[remote\]'"):
         open_remote("s3://data")
 

@@ -494,6 +494,8 @@ def test_invalid_arguments_are_refused(data: Path) -> None:
             SampleSet(*arguments, **settings)
     with pytest.raises(ReadError, match="no such folder"):
         SampleSet(IDS, LABELS, data / "none")
+    with pytest.raises(PlanError, match=r"^source=5: expected an address, a folder, or a remote"):
+        SampleSet(IDS, LABELS, 5)
     samples = SampleSet(IDS, LABELS, data)
     for settings, sentence in (
         ({"batch_size": 0}, "batch_size=0: expected a whole number of at least 1"),

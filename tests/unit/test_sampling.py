@@ -170,6 +170,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         ),
         (BlockShuffle(edges=6), "BlockShuffle(edges=6): expected whole numbers in increasing order."),
         (ClassBalanced(np.zeros(5, int)), "ClassBalanced: 5 labels for 6 cells; pass one per cell."),
+        (
+            ClassBalanced(np.array([["a"], ["b", "c"], "a", "a", "b", "b"], dtype=object)),
+            "ClassBalanced: its labels cannot be told apart (unhashable type: 'list'); pass text, numbers or booleans,",
+        ),
         (Subset([1, 2], Grouped(np.zeros(2), 1)), "Grouped: 2 labels for 6 cells; pass one per cell."),
         (ClassBalanced("empty"), "ClassBalanced('empty'): the label is missing in all 6 cells; name another column."),
         (Weighted([1, 2]), "Weighted: 2 weights for 6 cells; pass one per cell."),
@@ -321,6 +325,22 @@ def test_labels_that_are_not_a_column(labels: Any, rows: list[int]) -> None:
             found, expected = (bound.order(files, (epoch, 1, 2, 3)).ranges(0, n) for bound in (of_labels, of_column))
             np.testing.assert_array_equal(found, expected)
         assert of_labels.describe() != of_others.describe()
+
+
+@pytest.mark.parametrize("control", [1, [1], [1, "dmso"], {1, None}])
+def test_controls_may_be_named_with_values_that_a_column_of_numbers_cannot_have(control: Any) -> None:
+    """As where the same list serves several files."""
+    bound = PairedControl("batch", control, match="drug").over(cells())
+    drawn = expand_ranges(bound.order((2, 3, 1), (1, 2, 3, 4)).ranges(0, bound.n_rows((2, 3, 1))))
+    assert set(drawn[::2].tolist()) == {3, 4, 5}
+    assert set(drawn[1::2].tolist()) <= {0, 1, 2}  # of batch 1
+
+
+def test_missing_values_cannot_be_controls() -> None:
+    obs = {"dose": Column([0.0, np.nan, 1.0, 0.0, np.nan, 1.0]), "batch": Column([1] * 6)}
+    told = r"^PairedControl\(control=nan\): no cell has that value in column 'dose'; pass the value that marks controls"
+    with pytest.raises(PlanError, match=told):
+        PairedControl("dose", np.nan, match="batch").over(cells(obs=obs))
 
 
 def test_labels_can_be_dates() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -15,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gpuload.threads import Closer, DaemonThreads, QuickThreads
+from gpuload.errors import PlanError
+from gpuload.threads import Closer, DaemonThreads, OneAtATime, QuickThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -303,3 +306,11 @@ def test_objects_are_closed_before_the_process_exits() -> None:
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout == "closed\n"
     assert not ended.stderr
+
+
+@pytest.mark.parametrize("make", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_iteration_cannot_be_pickled_or_copied(make: Callable[[Any], object]) -> None:
+    numbers = OneAtATime(number for number in range(3))
+    with pytest.raises(PlanError, match=r"^this iteration of a loader cannot be pickled or copied; begin one in each"):
+        make(numbers)
+    assert list(numbers) == [0, 1, 2]

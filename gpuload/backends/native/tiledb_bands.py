@@ -169,6 +169,29 @@ def _place_values(
 
 
 @native
+def _begin_rows(counts: int, n_rows: int, n_values: int, place: Any) -> bool:
+    """Write where the first value of each row goes, and the end; return whether there are `n_values` in all."""
+    place[0] = 0
+    for r in range(n_rows):
+        n = load64(counts + 8 * r)
+        if n < 0 or n > n_values:
+            return False
+        place[r + 1] = place[r] + n
+    return place[n_rows] == n_values
+
+
+@native
+def _are_full(counts: int, n_rows: int, place: Any) -> bool:
+    """Return whether each row has got as many values as counted."""
+    start = 0
+    for r in range(n_rows):
+        start += load64(counts + 8 * r)
+        if place[r] != start:
+            return False
+    return True
+
+
+@native
 def gather_rows(  # noqa: PLR0911 - one return per fault
     stored: Any,
     row_steps: Any,
@@ -232,13 +255,7 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
     if at > end or nbytes < 0 or nbytes > end - at:
         return BAD_TILE
     at_values = at + nbytes
-    place[0] = 0
-    for r in range(n_rows):
-        n = load64(counts + 8 * r)
-        if n < 0 or n > n_values:
-            return BAD_COUNT
-        place[r + 1] = place[r] + n
-    if place[n_rows] != n_values:
+    if not _begin_rows(counts, n_rows, n_values, place):
         return BAD_COUNT
     are_all = _mark_rows(wanted, place, n_rows, is_wanted)
     end_rows = at_values
@@ -267,11 +284,4 @@ def gather_rows(  # noqa: PLR0911 - one return per fault
         if code < 0:
             return code
         n_done += code
-    if n_done != n_values:
-        return BAD_COUNT
-    start = 0
-    for r in range(n_rows):
-        start += load64(counts + 8 * r)
-        if place[r] != start:
-            return BAD_COUNT
-    return 0
+    return 0 if n_done == n_values and _are_full(counts, n_rows, place) else BAD_COUNT

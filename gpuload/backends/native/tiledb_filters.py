@@ -279,9 +279,76 @@ def _undo_windows(kind: int, item: int, data: int, data_end: int, md: int, md_en
 
 
 @native
-def undo_filters(  # noqa: PLR0911 - one return per fault
-    md: int, n_md: int, data: int, n_data: int, steps: Any, to: int, size: int, tools: Any
-) -> Any:
+def _undo_parts(
+    steps: Any, k: int, data: int, data_end: int, md: int, md_end: int, into: int, limit: int
+) -> tuple[int, int]:
+    """Undo a filter that was applied to parts of the data one by one.
+
+    Returns the decoded bytes, or a code, and where its metadata end.
+    """
+    kind, item, done = steps[k, KIND], steps[k, ITEM], 0
+    if md_end - md < 4 or load32(md) * 4 > md_end - md - 4:
+        return BAD_FILTER, md
+    n_parts = load32(md)
+    md += 4
+    for _ in range(n_parts):
+        n = load32(md)
+        md += 4
+        full = n if kind != FLOAT_SCALE else n // steps[k, WIDTH] * item
+        if n > data_end - data or done + full > limit:
+            return BAD_FILTER, md
+        if kind == FLOAT_SCALE:
+            _undo_scale(steps, k, data, n, into + done)
+        else:
+            _undo_shuffled_part(kind, data, n, into + done, item)
+        data, done = data + n, done + full
+    return done, md
+
+
+@native
+def _undo_compression(
+    kind: int,
+    item: int,
+    data: int,
+    data_end: int,
+    md: int,
+    md_end: int,
+    into: int,
+    limit: int,
+    into_md: int,
+    tools: Any,
+) -> tuple[int, int]:
+    """Decompress the metadata of the filters before, to `into_md`, and the data; return the bytes of data and of those.
+
+    In place of the former, a code.
+    """
+    done, md_done, room = 0, 0, tools[1]
+    if md_end - md < 8:
+        return BAD_FILTER, 0
+    n_md_parts, n_parts = load32(md), load32(md + 4)
+    if (n_md_parts + n_parts) * 8 > md_end - md - 8:
+        return BAD_FILTER, 0
+    md += 8
+    for part in range(n_md_parts + n_parts):
+        full, n = load32(md), load32(md + 4)
+        md += 8
+        is_md = part < n_md_parts
+        at = into_md + md_done if is_md else into + done
+        if n > data_end - data or full > (room - md_done if is_md else limit - done):
+            return BAD_FILTER, 0
+        code = _decompress(kind, item, data, n, at, full, tools)
+        if code < 0:
+            return code, 0
+        data += n
+        if is_md:
+            md_done += full
+        else:
+            done += full
+    return done, md_done
+
+
+@native
+def undo_filters(md: int, n_md: int, data: int, n_data: int, steps: Any, to: int, size: int, tools: Any) -> Any:
     """Undo the filters of a chunk, last first.
 
     Parameters
@@ -308,53 +375,17 @@ def undo_filters(  # noqa: PLR0911 - one return per fault
         kind, item = steps[k, KIND], steps[k, ITEM]
         into, limit = (to, size) if k == 0 and to else (work + turn * room, room)
         turn = 1 - turn
-        done = 0
-        is_windowed = kind == BIT_WIDTH or kind == POSITIVE_DELTA  # noqa: PLR1714 - compiled
-        if is_windowed:
+        if kind == BIT_WIDTH or kind == POSITIVE_DELTA:  # noqa: PLR1714, SIM109 - compiled
             done, md = _undo_windows(kind, item, data, data_end, md, md_end, into, limit)
-            if done < 0:
-                return done, 0, md, 0
         elif kind == BIT_SHUFFLE or kind == BYTE_SHUFFLE or kind == XOR or kind == FLOAT_SCALE:  # noqa: PLR1714, SIM109
-            if md_end - md < 4 or load32(md) * 4 > md_end - md - 4:
-                return BAD_FILTER, 0, md, 0
-            n_parts = load32(md)
-            md += 4
-            for _ in range(n_parts):
-                n = load32(md)
-                md += 4
-                full = n if kind != FLOAT_SCALE else n // steps[k, WIDTH] * item
-                if n > data_end - data or done + full > limit:
-                    return BAD_FILTER, 0, md, 0
-                if kind == FLOAT_SCALE:
-                    _undo_scale(steps, k, data, n, into + done)
-                else:
-                    _undo_shuffled_part(kind, data, n, into + done, item)
-                data, done = data + n, done + full
+            done, md = _undo_parts(steps, k, data, data_end, md, md_end, into, limit)
         else:
-            if md_end - md < 8:
-                return BAD_FILTER, 0, md, 0
-            n_md_parts, n_parts = load32(md), load32(md + 4)
-            if (n_md_parts + n_parts) * 8 > md_end - md - 8:
-                return BAD_FILTER, 0, md, 0
-            md += 8
-            into_md, md_done = work + (2 + md_turn) * room, 0
+            into_md = work + (2 + md_turn) * room
             md_turn = 1 - md_turn
-            for part in range(n_md_parts + n_parts):
-                full, n = load32(md), load32(md + 4)
-                md += 8
-                is_md = part < n_md_parts
-                at = into_md + md_done if is_md else into + done
-                if n > data_end - data or full > (room - md_done if is_md else limit - done):
-                    return BAD_FILTER, 0, md, 0
-                code = _decompress(kind, item, data, n, at, full, tools)
-                if code < 0:
-                    return code, 0, md, 0
-                data += n
-                if is_md:
-                    md_done += full
-                else:
-                    done += full
-            md, md_end = into_md, into_md + md_done
+            done, n_md = _undo_compression(kind, item, data, data_end, md, md_end, into, limit, into_md, tools)
+            md, md_end = into_md, into_md + n_md
+        if done < 0:
+            return done, 0, md, 0
         data, data_end = into, into + done
     if to and n_steps == 0:
         if data_end - data > size:

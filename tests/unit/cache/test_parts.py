@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from gpuload.cache.asking import Settings, SoftDigests, Window, get_patiently
 from gpuload.cache.catalogue import _OTHERS, _VISITED, Catalogue
-from gpuload.cache.fetch import Settings, SoftDigests, Window, get_patiently
 from gpuload.errors import ReadError
 from gpuload.remote import RemoteObject
 from tests.sample_stores import N, full, opened, train

@@ -23,8 +23,8 @@ import pytest
 from gpuload.cache import SampleStore, fetchers, files
 from gpuload.cache import snapshot as snapshot_module
 from gpuload.cache import store as store_module
+from gpuload.cache.asking import Settings
 from gpuload.cache.catalogue import Catalogue
-from gpuload.cache.fetch import Settings
 from gpuload.cache.fetchers import _keep
 from gpuload.cache.files import adopt_strays
 from gpuload.cache.process import FetcherProcess
@@ -692,6 +692,15 @@ def test_a_root_that_is_not_a_local_folder_is_refused(
     with pytest.raises(PlanError, match=r"^root=.*: expected the path of a local folder, as text; pass one such as"):
         SampleStore(root, remote, fetch=False)
     assert os.listdir(tmp_path) == ["remote"]
+
+
+@pytest.mark.parametrize("remote", [5, None, b"remote"])
+def test_what_is_no_remote_is_refused(tmp_path: Path, remote: Any) -> None:
+    with pytest.raises(
+        PlanError, match=r"^remote=.*: expected an address, a folder, or a remote that gpuload.remote op"
+    ):
+        SampleStore(tmp_path / "store", remote, fetch=False)
+    assert not os.listdir(tmp_path)
 
 
 def test_the_path_of_a_remote_may_be_non_utf8(tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""What programs that use gpuload have in common: the parsing of options, files of names, exit codes.
+
+For the command line, and for the example programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from gpuload.errors import GpuloadError, PlanError, ReadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def exit_code(
+    program: str,
+    work: Callable[[], object],
+    *,
+    interrupted: str = "interrupted",
+    sentence_of: Callable[[Exception], str | None] = lambda _: None,
+) -> int:
+    """Do a program's work and return its exit code; what stops it is reported on stderr.
+
+    ``sentence_of`` gives the sentence for another library's error, or None to raise it.
+    """
+    try:
+        work()
+    except KeyboardInterrupt:
+        code, said = 130, interrupted
+    except Exception as error:
+        found = str(error) if isinstance(error, (GpuloadError, OSError)) else sentence_of(error)
+        if found is None:
+            raise
+        code, said = 2 if isinstance(error, PlanError) else 1, found
+    else:
+        return 0
+    print(f"{program}: {said}", file=sys.stderr)
+    return code
+
+
+def check_one_process(cure: str) -> None:
+    """Raise PlanError if a launcher, such as torchrun, started several processes of a single-process program."""
+    n_processes = os.environ.get("WORLD_SIZE", "1")
+    if n_processes != "1":
+        raise PlanError(f"WORLD_SIZE={n_processes}: this program is for one process; {cure}.")
+
+
+def read_names(path: str) -> list[str]:
+    """Return the nonempty lines of a text file.
+
+    Raises
+    ------
+    ReadError
+        It cannot be read.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            return [line.strip() for line in file if line.strip()]
+    except OSError as error:
+        raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
+    except UnicodeDecodeError as error:
+        raise ReadError(f"{path}: not a text file in UTF-8; expected one gene name per line.") from error
+
+
+def whole_number(text: str) -> int:
+    """Parse an option that must be a whole number of at least 1."""
+    return _whole_number(text, 1)
+
+
+def whole_number_or_0(text: str) -> int:
+    """Parse an option that must be a whole number of at least 0."""
+    return _whole_number(text, 0)
+
+
+def _whole_number(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """Parse an option that must be a number above 0."""
+    return _number(text, lambda value: 0 < value < math.inf, "a number above 0")
+
+
+def positive_or_0(text: str) -> float:
+    """Parse an option that must be a number of at least 0."""
+    return _number(text, lambda value: 0 <= value < math.inf, "a number of at least 0")
+
+
+def fraction(text: str) -> float:
+    """Parse an option that must be a number from 0 to 1."""
+    return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+
+
+def _number(text: str, is_valid: Callable[[float], bool], what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not is_valid(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value

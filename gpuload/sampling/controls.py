@@ -1,0 +1,245 @@
+"""Perturbed cells, each paired with matched control cells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.checks import check_obs_names, is_number
+from gpuload.errors import PlanError, nearest, shown
+from gpuload.sampling.base import check_number, check_rows
+from gpuload.sampling.blocks import BlockShuffle
+from gpuload.sampling.pairs import Pairs
+from gpuload.sampling.queues import Queues
+from gpuload.sampling.rows import group_rows, join, list_of_mask
+from gpuload.sampling.sets import Grouped, check_remainder
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from numpy.typing import NDArray
+
+    from gpuload.sampling.base import Cells, Classes, Strategy
+    from gpuload.sampling.classes import Names
+    from gpuload.sampling.rows import RowList
+    from gpuload.types import Column
+
+
+@dataclass(frozen=True, eq=False)
+class PairedControl:
+    """Pair every perturbed cell, once per epoch, with a control cell of the same batch and cell type.
+
+    The first half of a minibatch holds perturbed cells, in shuffled blocks; the second half their controls, in the same
+    order (`gpuload.split_pairs` returns the halves). The controls of a group, over all files, are drawn in shuffled
+    blocks, pass after pass, so that each is used equally often, to within one (with `size`, less evenly, by the cells
+    that sets leave out or repeat); the pairing changes each epoch. Cells with a missing label in `column` or in a
+    column they are matched on are left out.
+
+    With `size`, perturbed cells come in contiguous sets that share the perturbation and the value of each `match`
+    column, and so do their controls: ``perturbed.X.reshape(-1, size, n_vars)`` gives the sets of a minibatch.
+
+    With `n_controls` above 1, a minibatch begins with 1 perturbed cell for each `n_controls` controls, and the controls
+    of each are adjacent: ``controls.X.reshape(-1, n_controls, n_vars)``. They differ from each other, except where a
+    group has too few controls or starts its next pass.
+
+    Parameters
+    ----------
+    column
+        The column of obs that names the perturbation.
+    control
+        The value of that column that marks controls, or a list of such values.
+    match
+        The columns on which a cell and its control are matched.
+    fallback
+        A smaller set of these columns to match on for cells whose group has no controls; if empty, such a group is an
+        error.
+    size, remainder
+        Perturbed cells per set, and how to treat incomplete sets, as for `gpuload.Grouped`. None: no sets; perturbed
+        cells are shuffled individually.
+    n_controls
+        Controls for each perturbed cell.
+
+    Raises
+    ------
+    PlanError
+        `batch_size` is not a multiple of ``1 + n_controls``, times `size`; no group of perturbed cells has `size`
+        cells; there are no controls, or no other cells; a group of cells has no controls, even with `fallback`.
+    """
+
+    column: str
+    control: Any
+    match: str | Sequence[str] = ("batch", "cell_type")
+    fallback: str | Sequence[str] = ()
+    size: int | None = None
+    remainder: str = "drop"
+    n_controls: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.column, str) or not self.column:
+            raise PlanError(f"PairedControl(column={shown(self.column)}): expected the name of an obs column.")
+        if not set(self._fallback) < set(self._match):
+            raise PlanError(
+                f"PairedControl(fallback={self.fallback!r}): expected some of the columns of match, but not all of "
+                f"{self._match!r}."
+            )
+        if self.size is not None:
+            check_number("PairedControl", "size", self.size)
+        check_remainder("PairedControl", self.remainder)
+        check_number("PairedControl", "n_controls", self.n_controls)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The obs columns that it needs."""
+        return tuple(dict.fromkeys([self.column, *self._match]))
+
+    @property
+    def _match(self) -> tuple[str, ...]:
+        return check_obs_names("match", self.match, least=1, sampler="PairedControl")
+
+    @property
+    def _fallback(self) -> tuple[str, ...]:
+        return check_obs_names("fallback", self.fallback, sampler="PairedControl") if self.fallback else ()
+
+    def over(self, cells: Cells) -> Strategy:
+        """Find the cells and their controls; takes about 12 bytes per cell, and twice that temporarily."""
+        check_rows("PairedControl", cells)
+        self._check_batch_size(cells)
+        is_control, is_wanted = self._controls(cells)
+        match = cells.classes(*self._match)
+        is_wanted &= match.codes >= 0
+        if not is_wanted.any():
+            raise PlanError(
+                f"PairedControl(match={self.match!r}): every perturbed cell has a missing label in a column that it is "
+                "matched on; match other columns."
+            )
+        levels = [match, cells.classes(*self._fallback)] if self._fallback else [match]
+        queue, controls, edges = _queues(levels, is_control)
+        lost = np.flatnonzero(is_wanted & (queue < 0))
+        if lost.size:
+            self._refuse(match.names, match.codes[lost])
+        perturbed = list_of_mask(is_wanted)
+        queue = queue[is_wanted]
+        part = cells.part(perturbed)
+        about = {"name": "PairedControl", "column": self.column, "block_size": cells.block_size}
+        shuffle: Strategy = BlockShuffle(cells.block_size, part.edges)
+        if self.size is not None:
+            groups = part.classes(*self.columns).codes
+            if self.remainder == "drop" and (most := np.bincount(groups[groups >= 0]).max()) < self.size:
+                raise PlanError(
+                    f"PairedControl(size={self.size}): no group of perturbed cells has that many; the largest has "
+                    f"{most}."
+                )
+            sets = Grouped(list(self.columns), self.size, self.remainder)
+            shuffle = sets.over(replace(part, batch_size=cells.batch_size // (1 + self.n_controls)))
+        return Pairs(
+            perturbed,
+            shuffle,
+            part.file_rows,
+            queue,
+            _places(queue, edges.size - 1),
+            Queues(controls, edges, cells.block_size),
+            int(self.n_controls),
+            cells.batch_size,
+            about,
+        )
+
+    def _check_batch_size(self, cells: Cells) -> None:
+        n_together = 1 + self.n_controls
+        if cells.batch_size % n_together:
+            raise PlanError(
+                f"PairedControl(n_controls={self.n_controls}) with batch_size={cells.batch_size}: a minibatch has "
+                f"{self.n_controls} of {n_together} controls; make batch_size a multiple of {n_together}."
+            )
+        if self.size is not None and cells.batch_size % (n_together * self.size):
+            raise PlanError(
+                f"PairedControl(size={self.size}) with batch_size={cells.batch_size}: 1 in {n_together} cells of a "
+                "minibatch is perturbed, and a set is never split; make batch_size a multiple of "
+                f"{n_together * self.size}."
+            )
+
+    def _controls(self, cells: Cells) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return masks of the control cells and of the perturbed cells."""
+        column = cells.obs[self.column]
+        values = cells.take(column.values)
+        is_one = isinstance(self.control, (str, bytes)) or not hasattr(self.control, "__iter__")
+        wanted = [self.control] if is_one else list(self.control)
+        if column.categories is None:
+            is_control, is_labelled = np.isin(values, _numbers(wanted)), ~(values != values)  # noqa: PLR0124 - NaN
+        else:
+            known = _hashed(wanted)
+            is_wanted = np.array([c in known for c in column.categories.tolist()] + [False])
+            is_control, is_labelled = is_wanted[values], values >= 0
+        if not is_control.any():
+            raise self._no_control(column, wanted)
+        if not (is_labelled & ~is_control).any():
+            raise PlanError(
+                f"PairedControl({self.column!r}): all cells are controls; there are none to pair them with."
+            )
+        return is_control, is_labelled & ~is_control
+
+    def _no_control(self, column: Column, wanted: list[Any]) -> PlanError:
+        which = f"PairedControl(control={shown(self.control)}): "
+        names, known = column.categories, _hashed(wanted)
+        held = _numbers(wanted) if names is None else [c for c, name in enumerate(names) if name in known]
+        if np.isin(column.values, held).any():
+            return PlanError(
+                f"{which}the cells with that value in column {self.column!r} are left out by where= or a Subset; keep "
+                "them in."
+            )
+        known_names = (np.unique(column.values) if names is None else names).tolist()
+        there = {str(name): name for name in known_names if name == name}  # noqa: PLR0124 - NaN
+        near = nearest(str(wanted[0]), list(there)) if wanted else None
+        guess = f"did you mean {there[near]!r}?" if near else "pass the value that marks controls."
+        return PlanError(f"{which}no cell has that value in column {self.column!r}; {guess}")
+
+    def _refuse(self, names: Names, lost: NDArray[np.integer]) -> None:
+        groups = np.unique(lost)
+        more = f", nor for {groups.size - 1} more groups" if groups.size > 1 else ""
+        raise PlanError(
+            f"PairedControl: there is no control for cells with {names[groups[0]]} "
+            f"({np.count_nonzero(lost == groups[0])} of them){more}; match fewer columns, pass fallback=, or leave "
+            "these cells out with a Subset."
+        )
+
+
+def _queues(
+    levels: Sequence[Classes], is_control: NDArray[np.bool_]
+) -> tuple[NDArray[np.int32], RowList, NDArray[np.int64]]:
+    """Return the queue of each cell's controls, -1 if there are none; the controls by queue; and the queues' edges.
+
+    A cell's queue is that of its class at the first level where this has controls.
+    """
+    queue = np.full(is_control.size, -1, dtype=np.int32)
+    lists, edges = [], np.zeros(1, dtype=np.int64)
+    for level in levels:
+        rows, group_edges = group_rows(np.where(is_control, level.codes, -1), len(level.names))
+        has_controls = np.diff(group_edges) > 0
+        number = np.where(has_controls, edges.size - 2 + np.cumsum(has_controls), -1).astype(np.int32)
+        queue = np.where(queue < 0, np.append(number, np.int32(-1))[level.codes], queue)
+        edges = np.concatenate([edges, group_edges[1:][has_controls] + edges[-1]])
+        lists.append(rows)
+    return queue, join(lists), edges
+
+
+def _numbers(values: list[Any]) -> list[Any]:
+    """Return the numbers and booleans among values: beside others, NumPy would compare them as text."""
+    return [value for value in values if is_number(value) or isinstance(value, (bool, np.bool_))]
+
+
+def _hashed(values: list[Any]) -> Collection[Any]:
+    """Return values as a set for fast lookup: there may be thousands of controls and as many categories."""
+    try:
+        return frozenset(values)
+    except TypeError:  # unhashable: no category equals it
+        return values
+
+
+def _places(queue: NDArray[np.int32], n_queues: int) -> NDArray[np.integer]:
+    """Return, for each cell, the number of earlier cells that draw from the same queue."""
+    rows, edges = group_rows(queue, n_queues)
+    places: NDArray[np.integer] = np.empty(queue.size, dtype=np.uint32 if queue.size < 1 << 32 else np.int64)
+    for start, part in rows.slices():
+        places[part] = np.arange(start, start + part.size) - edges[queue[part]]
+    return places
