@@ -132,7 +132,8 @@ def _range_error(text: str, place: str) -> ReadError | None:
             f"{place}: the server sends it only whole, but parts of it are read; copy it first, use a server that "
             "answers range requests or, if it is a folder, pass the addresses of its files as a list."
         )
-    if not _status_of(text) and _OTHER_RANGE.search(text.partition("\n")[0]):
+    status = _status_of(text)
+    if status == 416 or (not status and _OTHER_RANGE.search(text.partition("\n")[0])):  # 416: it is shorter by now
         return ReadError(
             f"{place}: the server does not send the bytes that were asked for ({_reason_of(text)}); copy it first, use "
             "a server that answers range requests or, if it was changed meanwhile, open it again."

@@ -196,6 +196,7 @@ def refusing(refusing_server: str) -> ObjectRemote:
             "ExpiredToken",
             r"the server refuses the request \(400 Bad Request: ExpiredToken: No\); .* credentials, which may have exp",
         ),
+        (416, "InvalidRange", r"does not send the bytes .*\(416 Range Not .*\); .* or, if it was changed meanwhile, "),
         (501, "NotImplemented", r"the server refuses the request \(501 Not Implemented: NotImplemented: No\); check"),
         (301, "PermanentRedirect", "it is in another region, or at another address; pass region="),
     ],
