@@ -27,8 +27,14 @@ _NO_CONNECTION = "kind: Connect,"
 _SLOW = "kind: Timeout"
 """obstore's wording for a response that took too long."""
 
-_ONLY_WHOLE = ("Range request not supported", "non-partial response", "Content-Length Header missing")
+_NO_LENGTH = "Content-Length Header missing"
+"""obstore's wording for a response of unknown length."""
+
+_ONLY_WHOLE = ("Range request not supported", "non-partial response", _NO_LENGTH)
 """obstore's wording for responses without ranges, or of unknown length, as of pages that a server makes of folders."""
+
+_OTHER_RANGE = re.compile(r"Requested \d+\.\.\d+, got|content.range", re.IGNORECASE)
+"""obstore's wording for a part of an object that is not the one asked for, or does not say which one it is."""
 
 _OF_FSSPEC = {
     "anon": "it is anonymous=True here",
@@ -74,6 +80,7 @@ def read_error(
     return (
         _access_error(error, kinds, remote, place, is_listing=can_list and not key, is_signed=is_signed)
         or _object_error(error, kinds, place, was_listed=was_listed)
+        or _range_error(str(error), place)
         or _request_error(error, kinds, remote, place)
     )
 
@@ -118,6 +125,22 @@ def _object_error(error: Exception, kinds: Any, place: str, *, was_listed: bool)
     return None
 
 
+def _range_error(text: str, place: str) -> ReadError | None:
+    """Return the error for a response that is not the part of an object that was asked for; None for others."""
+    if any(words in text for words in _ONLY_WHOLE):
+        return ReadError(
+            f"{place}: the server sends it only whole, but parts of it are read; copy it first, use a server that "
+            "answers range requests or, if it is a folder, pass the addresses of its files as a list."
+        )
+    status = _status_of(text)
+    if status == 416 or (not status and _OTHER_RANGE.search(text.partition("\n")[0])):  # 416: it is shorter by now
+        return ReadError(
+            f"{place}: the server does not send the bytes that were asked for ({_reason_of(text)}); copy it first, use "
+            "a server that answers range requests or, if it was changed meanwhile, open it again."
+        )
+    return None
+
+
 def _request_error(error: Exception, kinds: Any, remote: str, place: str) -> ReadError:
     """Return the error for a request that was refused or got no response."""
     text = str(error)
@@ -126,11 +149,6 @@ def _request_error(error: Exception, kinds: Any, remote: str, place: str) -> Rea
         return ReadError(f"{place}: it is at another address; pass that.")
     if "redirect" in reason:
         return ReadError(f"{place}: it is in another region, or at another address; pass region= or endpoint=.")
-    if any(words in text for words in _ONLY_WHOLE):
-        return ReadError(
-            f"{place}: the server sends it only whole, but parts of it are read; copy it first, use a server that "
-            "answers range requests or, if it is a folder, pass the addresses of its files as a list."
-        )
     if not isinstance(error, kinds.GenericError) or (status and not _may_pass(status)):
         what = "address" if is_web(remote) else "address, the settings and the credentials, which may have expired"
         return ReadError(f"{place}: the server refuses the request ({reason}); check the {what}.")
@@ -188,6 +206,11 @@ def address_error(url: str, options: dict[str, Any], error: Exception) -> PlanEr
 def is_web(remote: str) -> bool:
     """Return whether a remote is a web server."""
     return remote.startswith(("http://", "https://"))
+
+
+def is_of_head_alone(text: str) -> bool:
+    """Return whether an error, as of many programs that serve only GET, says nothing of the object itself."""
+    return _status_of(text) in (405, 501) or _NO_LENGTH in text
 
 
 def _may_pass(status: int) -> bool:

@@ -18,7 +18,7 @@ from gpuload import threads
 from gpuload.aws import aws_profile
 from gpuload.checks import check_seconds
 from gpuload.errors import MissingDependencyError, PlanError, ReadError
-from gpuload.object_errors import address_error, check_length, check_scheme, is_web, read_error
+from gpuload.object_errors import address_error, check_length, check_scheme, is_of_head_alone, is_web, read_error
 from gpuload.objects import MODIFIED, Reach, RemoteObject
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ class ObjectRemote:
         if wanted.is_exact:  # If-Match never matches a weak ETag
             options["if_match"] = f'"{wanted.etag}"'
         with self._translating(wanted.key):
-            etag, body = _ask(self._get, wanted, options)
-        if not _has_tag(wanted, etag):  # from a server that ignores conditions
+            found, body = _ask(self._get, wanted, options)
+        if not _is_same(wanted, found):  # from a server that ignores conditions
             raise ReadError(f"{self.name}/{wanted.key}: the object was changed since it was listed; open it again.")
         check_length(body, stop - start, f"{self.name}/{wanted.key}", start)
         return body
@@ -170,7 +170,13 @@ class ObjectRemote:
         return body
 
     def _head(self, key: str) -> Any:
-        return self._obstore.head(self._store, key)
+        """Return an object's metadata; from a web server that knows no HEAD, or no length for it, with a GET."""
+        try:
+            return self._obstore.head(self._store, key)
+        except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
+            if not is_web(self.name) or not is_of_head_alone(str(error)):
+                raise
+        return self._first_byte(key)
 
     def _first_byte(self, key: str) -> Any:
         """Return an object's metadata, as sent with its first byte."""
@@ -178,11 +184,11 @@ class ObjectRemote:
         answer.bytes()
         return answer.meta
 
-    def _get(self, wanted: RemoteObject, options: dict[str, Any]) -> tuple[str, Any]:
-        """Return the ETag and the bytes; no bytes if the ETag is not the wanted one."""
+    def _get(self, wanted: RemoteObject, options: dict[str, Any]) -> tuple[RemoteObject, Any]:
+        """Return the object that was found, and the bytes; no bytes if it is not the wanted one."""
         answer = self._obstore.get(self._store, wanted.key, options=options)
-        etag = self._object(answer.meta).etag
-        return etag, answer.bytes() if _has_tag(wanted, etag) else b""
+        found = self._object(answer.meta)
+        return found, answer.bytes() if _is_same(wanted, found) else b""
 
     def _get_whole(self, key: str) -> tuple[Any, int]:
         answer = self._obstore.get(self._store, key)
@@ -212,9 +218,15 @@ class ObjectRemote:
         return found
 
 
-def _has_tag(wanted: RemoteObject, etag: str) -> bool:
-    """Return whether a response's ETag matches that of an object, by the weak comparison of RFC 9110, 8.8.3.2."""
-    return not wanted.etag or etag.removeprefix("W/") == wanted.etag.removeprefix("W/")
+def _is_same(wanted: RemoteObject, found: RemoteObject) -> bool:
+    """Return whether a response is of the wanted object: by the weak comparison of RFC 9110, 8.8.3.2.
+
+    The size counts too where no strong ETag tells one content from another.
+    """
+    if not wanted.etag:
+        return True
+    has_tag = found.etag.removeprefix("W/") == wanted.etag.removeprefix("W/")
+    return has_tag and (wanted.is_exact or found.nbytes == wanted.nbytes)
 
 
 _asked_by: list[int] = []

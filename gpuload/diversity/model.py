@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.checks import check_whole
 from gpuload.diversity.cells import InBatch, bits_of, fetch_cuts, pure_cells, x_log2_x
 from gpuload.errors import PlanError
 
@@ -83,7 +84,7 @@ def iid_entropy(p: ArrayLike, batch_size: int) -> float:
     Raises
     ------
     PlanError
-        The shares are not a distribution, or the size is below 1.
+        The shares are not a distribution, or the size is not a whole number of at least 1.
     """
     check_at_least_one(batch_size=batch_size)
     return _entropy_of_blocks(_checked_shares(p), batch_size, 1)
@@ -119,7 +120,7 @@ def expected_entropy(p: ArrayLike, *, batch_size: int, block_size: int, fetch_fa
     Raises
     ------
     PlanError
-        The shares are not a distribution, or a size is below 1.
+        The shares are not a distribution, or a size is not a whole number of at least 1.
     """
     check_at_least_one(batch_size=batch_size, block_size=block_size, fetch_factor=fetch_factor)
     shares, times = np.unique(_checked_shares(p), return_counts=True)
@@ -152,7 +153,7 @@ def entropy_bounds(p: ArrayLike, *, batch_size: int, block_size: int, fetch_fact
     Raises
     ------
     PlanError
-        The shares are not a distribution, or a size is below 1.
+        The shares are not a distribution, or a size is not a whole number of at least 1.
 
     Notes
     -----
@@ -178,7 +179,7 @@ def closed_form(p: ArrayLike, *, batch_size: int, block_size: int) -> tuple[floa
     Raises
     ------
     PlanError
-        The shares are not a distribution, or a size is below 1.
+        The shares are not a distribution, or a size is not a whole number of at least 1.
     """
     check_at_least_one(batch_size=batch_size, block_size=block_size)
     shares = _checked_shares(p)
@@ -224,7 +225,6 @@ def _checked_shares(p: ArrayLike) -> NDArray[np.float64]:
 
 
 def check_at_least_one(**sizes: int) -> None:
-    """Raise PlanError if any of the named sizes is below 1."""
+    """Raise PlanError if any of the named sizes is not a whole number of at least 1."""
     for name, size in sizes.items():
-        if size < 1:
-            raise PlanError(f"{name}={size!r}: expected at least 1.")
+        check_whole(name, size, 1)

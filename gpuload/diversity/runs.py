@@ -110,7 +110,8 @@ def entropy_of_runs(
     Raises
     ------
     PlanError
-        There are no cells, codes are not whole numbers of at least -1, `file_rows` do not add up, or a size is below 1.
+        There are no cells, codes are not whole numbers of at least -1, `file_rows` do not add up, or a size is not a
+        whole number of at least 1.
 
     Notes
     -----
@@ -219,7 +220,7 @@ def fetch_entropy(codes: ArrayLike, batch_size: int) -> float:
     Raises
     ------
     PlanError
-        There are no cells, codes are not whole numbers of at least -1, or the size is below 1.
+        There are no cells, codes are not whole numbers of at least -1, or the size is not one of at least 1.
     """
     check_at_least_one(batch_size=batch_size)
     counts = label_counts(codes)

@@ -155,10 +155,18 @@ def test_invalid_shares_are_refused(p):
 
 
 def test_sizes_below_one_are_refused():
-    with pytest.raises(PlanError, match=r"^fetch_factor=0: expected at least 1\.$"):
+    with pytest.raises(PlanError, match=r"^fetch_factor=0: expected a whole number of at least 1\.$"):
         expected_entropy(PLATES, batch_size=64, block_size=16, fetch_factor=0)
-    with pytest.raises(PlanError, match=r"^batch_size=0: expected at least 1\.$"):
+    with pytest.raises(PlanError, match=r"^batch_size=0: expected a whole number of at least 1\.$"):
         iid_entropy(PLATES, 0)
+
+
+@pytest.mark.parametrize("block_size", ["chunk", 292.57, None])
+def test_sizes_that_are_no_whole_numbers_are_refused(block_size):
+    with pytest.raises(PlanError, match=rf"^block_size={block_size!r}: expected a whole number of at least 1\.$"):
+        expected_entropy(PLATES, batch_size=64, block_size=block_size, fetch_factor=256)
+    with pytest.raises(PlanError, match=r"^batch_size=3\.7: expected a whole number of at least 1\.$"):
+        iid_entropy(PLATES, 3.7)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool"])

@@ -397,7 +397,7 @@ def test_empty_or_mismatched_runs_are_refused():
         entropy_of_runs([], **SMALL)
     with pytest.raises(PlanError, match=r"^codes has 3 cells, file_rows adds up to 4; expected equal, above 0\.$"):
         entropy_of_runs([0, 1, 1], **SMALL, file_rows=(2, 2))
-    with pytest.raises(PlanError, match=r"^cells=0: expected at least 1\.$"):
+    with pytest.raises(PlanError, match=r"^cells=0: expected a whole number of at least 1\.$"):
         fetch_entropy([], 4)
 
 
@@ -459,5 +459,5 @@ def test_integers_are_labels_but_fractions_are_not(cells):
             measure_entropy(loader, "depth", 1)
         with pytest.raises(PlanError, match=r"^column='plate': the loader does not return it; open it with obs=\["):
             measure_entropy(loader, "plate", 1)
-        with pytest.raises(PlanError, match=r"^n_batches=0: expected at least 1\.$"):
+        with pytest.raises(PlanError, match=r"^n_batches=0: expected a whole number of at least 1\.$"):
             measure_entropy(loader, "n_counts", 0)

@@ -196,6 +196,7 @@ def refusing(refusing_server: str) -> ObjectRemote:
             "ExpiredToken",
             r"the server refuses the request \(400 Bad Request: ExpiredToken: No\); .* credentials, which may have exp",
         ),
+        (416, "InvalidRange", r"does not send the bytes .*\(416 Range Not .*\); .* or, if it was changed meanwhile, "),
         (501, "NotImplemented", r"the server refuses the request \(501 Not Implemented: NotImplemented: No\); check"),
         (301, "PermanentRedirect", "it is in another region, or at another address; pass region="),
     ],
@@ -319,6 +320,78 @@ def test_an_object_with_a_weak_etag_is_read(refusing: ObjectRemote, monkeypatch:
     assert bytes(refusing.get(found, 0, 3)) == b"abc"
     with pytest.raises(ReadError, match=r"^s3://data/a: the object was changed since it was listed; open it again\.$"):
         refusing.get(dataclasses.replace(found, etag="W/old"), 0, 3)
+
+
+class GetOnly(Refusing):
+    """Has an object of three bytes, and answers HEAD as programs do that were written for GET alone."""
+
+    protocol_version = "HTTP/1.1"
+    of_head: int | None = 405
+    """Its status; None: a success that does not say how long the object is."""
+
+    def do_GET(self) -> None:
+        self.send_response(206)
+        self.send_header("Content-Length", "1")
+        self.send_header("Content-Range", "bytes 0-0/3")
+        self.send_header("ETag", '"abc"')
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.end_headers()
+        self.wfile.write(b"a")
+
+    def do_HEAD(self) -> None:
+        self.send_response(self.of_head or 200)
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        if self.of_head is not None:
+            self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@pytest.mark.parametrize("of_head", [405, 501, None])
+def test_a_web_server_that_serves_only_get_is_asked_with_get(
+    refusing_server: str, monkeypatch: pytest.MonkeyPatch, of_head: int | None
+) -> None:
+    for name in ("protocol_version", "do_GET", "do_HEAD"):
+        monkeypatch.setattr(Refusing, name, vars(GetOnly)[name], raising=False)
+    monkeypatch.setattr(Refusing, "of_head", of_head, raising=False)
+    assert ObjectRemote(f"{refusing_server}/data").head("a") == RemoteObject("a", 3, "abc")
+
+
+class OtherRange(Refusing):
+    """Sends another part of an object than is asked for, or does not say which."""
+
+    protocol_version = "HTTP/1.1"
+    said: str | None = None
+
+    def do_GET(self) -> None:
+        self.send_response(206)
+        self.send_header("Content-Length", "2")
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        if self.said is not None:
+            self.send_header("Content-Range", self.said)
+        self.end_headers()
+        self.wfile.write(b"ab")
+
+
+@pytest.mark.parametrize("said", ["bytes 0-1/9", "bytes 1-2/9", "bytes 0-2/*", None])
+def test_a_server_that_sends_another_range_is_not_asked_again(
+    refusing: ObjectRemote, monkeypatch: pytest.MonkeyPatch, said: str | None
+) -> None:
+    for name in ("protocol_version", "do_GET"):
+        monkeypatch.setattr(Refusing, name, vars(OtherRange)[name])
+    monkeypatch.setattr(Refusing, "said", said, raising=False)
+    words = r"^s3://data/a: the server does not send the bytes that were asked for \(.+\); copy it first, use a server"
+    with pytest.raises(ReadError, match=words) as caught:
+        refusing.get(RemoteObject("a", 9, ""), 0, 3)
+    assert not isinstance(caught.value, BusyError)
+
+
+def test_an_object_of_another_size_was_changed_if_no_etag_says_so(
+    refusing: ObjectRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("protocol_version", "do_GET"):
+        monkeypatch.setattr(Refusing, name, vars(Weak)[name])
+    with pytest.raises(ReadError, match=r"^s3://data/a: the object was changed since it was listed; open it again\.$"):
+        refusing.get(RemoteObject("a", 9, "W/abc"), 0, 3)
 
 
 def test_folder_listings_follow_links_and_skip_non_utf8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
