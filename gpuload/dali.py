@@ -237,6 +237,10 @@ class CellIterator:
     On the CPU and without a pipeline, DALI's dynamic mode makes the tensors (``nvidia.dali.experimental.dynamic``, DALI
     2.0 or newer). If that mode is missing, or does not share the memory and keep it alive, a plain pipeline copies each
     minibatch, and the logger ``"gpuload"`` says so once.
+
+    With a pipeline, a Ctrl-C may be dropped; press it again. It is dropped if it comes while ``torch.from_dlpack``
+    compares DALI's type of device with its own: pybind11 then looks for an attribute, which Python's enum searches in
+    Python code, and clears any error.
     """
 
     def __init__(self, loader: Loader, pipeline: Pipeline | None = None, output_names: list[str] | None = None) -> None:
