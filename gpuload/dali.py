@@ -27,6 +27,7 @@ from gpuload.threads import OneAtATime
 
 try:
     from nvidia.dali import Pipeline, fn, pipeline_def, types
+    from nvidia.dali.tensors import TensorCPU
 except ImportError as error:
     raise MissingDependencyError("nvidia-dali-cuda130", "gpuload.dali", "dali") from error
 
@@ -237,10 +238,6 @@ class CellIterator:
     On the CPU and without a pipeline, DALI's dynamic mode makes the tensors (``nvidia.dali.experimental.dynamic``, DALI
     2.0 or newer). If that mode is missing, or does not share the memory and keep it alive, a plain pipeline copies each
     minibatch, and the logger ``"gpuload"`` says so once.
-
-    With a pipeline, a Ctrl-C may be dropped; press it again. It is dropped if it comes while ``torch.from_dlpack``
-    compares DALI's type of device with its own: pybind11 then looks for an attribute, which Python's enum searches in
-    Python code, and clears any error.
     """
 
     def __init__(self, loader: Loader, pipeline: Pipeline | None = None, output_names: list[str] | None = None) -> None:
@@ -267,7 +264,7 @@ class CellIterator:
         else:
             pipeline = cell_pipeline(loader) if pipeline is None else pipeline
             _taken.add(pipeline)
-            self._iterator = DALIGenericIterator(
+            self._iterator = _interruptible(DALIGenericIterator)(
                 [pipeline],
                 names,
                 size=-1,
@@ -363,6 +360,45 @@ def _complete_torch_types() -> None:
 
     for name in ("uint16", "uint32", "uint64"):
         to_torch_type.setdefault(_DALI_TYPES[name], getattr(sys.modules["torch"], name))
+
+
+@functools.cache
+def _interruptible(generic_iterator: type[Any]) -> type[Any]:
+    """Return ``DALIGenericIterator``, but so that PyTorch takes its tensors without dropping a Ctrl-C."""
+
+    class Interruptible(generic_iterator):  # type: ignore[misc]
+        def _get_outputs(self) -> list[Any]:
+            outputs: list[Any] = super()._get_outputs()
+            pairs = zip(self._pipes, outputs, strict=True)
+            return [tuple(map(_Output, each)) if pipe.exec_dynamic else each for pipe, each in pairs]
+
+    return Interruptible
+
+
+class _Output:
+    """An output of a pipeline, whose tensor's device is numbers.
+
+    ``torch.from_dlpack`` compares DALI's type of device with its own. For that pybind11 looks for an attribute, which
+    Python's enum searches in Python code, and then clears any error: that of an interrupt, too.
+    """
+
+    def __init__(self, output: Any) -> None:
+        self._output = output
+
+    def as_tensor(self) -> Any:
+        tensor = self._output.as_tensor()
+        return _Tensor(tensor) if isinstance(tensor, TensorCPU) else tensor
+
+
+class _Tensor:
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.__dlpack__ = tensor.__dlpack__
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # kDLCPU
 
 
 class _DynamicIterator:

@@ -665,6 +665,26 @@ def test_dali_iterator_wraps_a_users_own_pipeline(plain: Stored, dali: Any) -> N
             np.testing.assert_array_equal(batch["X"].numpy(), plain.dense[batch["rows"].numpy()] / 2)
 
 
+def test_dali_tensors_are_taken_without_dropping_interrupts(plain: Stored, dali: Any) -> None:
+    """No Python code runs within a comparison of pybind11's, which clears what a signal's handler raises there."""
+    called = []
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_name)
+
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        batches = iter(dali.CellIterator(loader, dali.cell_pipeline(loader)))
+        next(batches)
+        sys.setprofile(note)
+        try:
+            next(batches)
+        finally:
+            sys.setprofile(None)
+    assert "from_dlpack" in called
+    assert "__getattr__" not in called
+
+
 def test_dali_refuses_a_pipeline_that_does_not_fit(plain: Stored, dali: Any) -> None:
     from nvidia.dali import pipeline_def
 
