@@ -376,25 +376,31 @@ def _interruptible(generic_iterator: type[Any]) -> type[Any]:
 
 
 class _Output:
-    """An output of a pipeline, whose tensor's device is numbers.
-
-    ``torch.from_dlpack`` compares DALI's type of device with its own. For that pybind11 looks for an attribute, which
-    Python's enum searches in Python code, and then clears any error: that of an interrupt, too.
-    """
+    """An output of a pipeline, of which ``DALIGenericIterator`` takes the tensor."""
 
     def __init__(self, output: Any) -> None:
         self._output = output
 
     def as_tensor(self) -> Any:
         tensor = self._output.as_tensor()
-        return _Tensor(tensor) if isinstance(tensor, TensorCPU) else tensor
+        if not isinstance(tensor, TensorCPU):
+            return tensor
+        on_host = _HostTensor(tensor)
+        on_host.shape, on_host.dtype = tensor.shape, tensor.dtype
+        return on_host
 
 
-class _Tensor:
+class _HostTensor:
+    """A tensor of DALI's in host memory for ``torch.from_dlpack``, whose device is numbers.
+
+    PyTorch compares DALI's type of device with its own. For that pybind11 looks for an attribute, which Python's enum
+    searches in Python code, and then clears any error: that of an interrupt, too.
+    """
+
+    shape: Any
+    dtype: Any
+
     def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
         self.__dlpack__ = tensor.__dlpack__
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -424,9 +430,11 @@ def _dynamic_mode(dtypes: Iterable[np.dtype[Any]]) -> Callable[[NDArray[Any]], A
     """Return a function that converts an array to a torch tensor by DALI's dynamic mode; None if it is unreliable."""
     try:
         import nvidia.dali.experimental.dynamic as ndd
+        from torch import from_dlpack
 
         def as_tensor(array: NDArray[Any]) -> Any:
-            return ndd.as_tensor(array).torch()  # not as_batch, which runs an operator to make a batch
+            # not as_batch, which runs an operator to make a batch
+            return from_dlpack(_HostTensor(ndd.as_tensor(array)))
 
         copied = [dtype.name for dtype in dtypes if not _is_shared_and_kept(as_tensor, dtype)]
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:

@@ -532,6 +532,9 @@ class SharedTensor:
     def __init__(self, array: Any) -> None:
         self._array = array
 
+    def __dlpack__(self, **_: Any) -> Any:
+        return self.torch().__dlpack__()
+
     def torch(self) -> Any:
         return torch.from_numpy(self._array)
 
@@ -563,7 +566,7 @@ class UnownedTensor(SharedTensor):
 DYNAMIC_MODULES: dict[str, tuple[Any, str]] = {
     "missing": (None, "ModuleNotFoundError"),
     "without as_tensor": (SimpleNamespace(), "no attribute 'as_tensor'"),
-    "without torch": (SimpleNamespace(as_tensor=lambda array: array), "no attribute 'torch'"),
+    "without DLPack": (SimpleNamespace(as_tensor=lambda _: object()), "no attribute '__dlpack__'"),
     "another signature": (SimpleNamespace(as_tensor=lambda: None), "TypeError"),
     "copies": (SimpleNamespace(as_tensor=CopiedTensor), "share and keep the memory of float32 arrays"),
     "copies and keeps": (
@@ -665,7 +668,8 @@ def test_dali_iterator_wraps_a_users_own_pipeline(plain: Stored, dali: Any) -> N
             np.testing.assert_array_equal(batch["X"].numpy(), plain.dense[batch["rows"].numpy()] / 2)
 
 
-def test_dali_tensors_are_taken_without_dropping_interrupts(plain: Stored, dali: Any) -> None:
+@pytest.mark.parametrize("has_pipeline", [False, True])
+def test_dali_tensors_are_taken_without_dropping_interrupts(plain: Stored, dali: Any, has_pipeline: bool) -> None:
     """No Python code runs within a comparison of pybind11's, which clears what a signal's handler raises there."""
     called = []
 
@@ -674,7 +678,7 @@ def test_dali_tensors_are_taken_without_dropping_interrupts(plain: Stored, dali:
             called.append(frame.f_code.co_name)
 
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
-        batches = iter(dali.CellIterator(loader, dali.cell_pipeline(loader)))
+        batches = iter(dali.CellIterator(loader, dali.cell_pipeline(loader) if has_pipeline else None))
         next(batches)
         sys.setprofile(note)
         try:
