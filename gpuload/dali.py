@@ -430,7 +430,8 @@ def _dynamic_mode(dtypes: Iterable[np.dtype[Any]]) -> Callable[[NDArray[Any]], A
     """Return a function that converts an array to a torch tensor by DALI's dynamic mode; None if it is unreliable."""
     try:
         import nvidia.dali.experimental.dynamic as ndd
-        from torch.utils.dlpack import from_dlpack
+
+        from_dlpack = sys.modules["torch"].from_dlpack
 
         def as_tensor(array: NDArray[Any]) -> Any:
             # not as_batch, which runs an operator to make a batch
