@@ -45,7 +45,7 @@ def _passing_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 class _Announcement(event.Listener):
-    """Logs once that kernels are being compiled: half a minute of silence looks like a hang.
+    """Logs once that kernels are being compiled: ten seconds of silence looks like a hang.
 
     numba reports only what it compiles, not what it finds in its cache.
 
@@ -64,7 +64,7 @@ class _Announcement(event.Listener):
             self.is_due = False
             logging.getLogger("gpuload").log(
                 logging.WARNING if is_watched() else logging.INFO,
-                "compiling kernels, which are kept for later: the first minibatch can take half a minute longer",
+                "compiling kernels, which are kept for later: the first minibatch can take ten seconds longer",
             )
 
     def on_end(self, event: event.Event) -> None:
