@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TWO_AHEAD_NBYTES = 4 << 20
 """Chunks up to this size are decoded in pairs if that is faster; larger ones would take too much scratch memory."""
 
-_NO_TABLES = np.empty(0, dtype=np.uint8)  # without a codec, the inflater need not be compiled to make its tables
+_NO_TABLES = np.empty(0, dtype=np.uint8)  # where nothing is inflated: the inflater is compiled to make its tables
 
 _OTHERS = (("shuffle", 0), ("fletcher32", 2), ("crc32c", 3))
 """The filters that are no codecs, with their places in a simple pipeline."""
@@ -99,7 +99,7 @@ def _natively(
         (
             scratch.memory("first", 2 * room if decoder[1] else room),
             scratch.memory("second", room),
-            scratch.tables if codec else _NO_TABLES,
+            scratch.tables if codec in decoders.INFLATING else _NO_TABLES,
         ),
         scratch.addresses.table,
         layout.verified,

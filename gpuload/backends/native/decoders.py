@@ -118,6 +118,9 @@ _OTHERS = {"shuffle": Callback(_unshuffle), "fletcher32": Callback(_fletcher32),
 CODECS = tuple(_ONE)
 """Filters decoded natively, as `ArrayLayout` names them; a pipeline has at most one of them."""
 
+INFLATING = ("deflate", "gzip", "blosc")
+"""Those that use the inflater's workspace."""
+
 
 def addresses_of(codec: str, may_pair: bool) -> tuple[int, int]:
     """Return the addresses for a codec's `call_one` and `call_two`, 0 if missing or not requested."""
