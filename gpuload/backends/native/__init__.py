@@ -3,7 +3,8 @@
 Every function here runs without the GIL and without allocating, on arrays that its caller owns. `inflate` (with
 `deflate` and `huffman`) decodes zlib streams, `frames` the other chunk encodings; `chunks` reads stored chunks,
 verifies their `checksums` and decodes them with one of `decoders`; `parquet` decodes lists of Parquet, `tiledb` tiles
-of TileDB, `rows` gathers resident rows into minibatches, and `runs` moves and checks data that is rewritten.
+of TileDB, `rows` gathers resident rows into minibatches, and `runs` moves and checks data that is rewritten. `parts`
+says how functions are compiled, into their callers.
 
 Compiled code is cached in the user's cache folder, under a digest of all sources of this package. numba keys its cache
 only on the file that defines a function, but a kernel inlines the functions it calls: it would outlive a change there.
