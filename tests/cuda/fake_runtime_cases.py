@@ -132,3 +132,23 @@ def test_cuda_errors_become_device_errors(store_variant: StoreVariant) -> None:
             device.fill(device.empty(8), 0, foreign)
         with pytest.raises(gpuload.DeviceError, match=r"^cuda:0: "):
             device.record(foreign)
+
+
+def test_ceiling_of_decoding_is_of_chunks_of_both_arrays(
+    store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    from benchmarks import run_gpu
+    from tests.cuda.fake_device import FakeNvcomp
+
+    class Nvcomp(FakeNvcomp):
+        def temp_nbytes(self, *arguments: Any, stream: int = 0) -> int:
+            return super().temp_nbytes(*arguments[:4], stream)
+
+    device: Any = SimpleNamespace(give=lambda stream, call: call())
+    monkeypatch.setattr("gpuload.backends.cuda.nvcomp.Nvcomp", lambda: Nvcomp(device))
+    found = run_gpu.ceiling_decode(run_gpu.Options(store_variant("csr-gzip4").path, 8, 4, "warm"))
+    assert found["chunk_nbytes"] == [256, 400]
+    assert found["bytes_per_s"] == found["by_n_chunks"][max(found["by_n_chunks"])]
+    assert found["cells_per_s"] > 0
