@@ -96,7 +96,7 @@ def ceiling_fill(options: Options) -> dict[str, Any]:
 
 
 def ceiling_decode(options: Options) -> dict[str, Any]:
-    """Let nvCOMP alone decode part of the file's chunks, repeatedly: all at once, and fewer, of which a GPU has room."""
+    """Let nvCOMP alone decode part of the file's chunks, repeatedly: all at once, and fewer than a GPU has room for."""
     import cupy
 
     from gpuload.backends.cuda.nvcomp import Nvcomp
