@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.conftest import StoreVariant
     from tests.variants import Stored
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # other packages' warnings on a GPU are no errors
 
 SMALL: dict[str, Any] = {"device": "cuda:0", "batch_size": 7, "fetch_factor": 4}
 
