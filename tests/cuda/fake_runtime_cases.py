@@ -18,6 +18,17 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.gpu
 
 
+def test_an_error_that_lasts_is_not_called_ours(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, device="cuda:0") as loader:
+        device = loader._backend._device  # type: ignore[attr-defined]
+        told = (
+            r"^cuda:0: cudaError719: refused by the fake: CUDA fails in this process from now on, because of some "
+            r"earlier launch, perhaps one of your own; start it again, with CUDA_LAUNCH_BLOCKING=1 to see which\.$"
+        )
+        with pytest.raises(gpuload.DeviceError, match=told):
+            device.launch("no_such_kernel", 1, 1, (), device.stream())
+
+
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("kind", ["csr-gzip4", "dense-gzip4"])
 def test_consumer_thread_may_be_on_another_device(store_variant: StoreVariant, kind: str, output: str) -> None:

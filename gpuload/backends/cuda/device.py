@@ -26,6 +26,10 @@ KERNELS = tuple(
 )
 """CUDA C++ sources of our kernels, compiled together for the current device when it is first opened."""
 
+_LASTING = frozenset({214, 220, 226, 700, 702, 710, *range(714, 720), 721, 810, 911})
+"""Errors after which a process cannot use CUDA any more (``cudaError`` in ``driver_types.h``): of kernels that it has
+ended, of memory (ECC), of NVLink, of MPS. They surface in whichever call comes next, here or elsewhere."""
+
 DIVISIBLE = ("copy_pieces_", "gather_", "densify_", "unshuffle", "join_blocks")
 """Kernels that split items when there are more blocks than items, so that a few large items use the whole GPU."""
 
@@ -373,6 +377,11 @@ def _raise_as_device_error(name: str, error: BaseException) -> None:
             f"{name}: the kernels do not compile for this device: {error}. See `gpuload doctor`."
         ) from error
     if isinstance(error, (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError)):
+        if error.status in _LASTING:
+            raise DeviceError(
+                f"{name}: {error}: CUDA fails in this process from now on, because of some earlier launch, perhaps one "
+                "of your own; start it again, with CUDA_LAUNCH_BLOCKING=1 to see which."
+            ) from error
         raise DeviceError(f"{name}: {error}. See `gpuload doctor`.") from error
 
 
