@@ -269,7 +269,7 @@ def test_later_epochs_come_from_the_cache(wide: Path) -> None:
         before = loader.stats.read_nbytes
         expected = totals(wide)
         for batch in loader:
-            np.testing.assert_array_equal(to_host(batch.X.sum(axis=1)), expected[batch.rows])
+            np.testing.assert_array_equal(to_host(batch.X).sum(axis=1), expected[batch.rows])
         assert loader.stats.read_nbytes == before
 
 
