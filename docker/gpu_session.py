@@ -55,7 +55,7 @@ def steps(wheels: Path, results: Path) -> list[Step]:
     found = [
         Step("install", install, 180, is_needed=True),
         Step("gpu", (python, "-c", HAS_GPU), 60, is_needed=True),
-        Step("doctor", (python, "-m", "gpuload", "doctor"), 60),
+        Step("doctor", (python, "-m", "gpuload", "doctor"), 100),
         Step("first", (*pytest, *HANGS, *first), 150),
         Step("speed", (*bench, "--rounds", "1", "--timeout", "90", "--only", *SPEED, "--budget", "220"), 240),
         Step("tests", (*pytest, *HANGS, "-n", "4", f"--junitxml={results / 'tests.xml'}", TESTS), 400),
