@@ -18,6 +18,23 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("kind", ["csr-gzip4", "csr-bitshuffle-lz4"])
+def test_fetches_are_loaded_while_a_graph_is_captured(store_variant: StoreVariant, kind: str) -> None:
+    from tests.cuda.on_fake_runtime import fake
+
+    stored, rows = store_variant(kind), np.arange(50, dtype=np.int32)
+    with gpuload.open_loader(stored.path, device="cuda:0") as loader:
+        backend, form = loader._backend, loader.tables["X"].form
+        recipe = loader.store.recipe(np.array([[0, 50]]))
+        fake.fake_set_capturing(1)
+        try:
+            resident = backend.load(recipe).result()
+        finally:
+            fake.fake_set_capturing(0)
+        X = backend.take_rows(resident, rows, form).result()
+        np.testing.assert_array_equal(X.get(), stored.dense[:50])
+
+
 def test_an_error_that_lasts_is_not_called_ours(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, device="cuda:0") as loader:
         device = loader._backend._device  # type: ignore[attr-defined]
