@@ -19,6 +19,7 @@ import sys
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -164,11 +165,13 @@ def loader(
     output: str = "dense",
     epoch: int = 0,
     step_s: float = 0.0,
+    is_urgent: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
     """Time minibatches as torch tensors on the device, in whole fetches, with a clock that waits for the device.
 
-    They are read from the file, or from a store that was made of it.
+    They are read from the file, or from a store that was made of it. If `is_urgent`, they are used on a stream of
+    higher priority than those that decode: a GPU full of chunks to decode has no room for other kernels until one ends.
     """
     import torch
 
@@ -179,7 +182,8 @@ def loader(
     settings["prefetch"] = PREFETCH
     source, obs = store or options.file, [LABEL] if _has_label(options.file) else []
     set_cache(source, options.cache)
-    with gpuload.open_loader(source, device="cuda", obs=obs, output=output, **settings, **more) as opened:
+    stream = torch.cuda.stream(torch.cuda.Stream(priority=-1)) if is_urgent else nullcontext()
+    with stream, gpuload.open_loader(source, device="cuda", obs=obs, output=output, **settings, **more) as opened:
         # Start at the end of the first fetch, which waits for an empty pipeline, and take an even number of fetches,
         # as they load in pairs.
         first, n_fetches = options.fetch_factor, len(opened) // options.fetch_factor
@@ -276,6 +280,7 @@ ARMS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "gpuload/step": lambda options: loader(options, step_s=STEP_S),
     "gpuload/step/kvikio": lambda options: loader(options, step_s=STEP_S, io="kvikio"),
     "gpuload/step/pinned": lambda options: loader(options, step_s=STEP_S, io="pinned"),
+    "gpuload/step/urgent": lambda options: loader(options, step_s=STEP_S, io="pinned", is_urgent=True),
     "annbatch/dense": annbatch,
 }
 
