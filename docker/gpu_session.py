@@ -80,7 +80,7 @@ sys.exit(0 if n_gpus() else f"no GPU can be used here: {first_gpu()[1]}")
 HANGS = ("-o", "faulthandler_timeout=60", "--timeout=100", "--timeout-method=thread")
 """How long a test may take before it tells where it hangs, and before its process is ended and the next test begins."""
 
-GRACE_S = 5
+GRACE_S = 15
 """Seconds that a step which is out of time has to end by itself."""
 
 NOT_OURS = ("--kernel-name-exclude", "kns=nvcomp")

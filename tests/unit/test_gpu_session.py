@@ -42,7 +42,10 @@ def outcomes_by_step(folder: Path) -> dict[str, str]:
     return {line["step"]: line["outcome"] for line in lines}
 
 
-def test_a_failed_or_hung_step_does_not_stop_the_others(session: Any, tmp_path: Path) -> None:
+def test_a_failed_or_hung_step_does_not_stop_the_others(
+    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "GRACE_S", 3)
     deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     hang = f"sleep 600 & echo $! > {tmp_path}/child; echo begun; wait"
     steps = [
@@ -69,14 +72,30 @@ def test_a_failed_or_hung_step_does_not_stop_the_others(session: Any, tmp_path: 
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("n_processes", [0, 2])
-def test_tests_that_are_out_of_time_say_what_failed(session: Any, tmp_path: Path, n_processes: int) -> None:
+@pytest.mark.parametrize("n_processes", [0, 1])
+def test_tests_that_are_out_of_time_say_what_failed(
+    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_processes: int
+) -> None:
+    begun, limit_s = tmp_path / "begun", 8.5
+
+    class Popen(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout != limit_s:
+                return super().wait(timeout)
+            while not begun.exists() and self.poll() is None:  # however slow the machine is
+                time.sleep(0.05)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
     (tmp_path / "test_some.py").write_text(
-        "import time\ndef test_wrong(): assert 1 == 2, 'the GPU is wrong'\ndef test_long(): time.sleep(600)\n"
+        "import pathlib, time\n"
+        "def test_wrong(): assert 1 == 2, 'the GPU is wrong'\n"
+        f"def test_long(): time.sleep(2); pathlib.Path({str(begun)!r}).touch(); time.sleep(600)\n"
     )
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(n_processes))
     command = (*command, "--rootdir", str(tmp_path), f"--junitxml={tmp_path}/tests.xml", str(tmp_path / "test_some.py"))
-    session.run([session.Step("tests", command, 8)], tmp_path, 60)
+    command = (*command, f"--basetemp={tmp_path}/apart")  # else those of all earlier runs are tidied up first
+    monkeypatch.setattr(session.subprocess, "Popen", Popen)
+    session.run([session.Step("tests", command, limit_s)], tmp_path, 600)
     assert outcomes_by_step(tmp_path) == {"tests": "ended after 8 s"}
     assert "AssertionError: the GPU is wrong" in (tmp_path / "session.log").read_text()
     assert "the GPU is wrong" in (tmp_path / "tests.xml").read_text()
