@@ -41,6 +41,9 @@ class _Minibatch(dict[str, torch.Tensor]):
             f"the minibatch has no {name!r}, but {', '.join(map(repr, self))}; open_loader(obs=...) adds columns."
         )
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"batch.{name}: a minibatch of CellDataset is a dict of {', '.join(map(repr, self))}.")
+
 
 def _refuse_to_stack(batches: Any, **_: Any) -> None:
     raise PlanError(
