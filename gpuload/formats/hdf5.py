@@ -239,7 +239,8 @@ def _cure(path: str) -> str:
     if path.lower().endswith((".rds", ".rdata")):  # gzip too, but of no use when unpacked
         return "this is R's own format; write it from R as .h5ad, for example with anndataR"
     if path.lower().removesuffix(".gz").endswith((".mtx", ".csv", ".tsv", ".txt")):
-        return "this is text; write it as .h5ad once, for example with scanpy.read_10x_mtx(folder).write_h5ad(DST)"
+        reader = "anndata.io.read_csv(path)" if ".csv" in path.lower() else "scanpy.read_10x_mtx(folder)"
+        return f"this is text; write it as .h5ad once, for example with {reader}.write_h5ad(DST)"
     with suppress(OSError):  # it may have gone meanwhile
         begin = first_bytes(path)
         if not begin:

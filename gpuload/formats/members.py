@@ -177,6 +177,8 @@ def _members(file: Any) -> str:
 def _others(file: Any) -> str:
     if "matrix" in file and "row_attrs" in file:
         return "this is a loom file; write it as .h5ad with anndata.io.read_loom(path).write_h5ad(DST)."
+    if "assays" in file:
+        return "this is Seurat's own format; write it as .h5ad, in R with SeuratDisk::Convert(path, 'h5ad')."
     there = [name for name, keys in (("X", ["X"]), ("raw.X", ["raw.X", "raw/X"])) if any(key in file for key in keys)]
     return other_matrices(_layers(file), there)
 
