@@ -151,7 +151,8 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
         for store in stores[1:] if layer.startswith(OBSM) else ():
             _check_width(stores[0], store, layer)
         store = join_arrays(concat(stores, join))
-        return replace(store, obs={**store.obs, SOURCE_FILE: _source_file(store)}) if is_made else store
+        own = {**store.obs, SOURCE_FILE: _source_file(store)} if is_made else store.obs
+        return replace(store, obs=own, var_names=store.var_names.copy())  # other loaders' names may be the same array
     except BaseException:
         for store in stores:
             store.close()
@@ -255,20 +256,21 @@ class _Names:
     def __init__(self) -> None:
         self._tables: dict[int, NDArray[np.object_]] = {}
         self._known: dict[Any, Any] = {}
+        self._given: set[int] = set()
 
     def shared(self, names: Any) -> Any:
-        """Return names equal to these: an array that was given before where all are, else one of what was."""
-        if names is None:
-            return None
+        """Return these names: as an array that was given before, or else in this one, each as a known string."""
+        if names is None or id(names) in self._given:
+            return names
         listed = names.tolist()
         key = hash(tuple(listed))
         found = self._tables.get(key)
         if found is not None and np.array_equal(found, names):
             return found
-        own = np.empty(names.size, dtype=object)
-        own[:] = [self._known.setdefault(name, name) for name in listed]
-        self._tables[key] = own
-        return own
+        names[:] = [self._known.setdefault(name, name) for name in listed]
+        self._tables[key] = names
+        self._given.add(id(names))
+        return names
 
 
 def _close_opened(opening: Future[Store]) -> None:
