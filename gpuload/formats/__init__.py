@@ -18,6 +18,7 @@ from gpuload.formats.addresses import check_given, child_of
 from gpuload.formats.arrays import OBSM, as_strings, numbered
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
 from gpuload.formats.obs_table import check_obs_table, table_columns
+from gpuload.formats.progress import Progress
 from gpuload.formats.recognise import expand, is_parquet, obs_columns, open_parquet, open_path
 from gpuload.store import ObsColumn
 from gpuload.threads import DaemonThreads
@@ -213,7 +214,7 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -
     pool = DaemonThreads(AT_A_TIME, "gpuload-open")
     opening: deque[Future[Store]] = deque()
     stores: list[Store] = []
-    names = _Names()
+    names, progress = _Names(), Progress(len(each), "%d of %d files were opened", "")
     try:
         fill = join == "outer"
         known = pool.map(lambda one: _columns_of(one, obs), each) if obs and fill else [obs] * len(each)
@@ -222,6 +223,7 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -
         while opening:
             store = with_columns(_opened(opening[0], () if fill else stores), obs)
             stores.append(replace(store, var_names=names.shared(store.var_names), var_ids=names.shared(store.var_ids)))
+            progress.one(store.paths[0])
             del store
             opening.popleft()  # which holds its own names
     except BaseException:
