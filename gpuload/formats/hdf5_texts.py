@@ -44,6 +44,9 @@ _SIZE = 4096
 _MOST_READ = 8
 """Bytes read at most for each byte that is wanted: a collection may hold other texts too."""
 
+_TOGETHER = 1 << 11
+"""Texts that are taken at once, whose index stays in the processor's cache."""
+
 _known: WeakValueDictionary[bytes, NDArray[np.object_]] = WeakValueDictionary()
 """Arrays in use, by a digest of their texts."""
 
@@ -94,9 +97,14 @@ def _joined(stored: Any, file: Any) -> bytes:
     start = np.empty_like(places)
     start[places] = _starts(read, end // 8, is_first, number, nbytes[places])
     read[start + nbytes] = 0
-    first = np.cumsum(nbytes + 1) - (nbytes + 1)  # of each text in the result
-    joined: bytes = read[np.repeat(start - first, nbytes + 1) + np.arange(first[-1] + nbytes[-1] + 1)].tobytes()
-    return joined
+    parts = []
+    for k in range(0, start.size, _TOGETHER):
+        sizes = nbytes[k : k + _TOGETHER] + 1
+        ends = np.cumsum(sizes)
+        index = np.repeat(start[k : k + _TOGETHER] - ends + sizes, sizes)
+        index += np.arange(index.size)
+        parts.append(read[index].tobytes())
+    return b"".join(parts)
 
 
 def _references(stored: Any, descriptor: int) -> NDArray[Any]:
