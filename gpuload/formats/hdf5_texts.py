@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 _FEW, _MANY = 1 << 10, 1 << 17
 """h5py reads fewer texts in less than a millisecond; more are no genes, and would be in memory several times."""
 
+_LONGEST = 1 << 10
+"""Bytes of a text that are too many for a name; the memory taken is bounded by them."""
+
 _REFERENCE = np.dtype([("nbytes", "<u4"), ("heap", "<u8"), ("number", "<u4")])
 _BEGIN = b"GCOL\1\0\0\0"
 _HEADER = 16
@@ -86,8 +89,8 @@ def _joined(stored: Any, file: Any) -> bytes:
     created, descriptor = file.get_create_plist(), file.get_vfd_handle()
     references = _references(stored, descriptor)
     nbytes, heap, number = (references[name].astype(np.int64) for name in ("nbytes", "heap", "number"))
-    is_usual = nbytes.all() and 0 < heap.min() <= heap.max() < 1 << 47 and 0 < number.min() <= number.max() < 1 << 16
-    if not is_usual or created.get_sizes() != (8, 8):  # an empty text is in no collection
+    limits = ((nbytes, _LONGEST), (heap, 1 << 47), (number, 1 << 16))  # an empty text is in no collection
+    if any(not 0 < of.min() <= of.max() < limit for of, limit in limits) or created.get_sizes() != (8, 8):
         raise _UnusualError
     places = np.argsort(heap << 16 | number, kind="stable")
     heap, number = heap[places], number[places]

@@ -86,6 +86,7 @@ def test_texts_that_were_written_anew_in_another_order(tmp_path: Path, by_h5py: 
     ("values", "options"),
     [
         (["", *texts(N - 1)], {}),
+        (["long" * 256, *texts(N - 1)], {}),
         (texts(100), {}),
         ([f"gene{i}".encode() for i in range(N)], {"dtype": "S8"}),
     ],
