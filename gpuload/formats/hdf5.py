@@ -265,7 +265,8 @@ class Access:
         where = f"{self.name}: {stored.name}"
         check_dtype(where, stored.dtype)
         _check_type(where, stored.id.get_type())
-        is_linked = stored.file.filename != self.source.file_name  # at its offset there are other bytes in this file
+        name = os.fsdecode(h5py.h5f.get_name(stored.id))
+        is_linked = name != self.source.file_name  # at its offset there are other bytes in this file
         if is_linked or stored.is_virtual or stored.external:
             raise StoreError(
                 f"{where} keeps its bytes in other files; copy it into one file first, with h5copy -f ext if it is "
@@ -323,7 +324,7 @@ def _chunked(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
         )
     offset, nbytes, mask = _chunks(stored, source, grid)
     _check_inside(stored.name, source, offset, nbytes)
-    filters = _filters(stored, source.name)
+    filters = filters_of(stored, source.name)
     full = math.prod(chunk_shape) * stored.dtype.itemsize
     if not filters:
         if np.any((nbytes != full) & (nbytes != 0)):
@@ -432,7 +433,8 @@ def _import_plugins() -> None:
         import_module("hdf5plugin")
 
 
-def _filters(stored: h5py.Dataset, path: str) -> tuple[Filter, ...]:
+def filters_of(stored: h5py.Dataset, path: str) -> tuple[Filter, ...]:
+    """Return the filters of a data set's chunks; raise StoreError if one cannot be undone."""
     plist = stored.id.get_create_plist()
     filters = []
     for i in range(plist.get_nfilters()):

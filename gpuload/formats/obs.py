@@ -59,7 +59,9 @@ def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
             f"{path}: /{key}/{name} has {stored.ndim} dimensions; expected one. Rewrite the file with AnnData."
         )
     if hasattr(stored, "asstr"):  # an HDF5 data set, of text or numbers
-        return as_strings(stored[()])
+        from gpuload.formats.hdf5_texts import read_texts
+
+        return read_texts(stored)
     return as_strings(_read_element(stored) if hasattr(stored, "attrs") else stored)
 
 
