@@ -164,8 +164,8 @@ def keys_of(file: Any, layer: str, path: str) -> tuple[str, str]:
         if "X" not in file:
             raise StoreError(f"{path}: there is no /X; it has {_members(file)}; {_others(file)}")
         return "X", "var"
-    key, layers = f"layers/{layer}", member(file, "layers", path)
-    if layers is None or layer not in layers:
+    key = f"layers/{layer}"
+    if file.get(key) is None and (member(file, "layers", path) is None or member(file, key, path) is None):
         have = "" if _layers(file) else ", as it has no layers"
         raise StoreError(f"{path}: there is no layer {layer!r}{have}; {_others(file)}")
     return key, "var"
