@@ -55,6 +55,17 @@ class ObsColumn:
         values: NDArray[Any] = self.values[rows]
         return values if self.categories is None else values.astype(np.int64)
 
+    @property
+    def has_value(self) -> bool:
+        """Whether any value is there, neither missing nor NaN."""
+        if self.categories is not None:
+            return bool((self.values.astype(np.int32, copy=False) >= 0).any())
+        return bool(self.values.size) and not (self.values.dtype.kind == "f" and bool(np.isnan(self.values).all()))
+
+    def of_booleans(self) -> ObsColumn:
+        """Return booleans as codes of them, as nullable ones are."""
+        return ObsColumn(self.values.astype(np.int32), np.array([False, True], dtype=object))
+
     def coded_as(self, categories: NDArray[np.object_]) -> ObsColumn:
         """Return this categorical column recoded to `categories`; -1 for cells in none of them."""
         assert self.categories is not None  # noqa: S101 - narrows the type; never called on numbers

@@ -158,7 +158,6 @@ def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, Obs
         if known.count(name) > 1:
             raise StoreError(f"{where}: obs has {known.count(name)} columns {name!r}; rename all but one.")
     frame = pd.DataFrame({name: adata.obs.iloc[:, known.index(name)] for name in names}, index=adata.obs.index)
-    adata.strings_to_categoricals(frame)  # as anndata does on writing; only the frame is changed
     return {name: encode(array_of(frame[name]), name, where) for name in names}
 
 
@@ -297,6 +296,7 @@ def _as_objects(categories: pd.Index) -> NDArray[np.object_]:
 
 
 def _encode_strings(array: Any) -> ObsColumn:
-    values = pd.Series([v.decode() if isinstance(v, bytes) else v for v in array], dtype=object)
-    codes, categories = factorize(values, sort=True)
+    is_text = pd.api.types.infer_dtype(array) == "string"  # missing values apart
+    texts = array if is_text else pd.Series([v.decode() if isinstance(v, bytes) else v for v in array], dtype=object)
+    codes, categories = factorize(texts, sort=True)
     return ObsColumn(codes.astype(np.int32), np.asarray(categories, dtype=object))
