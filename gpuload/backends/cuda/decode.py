@@ -142,6 +142,11 @@ class Outcome:
         found = [numbers[codes != 0] for numbers, codes in self.reports]
         return np.unique(np.concatenate(found)) if found else np.empty(0, dtype=np.int64)
 
+    def good(self, suspects: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the chunks of the read that the device decoded: all whose pieces it copied, but the suspects."""
+        copied = [numbers for numbers, _ in self.is_rounded]
+        return np.setdiff1d(np.concatenate(copied), suspects) if copied else np.empty(0, dtype=np.int64)
+
     def rounds(self, suspects: NDArray[np.int64]) -> bool:
         """Return whether an integer was rounded in a chunk other than the suspects."""
         return any((codes[~np.isin(numbers, suspects)] != 0).any() for numbers, codes in self.is_rounded)
