@@ -595,7 +595,7 @@ def test_run_resumes_with_another_number_of_processes(
 @pytest.fixture(scope="module")
 def tahoe(classify: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Fourteen gzip files with its names, columns, index and categories; each file has one plate's categories only."""
-    from gpuload.synthetic_screen import screen_plates
+    from pipelines.classify_screen import screen_plates
 
     folder = tmp_path_factory.mktemp("tahoe")
     sizes = {"n_vars": 300, "n_cell_lines": 4, "n_drugs": 28, "n_broad": 2, "n_fine": 4}

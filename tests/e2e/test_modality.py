@@ -22,7 +22,7 @@ import gpuload
 from benchmarks import run_modality
 from gpuload import cli
 from gpuload.estimators.arrays import open_engine
-from gpuload.synthetic_cite import Paired, log_ratios, paired_cells
+from pipelines.modality_cells import Paired, log_ratios, paired_cells
 
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
