@@ -58,14 +58,8 @@ class HostLoads:
 
     Parameters
     ----------
-    n
-        Number of threads.
     verify
         ``"once"``, ``"always"`` or ``"never"``: when checksums are verified.
-    stats
-        Counts what is read and decoded.
-    rounding
-        Warns if float32 rounds an integer.
 
     Raises
     ------
@@ -218,13 +212,6 @@ def far_nbytes(layouts: Iterable[ArrayLayout], under_way: float) -> float:
     """Return the maximum memory taken by data in transfer over a network, in bytes.
 
     Data are in memory twice: as the bodies of responses, and assembled for decoding.
-
-    Parameters
-    ----------
-    layouts
-        The arrays.
-    under_way
-        Bytes to be read by the fetches in progress.
     """
     most = 0.0
     for layout in layouts:

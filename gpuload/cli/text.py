@@ -97,19 +97,7 @@ def count(n: int, noun: str, plural: str | None = None) -> str:
 
 
 class Progress:
-    """A progress bar on stderr, in a terminal or notebook; silent in a pipe or a file, or on request.
-
-    Parameters
-    ----------
-    total
-        Final count; None shows a count only.
-    label
-        Description of the work.
-    is_quiet
-        Show nothing.
-    unit
-        What is counted.
-    """
+    """A progress bar on stderr, in a terminal or notebook; silent in a pipe or a file, or if `is_quiet`."""
 
     def __init__(self, total: float | None, label: str, *, is_quiet: bool, unit: str = "cell") -> None:
         from tqdm import tqdm

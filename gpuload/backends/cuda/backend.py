@@ -155,16 +155,8 @@ class CudaBackend:
 
     Parameters
     ----------
-    device
-        The device that holds the data.
-    reader
-        Reads the stored bytes into device memory.
-    nvcomp
-        The batched decoders.
     num_threads
         Threads for what the host decodes; None takes one per core available to this process.
-    verify
-        ``"once"``, ``"always"`` or ``"never"``.
     cache_nbytes
         Device memory for caching stored chunks.
     """

@@ -70,8 +70,6 @@ class Steps:
         Bytes before and after the codec's input, not counting a fletcher32 or crc32c.
     is_shuffled, has_fletcher, has_crc32c
         Whether the bytes are shuffled; whether a fletcher32 follows the chunk, and after it a crc32c.
-    cut
-        The layout of chunks that hold several streams.
     """
 
     codec: str | None
@@ -112,8 +110,6 @@ class Outcome:
 
     Attributes
     ----------
-    read
-        The read that the part belongs to.
     reports
         Pairs: chunk numbers within the read, and the kernels' status code for each (int32, 0 = good).
     is_rounded
@@ -168,13 +164,7 @@ class _Part:
 
 
 class Decoder:
-    """Launch the decoding of parts of reads.
-
-    Parameters
-    ----------
-    device, nvcomp
-        Where to decode, and with which library.
-    """
+    """Launch the decoding of parts of reads."""
 
     def __init__(self, device: Device, nvcomp: Nvcomp) -> None:
         self._device = device
@@ -209,10 +199,6 @@ class Decoder:
             Offset of each chunk's bytes in the arena.
         arena : uint8
             Stored bytes, in device memory; they must be ready on the stream.
-        out
-            The flat array of the resident that the read fills.
-        lane
-            The lane whose stream takes all launches.
         verify
             ``"once"``: verify chunks not verified before; ``"always"`` or ``"never"``.
         """
