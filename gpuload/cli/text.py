@@ -1,4 +1,4 @@
-"""Terminal input and output of the commands: tables, sizes, progress bars, shared options. The only user of tqdm."""
+"""Terminal input and output of the commands: facts, sizes, progress bars, shared options. The only user of tqdm."""
 
 from __future__ import annotations
 
@@ -44,20 +44,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not np.isfinite(value):
         return None
     return value
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return rows under a header in columns; the first is left-aligned, the others right-aligned."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  "
-        + "  ".join(
-            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
