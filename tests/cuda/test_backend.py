@@ -456,6 +456,7 @@ def test_scratch_memory_is_that_of_a_single_part(
         layouts = [layout for matrix in opened.loader._store.matrices for layout in matrix.layouts]
         decoded = max(layout.chunk_offset.size * layout.chunk_size * layout.dtype.itemsize for layout in layouts)
         monkeypatch.setattr("gpuload.backends.cuda.backend.PART_NBYTES", -(-decoded // n_parts))
+        monkeypatch.setattr("gpuload.backends.cuda.backend.PART_STREAMS", 1)
         list(opened.epoch())
         return opened.loader.memory()["scratch"]
 
@@ -463,6 +464,39 @@ def test_scratch_memory_is_that_of_a_single_part(
     path, n_rows = stored.path, len(stored.dense)
     monkeypatch.setattr("gpuload.layout.MAX_EXTENT", 256)  # parts are of whole extents
     assert scratch(8) < 0.6 * scratch(1)
+
+
+@pytest.mark.parametrize(("capacity", "n_at_once"), [(1 << 40, 6), (1 << 15, 3)])
+@pytest.mark.parametrize("device_cache", [None, "1MiB"])
+def test_a_part_has_chunks_enough_for_a_gpu_if_its_memory_allows(
+    open_fake: Callable[..., Opened],
+    store_variant: StoreVariant,
+    monkeypatch: pytest.MonkeyPatch,
+    capacity: int,
+    n_at_once: int,
+    device_cache: str | None,
+) -> None:
+    """A launch takes as long for a few chunks as for as many as the GPU decodes at a time, however large they are."""
+    monkeypatch.setattr(FakeDevice, "capacity", lambda device: capacity)
+    monkeypatch.setattr("gpuload.layout.MAX_EXTENT", 1)  # parts are of whole extents: one chunk each
+    stored = store_variant("csr-gzip4")
+    opened = open_fake(stored.path, device_cache=device_cache, batch_size=len(stored.dense), fetch_factor=1, prefetch=1)
+    (matrix,) = opened.loader._store.matrices
+    assert [4 * layout.chunk_size for layout in matrix.layouts] in ([400, 256], [256, 400])
+    monkeypatch.setattr("gpuload.backends.cuda.backend.PART_NBYTES", 800)  # 2 chunks of data, 3 of indices
+    monkeypatch.setattr("gpuload.backends.cuda.backend.PART_STREAMS", 6)
+    decode, sizes = opened.nvcomp.decode, []
+
+    def decoded(*args: Any, n: int, **options: Any) -> None:
+        sizes.append(n)
+        decode(*args, n=n, **options)
+
+    monkeypatch.setattr(opened.nvcomp, "decode", decoded)
+    for _ in range(2):
+        for batch in opened.epoch():
+            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+    assert max(sizes) == n_at_once
+    assert sum(sizes) == 2 * sum(layout.chunk_offset.size for layout in matrix.layouts)
 
 
 def test_idle_memory_is_released_if_there_is_too_little() -> None:
@@ -571,6 +605,7 @@ def test_parts_before_a_failed_one_live_until_their_work_is_done(
     from tests.cuda import fake_device
 
     monkeypatch.setattr("gpuload.backends.cuda.backend.PART_NBYTES", 256)
+    monkeypatch.setattr("gpuload.backends.cuda.backend.PART_STREAMS", 1)
     monkeypatch.setattr("gpuload.layout.MAX_EXTENT", 256)
     opened = open_fake(store_variant("csr-gzip4").path, batch_size=64, fetch_factor=1, prefetch=1)
     spoil, enqueue, wait = fake_device._Scribbler.__del__, Decoder.enqueue, opened.device.wait
@@ -873,6 +908,7 @@ def test_a_part_is_not_read_before_its_arena_is_free(
 ) -> None:
     """Otherwise the reader would wait for it, with full buffers and while its speed is measured."""
     monkeypatch.setattr("gpuload.backends.cuda.backend.PART_NBYTES", 256)
+    monkeypatch.setattr("gpuload.backends.cuda.backend.PART_STREAMS", 1)
     monkeypatch.setattr("gpuload.layout.MAX_EXTENT", 256)
     opened = open_fake(store_variant("csr-gzip4").path, seed_of_streams=None, **SMALL)
     device, reader = opened.device, opened.loader._backend._reader  # type: ignore[attr-defined]

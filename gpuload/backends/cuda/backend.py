@@ -48,10 +48,20 @@ if TYPE_CHECKING:
     from gpuload.backends.cuda.device import Device
     from gpuload.backends.cuda.nvcomp import Nvcomp
     from gpuload.backends.cuda.readers import Reader
+    from gpuload.layout import ArrayLayout
     from gpuload.types import ArrayRead, Form, Recipe
 
 PART_NBYTES = 256 << 20
-"""Decoded bytes per part: enough for thousands of chunks per launch, while limiting scratch memory."""
+"""Decoded bytes per part, at least."""
+
+PART_STREAMS = 2048
+"""Compressed streams per part, if memory allows. A stream is decoded in sequence by one block of threads, so a launch
+takes as long for a few as for all that a GPU holds: of nvCOMP 5.3's deflate 25 per multiprocessor (64 threads of 40
+registers and 8.6 kB of shared memory each, on sm_90), 3,300 on an H100, where two fetches are loaded at a time."""
+
+PART_SHARE = 128
+"""A part larger than `PART_NBYTES` is at most this fraction of the device's memory: with what zstd takes, some five
+times as much, it is scratch memory of each of two loads."""
 
 N_LOADS = 2
 """Number of fetches loaded concurrently."""
@@ -316,7 +326,7 @@ class CudaBackend:
                 self._run_cached(read, places, resident, outcomes)
             if not is_cached.all():
                 rest = select_chunks(read, ~is_cached) if is_cached.any() else read
-                for lo, hi in rest.parts(PART_NBYTES):
+                for lo, hi in rest.parts(self._part_nbytes(read.layout)):
                     self._run(rest, lo, hi, resident, outcomes)
         start = time.perf_counter()
         self._device.wait(self._device.record(stream))
@@ -324,6 +334,15 @@ class CudaBackend:
         for outcome in outcomes:
             self._settle(outcome, resident)
         return resident
+
+    def _part_nbytes(self, layout: ArrayLayout) -> int:
+        """Return the decoded bytes per part of a read."""
+        if layout.is_raw:
+            return PART_NBYTES
+        steps = self._decoder.steps(layout)
+        n_chunks = PART_STREAMS // (1 if steps is None or steps.cut is None else steps.cut.n_streams)
+        wanted = n_chunks * layout.chunk_size * layout.dtype.itemsize
+        return max(PART_NBYTES, min(wanted, self._device.capacity() // PART_SHARE))
 
     def _new_resident(self, recipe: Recipe, stream: Any) -> CudaResident:
         resident = CudaResident(recipe.n_rows, recipe.n_vars, recipe.indptr)
@@ -392,7 +411,7 @@ class CudaBackend:
         """Launch the decoding of those chunks of a read that are in the cache, and append the outcomes."""
         numbers = np.flatnonzero(places >= 0)
         nbytes = int(read.layout.decoded_nbytes(read.chunk_id[numbers]).sum())
-        n_parts = -(-nbytes // PART_NBYTES)
+        n_parts = -(-nbytes // self._part_nbytes(read.layout))
         self.stats.add(n_chunks_cached=numbers.size)
         for part in np.array_split(numbers, n_parts):
             self._enqueue(read, part, places[part], self._cache.memory, resident, outcomes)

@@ -6,6 +6,8 @@ compiled for the CPU. No method waits for the device unless its docstring says s
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -25,6 +27,13 @@ KERNELS = tuple(
     Path(__file__).parent / "kernels" / f"{name}.cu" for name in ("common", "chunks", "containers", "pieces", "rows")
 )
 """CUDA C++ sources of our kernels, compiled together for the current device when it is first opened."""
+
+_LASTING = frozenset({214, 220, 226, 700, 702, 710, *range(714, 720), 721, 810, 911})
+"""Errors after which a process cannot use CUDA any more (``cudaError`` in ``driver_types.h``): of kernels that it has
+ended, of memory (ECC), of NVLink, of MPS. They surface in whichever call comes next, here or elsewhere."""
+
+_THREAD_LOCAL = 1
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL"""
 
 DIVISIBLE = ("copy_pieces_", "gather_", "densify_", "unshuffle", "join_blocks")
 """Kernels that split items when there are more blocks than items, so that a few large items use the whole GPU."""
@@ -85,8 +94,9 @@ class Device:
                 self._capacity = min(self._capacity, memory_nbytes)
 
     def use(self) -> None:
-        """Make this the calling thread's current device."""
+        """Make this the current device of the calling thread."""
         self._cupy.cuda.Device(self._number).use()
+        _ignore_captures()
 
     def _on_device(self) -> _DeviceScope:
         """Enter this device: another may be current in a consumer's thread, or in one that collects garbage."""
@@ -220,6 +230,20 @@ class Device:
             function((n_blocks,), (n_threads,), given, stream=stream)
 
 
+_of_thread = threading.local()
+
+
+def _ignore_captures() -> None:
+    """Let the calling thread, one of ours, work while another one captures a CUDA graph.
+
+    By default, a capture forbids all threads to allocate memory and to ask about events (CUDA driver API,
+    ``cuThreadExchangeStreamCaptureMode``). PyTorch's threads exempt themselves in the same way.
+    """
+    if not getattr(_of_thread, "ignores_captures", False):
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+        _of_thread.ignores_captures = True
+
+
 class _Named:
     """A foreign stream, through the protocol that CuPy expects."""
 
@@ -301,6 +325,11 @@ def _raise_as_device_error(name: str, error: BaseException) -> None:
             f"{name}: the kernels do not compile for this device: {error}. See `gpuload doctor`."
         ) from error
     if isinstance(error, (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError)):
+        if error.status in _LASTING:
+            raise DeviceError(
+                f"{name}: {error}: CUDA fails in this process from now on, because of some earlier launch, perhaps one "
+                "of your own; start it again, with CUDA_LAUNCH_BLOCKING=1 to see which."
+            ) from error
         raise DeviceError(f"{name}: {error}. See `gpuload doctor`.") from error
 
 
