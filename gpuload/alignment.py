@@ -33,15 +33,11 @@ class Alignment:
 
     Attributes
     ----------
-    var_names : (n_vars,) object
-        The joined genes.
     maps : (n_mapped,) int32, optional
         Index into `var_names` of every gene of a table, or -1; tables concatenated, equal ones stored once. None if
         all tables equal `var_names`.
     starts : (n_tables,) int64
         Where each table's map begins in `maps`.
-    join
-        As given to `align`.
     """
 
     var_names: NDArray[np.object_]
@@ -71,10 +67,6 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
 
     Parameters
     ----------
-    names
-        The genes of each table.
-    paths
-        Names of the tables in error messages.
     join
         ``"inner"``: genes in all tables, in the order of the first; ``"outer"``: genes in any, in order of first
         appearance; or a list of genes, each in at least one table. A warning is logged if Ensembl ids of different

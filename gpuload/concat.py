@@ -36,8 +36,6 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         The parts, of one file or several. Their obs columns are removed as they are joined, to free memory.
     join
         None if all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
-    cure
-        Advice for the error message if genes differ.
 
     Raises
     ------

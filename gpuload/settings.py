@@ -115,8 +115,6 @@ def read_settings(
     ----------
     settings
         A path; or the contents of a settings file; or the keyword arguments alone.
-    known
-        Valid names.
 
     Raises
     ------

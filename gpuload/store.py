@@ -43,8 +43,6 @@ class ObsColumn:
     ----------
     values : (n_obs,)
         int32 codes if `categories` is given (-1 = missing), else numbers or booleans.
-    categories : (n_categories,) object, optional
-        Category of each code.
     """
 
     values: NDArray[np.generic]
@@ -80,15 +78,7 @@ class ObsColumn:
 
 
 def check_whole(values: NDArray[Any], where: str) -> None:
-    """Raise StoreError if whole numbers to be converted to float64 are too large to be exact.
-
-    Parameters
-    ----------
-    values : (n,) integers
-        The whole numbers, without missing ones.
-    where
-        What to call them in the error message: the file or argument, and the column.
-    """
+    """Raise StoreError if whole numbers to be converted to float64 are too large to be exact."""
     largest = max(int(values.max(initial=0)), int(values.min(initial=0)), key=abs)
     if abs(largest) > MAX_WHOLE:
         raise StoreError(
@@ -107,8 +97,6 @@ class CsrMatrix:
         Row offsets, in host memory.
     data, indices
         Layouts of the values and the column numbers; their chunk grids may differ.
-    n_vars
-        Number of columns.
     """
 
     indptr: NDArray[np.int64]
@@ -207,14 +195,6 @@ class Store:
     ----------
     matrices
         One per file, all of one kind; without an `alignment`, also of one width.
-    paths
-        File names, for error messages.
-    var_names : (n_vars,) object
-        Gene names.
-    obs
-        The chosen columns.
-    sources
-        Open sources.
     file_sources
         The sources of each file; by default, all sources.
     var_ids : (n_vars,) object, optional

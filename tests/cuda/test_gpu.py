@@ -296,16 +296,16 @@ def test_later_epochs_come_from_the_cache(wide: Path) -> None:
 
 
 def test_nothing_is_allocated_after_warm_up(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpuload.backends.cuda.device import CupyDevice
+    from gpuload.backends.cuda.device import Device
 
     taken = [0]
-    empty = CupyDevice.empty
+    empty = Device.empty
 
-    def count(self: CupyDevice, nbytes: int) -> Any:
+    def count(self: Device, nbytes: int) -> Any:
         taken[0] += nbytes
         return empty(self, nbytes)
 
-    monkeypatch.setattr(CupyDevice, "empty", count)
+    monkeypatch.setattr(Device, "empty", count)
     with gpuload.open_loader(wide, device="cuda:0", batch_size=256, fetch_factor=8, block_size="chunk") as loader:
         for _ in range(2):
             for _ in loader:

@@ -165,16 +165,8 @@ class CudaBackend:
 
     Parameters
     ----------
-    device
-        The device that holds the data.
-    reader
-        Reads the stored bytes into device memory.
-    nvcomp
-        The batched decoders.
     num_threads
         Threads for what the host decodes; None takes one per core available to this process.
-    verify
-        ``"once"``, ``"always"`` or ``"never"``.
     cache_nbytes
         Device memory for caching stored chunks.
     """
@@ -207,6 +199,7 @@ class CudaBackend:
         self._rounding = RoundingWarning()
         self._host = HostDecoder(device, nvcomp, host.n_threads(num_threads), verify, self.stats, self._rounding)
         self._warned_of: set[str] = set()
+        self._device_reads = self._host_reads = False
         self._cache = ChunkCache(device, cache_nbytes)
         self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
@@ -221,8 +214,8 @@ class CudaBackend:
 
     @property
     def io_mode(self) -> str:
-        """The I/O path, according to the reader's own counters."""
-        return str(self._reader.io_mode)
+        """The I/O path, according to the reader's own counters; the host's if it has read everything."""
+        return "posix" if self._host_reads and not self._device_reads else str(self._reader.io_mode)
 
     def load(self, recipe: Recipe) -> Future[CudaResident]:
         """Start to read and decode a fetch; see `Backend.load`."""
@@ -378,6 +371,7 @@ class CudaBackend:
 
     def _run(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident, outcomes: list[Outcome]) -> None:
         """Read extents ``lo:hi`` into an arena, launch the decoding of their chunks, and append the outcome."""
+        self._device_reads = True
         lane = self._lanes.own
         arena = next(lane.arenas)
         begun = time.perf_counter()
@@ -399,27 +393,17 @@ class CudaBackend:
                 outcome, at[kept - numbers[0]], read.chunk_nbytes[kept], room, arena.memory, self._cache.memory, lane
             )
         self._device.stream_wait(arena.stream, self._device.record(lane.stream))
-        self._count(read, numbers, int(nbytes.sum()), middle - start, time.perf_counter() - middle + start - begun)
+        decode_s = time.perf_counter() - middle + start - begun
+        self.stats.add(read_nbytes=int(nbytes.sum()), read_s=middle - start, decode_s=decode_s)
 
     def _on_host(self, read: ArrayRead, resident: CudaResident) -> Outcome:
         """Start to decode a read on the host."""
+        self._host_reads = True
         source, name, how = read.layout.source, read.layout.name, "+".join(f.name for f in read.layout.filters)
         self._warn_once(
             how, "%s: %s is stored as %s, which the GPU has no decoder for; the host decodes it", source.name, name, how
         )
         return Outcome(read, on_host=self._host.start(read, resident.flat(read.target), self._lanes.own))
-
-    def _count(
-        self, read: ArrayRead, numbers: NDArray[np.int64], read_nbytes: int, read_s: float, decode_s: float
-    ) -> None:
-        decoded_nbytes = int(read.layout.decoded_nbytes(read.chunk_id[numbers]).sum())
-        self.stats.add(
-            read_nbytes=read_nbytes,
-            read_s=read_s,
-            decoded_nbytes=decoded_nbytes,
-            decode_s=decode_s,
-            n_chunks=numbers.size,
-        )
 
     def _run_cached(
         self, read: ArrayRead, places: NDArray[np.int64], resident: CudaResident, outcomes: list[Outcome]
@@ -428,7 +412,7 @@ class CudaBackend:
         numbers = np.flatnonzero(places >= 0)
         nbytes = int(read.layout.decoded_nbytes(read.chunk_id[numbers]).sum())
         n_parts = -(-nbytes // self._part_nbytes(read.layout))
-        self.stats.add(decoded_nbytes=nbytes, n_chunks=numbers.size, n_chunks_cached=numbers.size)
+        self.stats.add(n_chunks_cached=numbers.size)
         for part in np.array_split(numbers, n_parts):
             self._enqueue(read, part, places[part], self._cache.memory, resident, outcomes)
 
@@ -463,6 +447,9 @@ class CudaBackend:
         read, suspects = outcome.read, outcome.suspects()
         if outcome.rounds(suspects):
             self._rounding.warn(read)
+        good = outcome.good(suspects)  # the host counts those that it decodes
+        decoded_nbytes = int(read.layout.decoded_nbytes(read.chunk_id[good]).sum())
+        self.stats.add(decoded_nbytes=decoded_nbytes, n_chunks=good.size)
         if suspects.size:
             outcome.on_host += self._host.start(_only(read, suspects), resident.flat(read.target), self._lanes.own)
         for task in outcome.on_host:

@@ -11,7 +11,7 @@ import threading
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,80 +44,8 @@ def source_of_kernels() -> str:
     return "".join(f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}\n' for path in KERNELS)
 
 
-class Device(Protocol):
-    """What the backend needs of a device. Arrays are one-dimensional unless stated otherwise."""
-
-    name: str
-
-    def use(self) -> None:
-        """Make this the current device of the calling thread, one of ours."""
-
-    def capacity(self) -> int:
-        """Return the device's memory in bytes, or the limit on it."""
-
-    def empty(self, nbytes: int) -> Any:
-        """Allocate device memory, uninitialised, as uint8."""
-
-    def free(self) -> None:
-        """Wait for the GPU, then free unused memory on it and unused page-locked memory, for other users."""
-
-    def view(self, block: Any, nbytes: int, owner: object) -> Any:
-        """Return the first bytes of a block as an array that keeps `owner` alive, not the block."""
-
-    def typed(self, memory: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Return memory viewed as a dtype and shape, without the bytes left over at its end."""
-
-    def csr(self, data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> Any:
-        """Return a CSR matrix over three device arrays."""
-
-    def sorted_csr(self, matrix: Any, stream: Any) -> Any:
-        """Return a CSR matrix with sorted column indices; may wait for the stream."""
-
-    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Allocate page-locked host memory, uninitialised."""
-
-    def address(self, array: Any) -> int:
-        """Return the address of an array."""
-
-    def stream(self, *, is_urgent: bool = False) -> Any:
-        """Return a new stream that does not synchronise with the default one; urgent streams have priority."""
-
-    def current_stream(self) -> Any:
-        """Return the calling thread's current stream, on which its consumer works."""
-
-    def stream_number(self, stream: Any) -> int:
-        """Return a stream's cudaStream_t."""
-
-    def stream_of(self, number: int) -> Any:
-        """Return the stream of a foreign cudaStream_t; the same object each time."""
-
-    def record(self, stream: Any) -> Any:
-        """Return an event that completes when all work given to the stream so far is done."""
-
-    def is_reached(self, event: Any) -> bool:
-        """Return whether an event has completed."""
-
-    def wait(self, event: Any) -> None:
-        """Block the calling thread until an event completes."""
-
-    def stream_wait(self, stream: Any, event: Any) -> None:
-        """Make a stream wait for an event."""
-
-    def upload(self, host: NDArray[Any], out: Any, stream: Any) -> None:
-        """Copy page-locked memory to the device; neither side may be touched until the stream has passed the copy."""
-
-    def download(self, array: Any, host: NDArray[Any], stream: Any) -> None:
-        """Copy an array to page-locked memory."""
-
-    def fill(self, array: Any, value: int, stream: Any) -> None:
-        """Set all bytes of an array."""
-
-    def launch(self, kernel: str, n_blocks: int, n_threads: int, args: Sequence[Any], stream: Any) -> None:
-        """Launch a kernel; an argument is an array, None (a null pointer), or a NumPy scalar of the exact type."""
-
-
-class CupyDevice:
-    """A GPU through CuPy.
+class Device:
+    """A GPU through CuPy: all that the backend needs of it. Arrays are one-dimensional unless stated otherwise.
 
     Parameters
     ----------
@@ -179,25 +107,25 @@ class CupyDevice:
         return self._capacity
 
     def empty(self, nbytes: int) -> Any:
-        """Allocate device memory; raise DeviceError if there is not enough."""
+        """Allocate device memory, uninitialised, as uint8; raise DeviceError if there is not enough."""
         with self._on_device():
             return self._cupy.ndarray((nbytes,), dtype=np.uint8, memptr=self._memory.malloc(nbytes))
 
     def free(self) -> None:
-        """Return unused memory to the GPU once that is idle, and page-locked memory to the system."""
+        """Wait for the GPU, then free unused memory on it and unused page-locked memory, for other users."""
         with self._on_device():
             self._cupy.cuda.runtime.deviceSynchronize()  # cudaFree does not promise to
             self._memory.free_all_blocks()
             self._pinned.free_all_blocks()
 
     def view(self, block: Any, nbytes: int, owner: object) -> Any:
-        """Return the first bytes of a block as an array that keeps `owner` alive."""
+        """Return the first bytes of a block as an array that keeps `owner` alive, not the block."""
         cuda = self._cupy.cuda
         memory = cuda.UnownedMemory(block.data.ptr, nbytes, owner, self._number)
         return self._cupy.ndarray((nbytes,), dtype=np.uint8, memptr=cuda.MemoryPointer(memory, 0))
 
     def typed(self, memory: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Return memory viewed as a dtype and shape."""
+        """Return memory viewed as a dtype and shape, without the bytes left over at its end."""
         return self._cupy.ndarray(shape, dtype=dtype, memptr=memory.data)
 
     def csr(self, data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> Any:
@@ -216,14 +144,14 @@ class CupyDevice:
         return matrix
 
     def sorted_csr(self, matrix: Any, stream: Any) -> Any:
-        """Return the matrix itself, its rows sorted by cuSPARSE."""
+        """Return a CSR matrix with sorted column indices; may wait for the stream."""
         with self._on_device(), current(stream):
             matrix.has_sorted_indices = False
             matrix.sort_indices()
         return matrix
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Allocate page-locked host memory."""
+        """Allocate page-locked host memory, uninitialised."""
         with self._on_device():
             return np.frombuffer(self._pinned.malloc(max(1, nbytes)), dtype=np.uint8)[:nbytes]
 
@@ -232,12 +160,12 @@ class CupyDevice:
         return int(array.data.ptr)
 
     def stream(self, *, is_urgent: bool = False) -> Any:
-        """Return a new stream."""
+        """Return a new stream that does not synchronise with the default one; urgent streams have priority."""
         with self._on_device():
             return self._cupy.cuda.Stream(non_blocking=True, priority=-1 if is_urgent else 0)
 
     def current_stream(self) -> Any:
-        """Return the calling thread's current CuPy stream."""
+        """Return the calling thread's current stream, on which its consumer works."""
         return self._cupy.cuda.get_current_stream(self._number)
 
     def stream_number(self, stream: Any) -> int:
@@ -245,11 +173,11 @@ class CupyDevice:
         return int(stream.ptr)
 
     def stream_of(self, number: int) -> Any:
-        """Return the stream of a foreign cudaStream_t."""
+        """Return the stream of a foreign cudaStream_t; the same object each time."""
         return stream_named(number)
 
     def record(self, stream: Any) -> Any:
-        """Return an event recorded on a stream."""
+        """Return an event that completes when all work given to the stream so far is done."""
         with self._on_device():
             event = self._cupy.cuda.Event(block=True, disable_timing=True)  # block: a waiting thread yields its core
             event.record(stream)
@@ -271,7 +199,7 @@ class CupyDevice:
             stream.wait_event(event)
 
     def upload(self, host: NDArray[Any], out: Any, stream: Any) -> None:
-        """Copy page-locked memory to the device."""
+        """Copy page-locked memory to the device; neither side may be touched until the stream has passed the copy."""
         if host.nbytes:
             with self._on_device():
                 out.data.copy_from_host_async(host.ctypes.data, host.nbytes, stream)
@@ -289,7 +217,7 @@ class CupyDevice:
                 array.data.memset_async(value, array.nbytes, stream)
 
     def launch(self, kernel: str, n_blocks: int, n_threads: int, args: Sequence[Any], stream: Any) -> None:
-        """Launch a kernel; do nothing if there are no blocks."""
+        """Launch a kernel; an argument is an array, None (a null pointer), or a NumPy scalar of the exact type."""
         if n_blocks < 1:
             return
         if kernel.startswith(DIVISIBLE):
