@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.run_classify FOLDER [--out benchmarks/results/classify.jsonl]``
 
-FOLDER gets a synthetic screen (`gpuload/synthetic_screen.py` states the model) if it has none. On it,
+FOLDER gets a synthetic screen (`pipelines/classify_screen.py` states the model) if it has none. On it,
 pipelines/classify.py is run, each training for one epoch:
 
 - linear heads, five orders, three seeds, in blocks of 4 cells and 64 minibatches to a fetch: 1,024 blocks to a fetch,

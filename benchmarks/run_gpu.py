@@ -19,7 +19,9 @@ import sys
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -95,7 +97,7 @@ def ceiling_fill(options: Options) -> dict[str, Any]:
 
 
 def ceiling_decode(options: Options) -> dict[str, Any]:
-    """Let nvCOMP alone decode part of the file's chunks, repeatedly."""
+    """Let nvCOMP alone decode part of the file's chunks, repeatedly: all at once, and fewer than a GPU has room for."""
     import cupy
 
     from gpuload.backends.cuda.nvcomp import Nvcomp
@@ -104,29 +106,29 @@ def ceiling_decode(options: Options) -> dict[str, Any]:
 
     store = open_store([str(options.file)], layer="X", obs=())
     matrix = store.matrices[0]
-    n = min(2048, matrix.data.chunk_offset.size - 1)  # of both arrays, more than a GPU works on at a time
-    stored, sizes = [], []
-    for layout in matrix.layouts:
-        for chunk in range(n):
-            nbytes = int(layout.chunk_nbytes[chunk]) - 6
-            buffer = np.zeros(slots(nbytes), dtype=np.uint8)
-            layout.source.read_into(buffer[:nbytes], int(layout.chunk_offset[chunk]) + 2)
-            stored.append(buffer)
-            sizes.append(nbytes)
-    full = matrix.data.chunk_size * 4
-    room_of = np.array([b.size for b in stored])
+    stored, sizes, whole = [], [], []
+    for chunk in range(2048):  # of both arrays, more than a GPU works on at a time
+        for layout in matrix.layouts:
+            if chunk < layout.chunk_offset.size - 1:
+                nbytes = int(layout.chunk_nbytes[chunk]) - 6
+                buffer = np.zeros(slots(nbytes), dtype=np.uint8)
+                layout.source.read_into(buffer[:nbytes], int(layout.chunk_offset[chunk]) + 2)
+                stored.append(buffer)
+                sizes.append(nbytes)
+                whole.append(layout.chunk_size * layout.dtype.itemsize)
+    n_all, full = len(stored), np.array(whole)
+    places = [np.cumsum(room) - room for room in (np.array([b.size for b in stored]), slots(full))]
     payload = cupy.asarray(np.concatenate(stored))
-    out = cupy.empty(2 * n * full, dtype=np.uint8)
-    in_ptrs = cupy.asarray(np.cumsum(room_of) - room_of + payload.data.ptr)
-    out_ptrs = cupy.asarray(np.arange(2 * n) * full + out.data.ptr)
-    in_nbytes, room = cupy.asarray(np.array(sizes)), cupy.full(2 * n, full, dtype=np.int64)
-    produced, status = cupy.zeros(2 * n, dtype=np.int64), cupy.zeros(2 * n, dtype=np.int32)
+    out = cupy.empty(int(slots(full).sum()), dtype=np.uint8)
+    in_ptrs, out_ptrs = cupy.asarray(places[0] + payload.data.ptr), cupy.asarray(places[1] + out.data.ptr)
+    in_nbytes, room = cupy.asarray(np.array(sizes)), cupy.asarray(full)
+    produced, status = cupy.zeros(n_all, dtype=np.int64), cupy.zeros(n_all, dtype=np.int32)
     nvcomp, stream = Nvcomp(), cupy.cuda.Stream(non_blocking=True)
-    temp_nbytes = nvcomp.temp_nbytes("deflate", 2 * n, full, out.nbytes)
+    temp_nbytes = nvcomp.temp_nbytes("deflate", n_all, int(full.max()), out.nbytes)
     temp = cupy.empty(max(1, temp_nbytes), dtype=np.uint8)
     cupy.cuda.runtime.deviceSynchronize()
 
-    def decode() -> None:
+    def decode(n: int) -> None:
         nvcomp.decode(
             "deflate",
             in_ptrs=in_ptrs.data.ptr,
@@ -137,16 +139,23 @@ def ceiling_decode(options: Options) -> dict[str, Any]:
             status=status.data.ptr,
             temp_ptr=temp.data.ptr,
             temp_nbytes=temp_nbytes,
-            n=2 * n,
+            n=n,
             stream=stream.ptr,
         )
 
-    found = _rate(decode, stream, out.nbytes)
-    if int(abs(status).max()) or int(produced.min()) != full:
-        raise RuntimeError(f"nvCOMP decoded {int((produced == full).sum())} of {2 * n} chunks.")
-    per_cell = 8 * matrix.indptr[-1] / matrix.n_rows
+    numbers = sorted({min(n, n_all) for n in (128, 256, 512, 1024, 2048, n_all)})
+    rates = {n: _rate(partial(decode, n), stream, int(full[:n].sum()))["bytes_per_s"] for n in numbers}
+    is_good = (status.get() == 0) & (produced.get() == full)
+    if not is_good.all():
+        raise RuntimeError(f"nvCOMP decoded {int(is_good.sum())} of {n_all} chunks.")
+    per_cell = sum(layout.dtype.itemsize for layout in matrix.layouts) * matrix.indptr[-1] / matrix.n_rows
     store.close()
-    return {**found, "cells_per_s": found["bytes_per_s"] / per_cell}
+    return {
+        "bytes_per_s": rates[n_all],
+        "cells_per_s": rates[n_all] / per_cell,
+        "by_n_chunks": rates,
+        "chunk_nbytes": sorted(set(whole)),
+    }
 
 
 def loader(
@@ -156,11 +165,13 @@ def loader(
     output: str = "dense",
     epoch: int = 0,
     step_s: float = 0.0,
+    is_urgent: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
     """Time minibatches as torch tensors on the device, in whole fetches, with a clock that waits for the device.
 
-    They are read from the file, or from a store that was made of it.
+    They are read from the file, or from a store that was made of it. If `is_urgent`, they are used on a stream of
+    higher priority than those that decode: a GPU full of chunks to decode has no room for other kernels until one ends.
     """
     import torch
 
@@ -171,7 +182,8 @@ def loader(
     settings["prefetch"] = PREFETCH
     source, obs = store or options.file, [LABEL] if _has_label(options.file) else []
     set_cache(source, options.cache)
-    with gpuload.open_loader(source, device="cuda", obs=obs, output=output, **settings, **more) as opened:
+    stream = torch.cuda.stream(torch.cuda.Stream(priority=-1)) if is_urgent else nullcontext()
+    with stream, gpuload.open_loader(source, device="cuda", obs=obs, output=output, **settings, **more) as opened:
         # Start at the end of the first fetch, which waits for an empty pipeline, and take an even number of fetches,
         # as they load in pairs.
         first, n_fetches = options.fetch_factor, len(opened) // options.fetch_factor
@@ -268,6 +280,7 @@ ARMS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "gpuload/step": lambda options: loader(options, step_s=STEP_S),
     "gpuload/step/kvikio": lambda options: loader(options, step_s=STEP_S, io="kvikio"),
     "gpuload/step/pinned": lambda options: loader(options, step_s=STEP_S, io="pinned"),
+    "gpuload/step/urgent": lambda options: loader(options, step_s=STEP_S, io="pinned", is_urgent=True),
     "annbatch/dense": annbatch,
 }
 

@@ -84,9 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = frame.parser("run_rivals", __doc__, rounds=5, results="rivals.jsonl")
-    parser.add_argument(
-        "--file", type=Path, required=True, help="the .h5ad file, with CSR X and a categorical obs column 'plate'"
-    )
+    parser.add_argument("--file", type=Path, help="the .h5ad file, with CSR X and a categorical obs column 'plate'")
     parser.add_argument("--seconds", type=float, default=6.0, help="minimum time per measurement (default %(default)s)")
     parser.add_argument(
         "--only", nargs="+", default=["*"], metavar="PATTERN", help="arms or groups to run, as shell patterns"
@@ -110,6 +108,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="folder with a virtual environment for each library that needs its own (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
+    if options.list:
+        return options
+    if options.file is None:
+        parser.error("--file is missing: name the .h5ad file.")
     options.work_dir = options.work_dir or options.file.resolve().parent
     return options
 

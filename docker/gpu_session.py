@@ -3,10 +3,11 @@
     python3 docker/gpu_session.py wheels results                     everything, in half an hour at most
     python3 docker/gpu_session.py wheels results --only bench        a part of it, after the rest
 
-Steps come in the order of what they tell. Each has a time limit; one that fails, hangs or has no time left costs no
-other one but those that need what it makes. What a step prints goes into ``session.log`` as it is printed, what became
-of it into ``steps.jsonl`` when it ends, and each measurement into ``gpu.jsonl`` when it is made: whenever the machine
-is taken away, what is done by then is in the folder of results. Needs no package but those of Python.
+Steps come in the order of what they tell, so that the first ten minutes tell whether it works and how fast it is.
+Each has a time limit; one that fails, hangs or has no time left costs no other one but those that need what it makes,
+and tests that are out of time say which have failed. What a step prints goes into ``session.log`` as it is printed,
+what became of it into ``steps.jsonl`` when it ends, and each measurement into ``gpu.jsonl`` when it is made: whenever
+the machine is taken away, what is done by then is in the folder of results. Needs no package but those of Python.
 
 The wheels come from docker/offline_wheels.sh; what they are installed into, build/gpu, is found again by later calls.
 """
@@ -54,8 +55,9 @@ def steps(wheels: Path, results: Path) -> list[Step]:
     found = [
         Step("install", install, 180, is_needed=True),
         Step("gpu", (python, "-c", HAS_GPU), 60, is_needed=True),
-        Step("doctor", (python, "-m", "gpuload", "doctor"), 60),
+        Step("doctor", (python, "-m", "gpuload", "doctor"), 100),
         Step("first", (*pytest, *HANGS, *first), 150),
+        Step("speed", (*bench, "--rounds", "1", "--timeout", "90", "--only", *SPEED, "--budget", "220"), 240),
         Step("tests", (*pytest, *HANGS, "-n", "4", f"--junitxml={results / 'tests.xml'}", TESTS), 400),
         Step("programs", (*pytest, *HANGS, "-n", "0", *PROGRAMS), 200),
         Step("bench", (*bench, "--rounds", "2", "--timeout", "150", "--budget", "480"), 540),
@@ -78,11 +80,17 @@ sys.exit(0 if n_gpus() else f"no GPU can be used here: {first_gpu()[1]}")
 HANGS = ("-o", "faulthandler_timeout=60", "--timeout=100", "--timeout-method=thread")
 """How long a test may take before it tells where it hangs, and before its process is ended and the next test begins."""
 
+GRACE_S = 15
+"""Seconds that a step which is out of time has to end by itself."""
+
 NOT_OURS = ("--kernel-name-exclude", "kns=nvcomp")
 """nvCOMP's kernels, by a part of their names: hazards in those say nothing of ours, and checking them takes long."""
 
 TESTS, PROGRAMS = "tests/cuda/test_gpu.py", ("tests/cuda/test_gpu_programs.py", "tests/e2e/test_pipelines.py")
 """Files of the tests that need a GPU; the last one needs DALI too."""
+
+SPEED = ("ceiling/h2d", "ceiling/nvcomp-deflate", "gpuload/dense/pinned", "gpuload/dense/cached", "gpuload/step/pinned")
+"""What is measured before all else, once; the file that is made for it is there for later steps."""
 
 COLD = ("gpuload/dense/kvikio", "gpuload/dense/pinned")
 
@@ -128,9 +136,11 @@ def _outcome(step: Step, limit_s: float, log: IO[str], environment: dict[str, st
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, signal.SIGABRT)  # upon which Python says where it is
-            process.wait(5)
+        for sign in (signal.SIGINT, signal.SIGABRT):  # tests say what has failed; what does not end says where it is
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, sign)
+                process.wait(GRACE_S)
+                break
         return f"ended after {limit_s:.0f} s"
     else:
         return "done" if code == 0 else f"failed: exit status {code}"

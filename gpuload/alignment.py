@@ -6,6 +6,7 @@ row's file, as they do for selected genes.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from gpuload.checks import check_order
 from gpuload.errors import PlanError, StoreError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
 JOINS = ("inner", "outer")
+
+_log = logging.getLogger("gpuload")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,15 +33,11 @@ class Alignment:
 
     Attributes
     ----------
-    var_names : (n_vars,) object
-        The joined genes.
     maps : (n_mapped,) int32, optional
         Index into `var_names` of every gene of a table, or -1; tables concatenated, equal ones stored once. None if
         all tables equal `var_names`.
     starts : (n_tables,) int64
         Where each table's map begins in `maps`.
-    join
-        As given to `align`.
     """
 
     var_names: NDArray[np.object_]
@@ -68,13 +67,10 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
 
     Parameters
     ----------
-    names
-        The genes of each table.
-    paths
-        Names of the tables in error messages.
     join
         ``"inner"``: genes in all tables, in the order of the first; ``"outer"``: genes in any, in order of first
-        appearance; or a list of genes, each in at least one table.
+        appearance; or a list of genes, each in at least one table. A warning is logged if Ensembl ids of different
+        tables differ only in their versions: they are different names.
 
     Raises
     ------
@@ -93,6 +89,8 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
     all_names[:] = list(known)
     for number, table in enumerate(tables):
         _check_once(table, all_names, paths[which.index(number)])
+    if len(tables) > 1 and not isinstance(join, tuple):
+        _warn_of_versions(known, join)
     chosen = _joined(tables, known, paths, join)
     place = np.full(len(known), -1, dtype=np.int32)
     place[chosen] = np.arange(chosen.size, dtype=np.int32)
@@ -119,6 +117,30 @@ def _check_once(table: NDArray[np.int32], names: NDArray[np.object_], path: str)
             "their ids, with adata.var_names = adata.var[...], or make the names unique with "
             "adata.var_names_make_unique()."
         )
+
+
+def _warn_of_versions(names: Iterable[str], join: str) -> None:
+    """Warn if Ensembl ids differ only in their versions: the same gene is then two of the joined ones, or in none."""
+    first: dict[str, str] = {}
+    twins = [
+        (other, name)
+        for name in names
+        if name.startswith("ENS") and (other := first.setdefault(_without_version(name), name)) is not name
+    ]
+    if twins:
+        _log.warning(
+            "join=%r: %d genes have an Ensembl id that is another's but for its version, for example %r and %r, and "
+            "count as different genes; to join them, remove the versions from the files' gene names, or from those of "
+            "AnnDatas opened in their place with backed='r'.",
+            join,
+            len(twins),
+            *twins[0],
+        )
+
+
+def _without_version(name: str) -> str:
+    stem, _, version = name.rpartition(".")
+    return stem if version.isdecimal() else name
 
 
 def _joined(

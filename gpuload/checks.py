@@ -89,18 +89,8 @@ def check_names(
 
     Parameters
     ----------
-    name
-        Name of the argument, for the error message.
     given
         The value given: one string, or several in an order that is the same in every process, so not a set.
-    least
-        Minimum number of names.
-    what
-        What is named, for the error message.
-    sampler
-        The sampler that takes the argument.
-    also
-        What else to do, for the error message.
     """
     said = f"{sampler}({name}={shown(given)})" if sampler else f"{name}={shown(given)}"
     check_order(said, given, f"{what}, or a list of names{also}")
@@ -136,16 +126,12 @@ def check_index(
 
     Parameters
     ----------
-    name
-        Name of the argument or sampler, for the error message.
     given
         The values given, of the right length: a NumPy masked array, or a pandas Series or DataFrame; anything else
         passes.
     names
         Returns the names, (n,) object, that an index other than 0, 1, 2, ... must equal; called only for such an index.
         None: they cannot be known, and any index of names passes.
-    what, all_names
-        What is named, and an expression that gives all names, for the error message.
     """
     check_unmasked(name, given)
     pandas = sys.modules.get("pandas")
@@ -182,16 +168,7 @@ def check_obs_names(name: str, given: Any, *, least: int = 0, sampler: str = "",
 
 
 def parse_nbytes(name: str, value: object, *, least: int = 1) -> int:
-    """Parse a number of bytes, given as a number or as text such as ``"20GiB"``, ``"1.5 TB"`` or ``"64M"``.
-
-    Parameters
-    ----------
-    name
-        Name of the argument, for the error message.
-    value
-        The value given.
-    least
-        Minimum number of bytes.
+    """Parse a number of bytes, at least `least`, given as a number or as text: ``"20GiB"``, ``"1.5 TB"`` or ``"64M"``.
 
     Raises
     ------

@@ -36,8 +36,6 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         The parts, of one file or several. Their obs columns are removed as they are joined, to free memory.
     join
         None if all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
-    cure
-        Advice for the error message if genes differ.
 
     Raises
     ------
@@ -133,13 +131,6 @@ def _kind(column: ObsColumn) -> str:
     return "categories of numbers" if kind == "numbers" else kind
 
 
-def _has_value(column: ObsColumn) -> bool:
-    values = column.values
-    if column.categories is not None:
-        return bool((values.astype(np.int32, copy=False) >= 0).any())
-    return bool(values.size) and not (values.dtype.kind == "f" and bool(np.isnan(values).all()))
-
-
 def _of_one_kind(name: str, columns: list[ObsColumn], paths: Sequence[str]) -> list[ObsColumn]:
     """Convert columns to one kind, or raise StoreError if their values are of several kinds.
 
@@ -150,7 +141,7 @@ def _of_one_kind(name: str, columns: list[ObsColumn], paths: Sequence[str]) -> l
             return some
     kinds = [_kind(column) for column in columns]
     is_coded = [column.categories is not None for column in columns]
-    there = [number for number, column in enumerate(columns) if _has_value(column)] or [0]
+    there = [number for number, column in enumerate(columns) if column.has_value] or [0]
     wanted = {kinds[number] for number in there}
     if wanted == {"numbers", "booleans"} and not any(is_coded[number] for number in there):
         wanted = {"numbers"}  # booleans become 0 and 1
@@ -171,7 +162,7 @@ def _as_kind(column: ObsColumn, kind: str) -> ObsColumn:
         return ObsColumn(np.full(n, np.nan)) if is_coded else column
     if kind != _kind(column):
         return ObsColumn.missing(n)
-    return column if is_coded else ObsColumn(column.values.astype(np.int32), np.array([False, True], dtype=object))
+    return column if is_coded else column.of_booleans()
 
 
 def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
@@ -185,7 +176,7 @@ def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
             for store, column in zip(stores, columns, strict=True):
                 if column.values.dtype.kind in "iu":
                     check_whole(column.values, f"{store.paths[0]}: obs column {name!r}")
-            own = [c.values.dtype for c in columns if _has_value(c)]  # NaN fits any width
+            own = [c.values.dtype for c in columns if c.has_value]  # NaN fits any width
             dtype = np.result_type(*own) if np.result_type(*own, np.bool_).kind == "f" else dtype
         return ObsColumn(np.concatenate(values, dtype=dtype, casting="same_kind"))
     place: dict[object, int] = {}

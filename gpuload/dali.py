@@ -68,15 +68,7 @@ _taken: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
 class _Source:
-    """An iterable over tuples of arrays, one epoch per ``iter()``, as `fn.external_source` expects.
-
-    Parameters
-    ----------
-    loader
-        Yields the minibatches.
-    stream
-        Stream on which a GPU pipeline receives them.
-    """
+    """An iterable over tuples of arrays, one epoch per ``iter()``, as `fn.external_source` expects."""
 
     def __init__(self, loader: Loader, stream: _Stream | None = None) -> None:
         self._loader = loader

@@ -110,12 +110,8 @@ def deal_cells(wanted: Mapping[str, Any], n_obs: int, classes: Grouping | None, 
     ----------
     wanted
         Share of each part (a float), or ``...`` for the remainder.
-    n_obs
-        Number of cells.
     classes
         Classes of which each part gets its share; every cell has one. None: shares are of all cells.
-    seed
-        Seed of the order of the cells.
 
     Returns
     -------
@@ -176,10 +172,6 @@ def deal_groups(
         Groups to keep whole; cells in no group are in no part.
     classes
         Classes of which each part gets close to its share; every cell has one. None: shares are of all cells.
-    by
-        Name of the grouping in error messages.
-    seed
-        Seed of the deal.
 
     Returns
     -------
@@ -242,14 +234,10 @@ def _deal(
 
     Parameters
     ----------
-    sizes : (n,) int64
-        Cells per group.
     table : (n, n_columns) float64, sparse, optional
         Number of cells of each group by class, if every class is dealt by shares.
     hashes : (n,) uint64
         Hashes of the groups' labels, all different.
-    shares : (n_parts,) float64
-        Shares of the parts.
     n_named
         The first `n_named` parts must not be empty.
     """

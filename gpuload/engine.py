@@ -80,12 +80,6 @@ class Engine:
     ----------
     tables
         ``"X"``, the only one whose store has obs, and other matrices of the same cells.
-    backend
-        Loads and holds the data.
-    prefetch
-        Fetches to load ahead of the consumer.
-    batch_size
-        Cells per minibatch, at most.
     """
 
     def __init__(self, tables: Mapping[str, Table], backend: Backend, prefetch: int, batch_size: int) -> None:

@@ -53,10 +53,6 @@ class FolderSource:
 
     Parameters
     ----------
-    root
-        The folder; also the source's name in error messages.
-    names
-        File paths, relative to the folder.
     nbytes, stamps : (n,) int64
         Size and modification time (ns) of each file when it was found.
 

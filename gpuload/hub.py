@@ -37,12 +37,6 @@ class HubFile(NamedTuple):
 
     Attributes
     ----------
-    path
-        Within the repository.
-    nbytes
-        Its size.
-    oid
-        Identifies its content.
     sha256
         Of its content, in hexadecimal; empty for a small file, which git keeps itself.
     """
@@ -79,12 +73,8 @@ class Repository:
 
     Attributes
     ----------
-    address
-        ``hf://datasets/OWNER/NAME``, perhaps with a revision.
     token
         An access token; None takes the user's own, if there is one, and False none.
-    at
-        The commit, if it is known.
     """
 
     address: str

@@ -93,8 +93,6 @@ class JoinedArray:
 
     Attributes
     ----------
-    layout
-        Layout of the joined array.
     parts
         Layout of each file's array, sharing the same tables.
     start : (n_files,) int64
@@ -132,8 +130,6 @@ class Joined:
 
     Attributes
     ----------
-    groups
-        The arrays of each group.
     files
         The numbers of each group's files, int64.
     group, place : (n_files,) int64
@@ -206,11 +202,6 @@ class Joined:
 
 def join_files(layouts: Sequence[tuple[ArrayLayout, ...]]) -> tuple[Joined, list[tuple[ArrayLayout, ...]]]:
     """Join the arrays of files that are alike.
-
-    Parameters
-    ----------
-    layouts
-        The arrays of each file.
 
     Returns
     -------

@@ -40,8 +40,6 @@ class Filter:
     name
         ``"deflate"``, ``"shuffle"``, ``"fletcher32"``, ``"lzf"``, ``"zstd"``, ``"blosc"``, ``"lz4"``, ``"bitshuffle"``
         ...
-    values
-        The filter's client data, as stored.
     """
 
     name: str
@@ -54,14 +52,10 @@ class ArrayLayout:
 
     Attributes
     ----------
-    source
-        Where the bytes are stored.
     name
         Path of the dataset within the file, for error messages: ``"/X/data"``.
     shape
         (n,), (n_rows, n_cols) or (n_rows, ...), in elements.
-    dtype
-        Dtype of the stored elements, byte order included.
     chunk_shape
         Elements per chunk along each axis; `shape` itself for contiguous storage; the maximum if `edges` is given.
     chunk_offset, chunk_nbytes : (n_chunks,) int64
@@ -188,14 +182,10 @@ def plan_read(
 
     Parameters
     ----------
-    layout
-        The array.
     ranges : (n, 2) int64
         Half-open ranges along the first axis (elements, or rows); disjoint, ascending, none empty.
     dest : (n,) int64
         Where each range starts in the resident's flat array, in elements.
-    target
-        Name of the resident's array.
     limits
         Coalescing limits, in bytes: the largest gap, and the largest extent; None takes those that suit the source.
 

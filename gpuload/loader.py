@@ -203,8 +203,8 @@ class Loader:
     def io_mode(self) -> str:
         """The I/O path.
 
-        ``"posix"`` on the CPU, whose threads read files or send requests to addresses; on a GPU ``"gds"``,
-        ``"compat"``, ``"pinned"`` or ``"remote"``.
+        ``"posix"`` on the CPU, whose threads read files or send requests to addresses, and if it has read everything
+        for a GPU; else there ``"gds"``, ``"compat"``, ``"pinned"`` or ``"remote"``.
         """
         return self._backend.io_mode
 

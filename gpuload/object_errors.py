@@ -69,8 +69,6 @@ def read_error(
         The name of the remote: scheme, bucket or host, and folder.
     key
         Key of the requested object; empty: the remote was listed.
-    can_list
-        Whether remotes of this kind can be listed.
     was_listed
         Whether the key came from a listing; otherwise it may be wrong.
     is_signed

@@ -42,8 +42,6 @@ class Reach:
 
     Attributes
     ----------
-    url
-        URL of an object that can be read unsigned.
     bucket, key, region, endpoint, access_key_id, secret_access_key, session_token
         For S3; the endpoint is None for AWS itself.
     """

@@ -14,6 +14,7 @@ from gpuload.checks import check_order
 from gpuload.errors import PlanError, StoreError, listing, shown
 from gpuload.plan import DEFAULT_BLOCK_SIZE, chunks_per_block
 from gpuload.sampling import Cells, Subset, block_size_of, plain
+from gpuload.store import ObsColumn
 from gpuload.types import kind_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from gpuload.backends.base import Backend
     from gpuload.plan import Plan
     from gpuload.sampling import Sampler, Strategy
-    from gpuload.store import ObsColumn, Store
+    from gpuload.store import Store
     from gpuload.tables import Table
     from gpuload.where import Where
 
@@ -139,10 +140,18 @@ def check_categories(categories: Any, obs: tuple[str, ...]) -> dict[str, NDArray
 
 
 def coded(store: Store, name: str, categories: NDArray[np.object_] | None) -> ObsColumn:
-    """Return a column of obs, recoded to `categories` if given."""
+    """Return a column of obs, recoded to `categories` if given.
+
+    Booleans without a missing value, and a column without any value, are stored as numbers in some files, and as
+    categories in others.
+    """
     column = store.obs[name]
     if categories is None:
         return column
+    if column.categories is None and column.values.dtype == bool:
+        column = column.of_booleans()
+    elif column.categories is None and not column.has_value:
+        column = ObsColumn.missing(store.n_obs)
     if column.categories is None:
         raise PlanError(
             f"categories: obs column {name!r} of {store.paths[0]} holds {column.values.dtype}, which has no "

@@ -67,15 +67,6 @@ class EqualBlocks(MixedFetches):
     Position k of the shuffled order holds block ``perm[k]``. It is preceded by ``k * block_size`` rows, less what the
     short blocks among them lack. Each file has at most one short block, so their positions are found once, through
     the inverse permutation; locating a row then takes one search among the files.
-
-    Parameters
-    ----------
-    file_rows
-        Rows per file.
-    block_size
-        Rows per block.
-    perm_words
-        Seed words of the permutation.
     """
 
     def __init__(self, file_rows: tuple[int, ...], block_size: int, perm_words: tuple[int, ...]) -> None:
@@ -112,15 +103,7 @@ class EqualBlocks(MixedFetches):
 
 
 class UnequalBlocks(MixedFetches):
-    """Blocks between given edges in random order. Holds 24 bytes per block.
-
-    Parameters
-    ----------
-    edges : (n_blocks + 1,) int64
-        Row edges of the blocks: increasing, from 0 to the number of rows.
-    perm_words
-        Seed words of the permutation.
-    """
+    """Blocks between row edges, increasing from 0 to the number of rows, in random order. Holds 24 bytes per block."""
 
     def __init__(self, edges: NDArray[np.int64], perm_words: tuple[int, ...]) -> None:
         self._edges = edges

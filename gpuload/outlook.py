@@ -71,8 +71,6 @@ class Outlook:
     ----------
     block_size
         Cells, "chunk" or "N chunks".
-    fetch_factor
-        Minibatches per fetch.
     cells_per_block
         Mean length of a block.
     amplification
@@ -144,10 +142,6 @@ class Outlooks:
     ----------
     store
         Opened with the column `label`.
-    batch_size
-        Cells per minibatch.
-    label
-        Column of obs to mix well, or None.
 
     Raises
     ------

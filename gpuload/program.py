@@ -1,4 +1,4 @@
-"""What programs that use gpuload have in common: the parsing of options, files of names, exit codes.
+"""What programs that use gpuload have in common: the parsing of options, files of names, tables, exit codes.
 
 For the command line, and for the example programs.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from gpuload.errors import GpuloadError, PlanError, ReadError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
 
 def exit_code(
@@ -65,6 +65,20 @@ def read_names(path: str) -> list[str]:
         raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
     except UnicodeDecodeError as error:
         raise ReadError(f"{path}: not a text file in UTF-8; expected one gene name per line.") from error
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return rows under a header in columns; the first is left-aligned, the others right-aligned."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  "
+        + "  ".join(
+            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
 
 
 def whole_number(text: str) -> int:

@@ -25,11 +25,6 @@ class RemoteFile(io.RawIOBase):
     Sequential reads grow their requests; ranges known to be needed are prefetched (`bring`). HDF5 would read the trees
     that hold chunk addresses node by node: all nodes of a level are prefetched as soon as one above them is read.
 
-    Parameters
-    ----------
-    source
-        The object: a source of one.
-
     References
     ----------
     .. [1] The HDF Group, "HDF5 File Format Specification Version 3.0", III.A.1 "Version 1 B-trees".

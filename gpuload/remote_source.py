@@ -119,12 +119,8 @@ class Requests:
 
         Parameters
         ----------
-        remote
-            The remote that holds them.
         ranges
             For each, the object, its first byte, and the buffer to fill.
-        ended
-            Waiting stops once this is set.
 
         Raises
         ------
@@ -254,12 +250,8 @@ class RemoteSource:
 
     Parameters
     ----------
-    name
-        Name in error messages.
     remote
         Where the objects are; one with local copies is a `NearRemote`.
-    objects
-        The objects as of opening.
 
     Attributes
     ----------

@@ -43,12 +43,19 @@ _INSTEAD = {
 """What to do instead of passing an argument of PyTorch's DataLoader."""
 
 _OF_OTHERS = {
+    "adata": "paths",
+    "filename": "paths",
+    "files": "paths",
+    "label": "obs",
+    "label_key": "obs",
     "labels": "obs",
     "layers_keys": "layer",
+    "log1p": "transform",
     "normalise": "transform",
     "normalize": "transform",
     "obs_filter": "where",
     "obs_keys": "obs",
+    "target_sum": "transform",
 }
 """Names that other loaders have for our arguments, and that are not spelled like them."""
 
@@ -108,8 +115,6 @@ def read_settings(
     ----------
     settings
         A path; or the contents of a settings file; or the keyword arguments alone.
-    known
-        Valid names.
 
     Raises
     ------

@@ -25,11 +25,6 @@ class FileSource:
     The descriptor stays with the file that was opened: if the file is replaced by a rename, this source keeps reading
     the old bytes. A change in place is detected by size and modification time before each fetch.
 
-    Parameters
-    ----------
-    path
-        The file.
-
     Raises
     ------
     ReadError
@@ -166,8 +161,6 @@ class BufferSource:
 
     Parameters
     ----------
-    name
-        Name used in error messages.
     data : (nbytes,) uint8
         The bytes; referenced, not copied, until the source is closed.
     """

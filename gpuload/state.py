@@ -32,17 +32,7 @@ _PLACE = ("epoch", "step", "world_size", "history")
 
 
 def fingerprint(plan: Plan, files: list[dict[str, Any]], further: list[str]) -> dict[str, Any]:
-    """Return the values that a state and a loader must have in common.
-
-    Parameters
-    ----------
-    plan
-        The loader's plan.
-    files
-        Name and sizes of each file, in order.
-    further
-        The matrices delivered besides X, in order.
-    """
+    """Return what a state and a loader must have in common; `further` are the matrices besides X, in order."""
     return {
         "version": VERSION,
         "files": files,
@@ -69,14 +59,7 @@ def make_state(plan: Plan, step: int, made_with: dict[str, Any]) -> dict[str, An
 
 
 def check_state(state: Any, wanted: dict[str, Any]) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
-    """Validate a state, and return its epoch, step, world_size and history.
-
-    Parameters
-    ----------
-    state
-        The result of `make_state`, possibly after a round trip through JSON.
-    wanted
-        The fingerprint of the loader that is to resume from it.
+    """Check a state, perhaps from JSON, by a loader's fingerprint; return its epoch, step, world_size and history.
 
     Raises
     ------
@@ -106,16 +89,7 @@ def has_position(state: Any) -> bool:
 
 
 def check_fingerprint(state: Any, wanted: dict[str, Any], place: Collection[str]) -> None:
-    """Check that a state is complete and belongs to a loader.
-
-    Parameters
-    ----------
-    state
-        A dict with a ``"fingerprint"``, possibly after a round trip through JSON.
-    wanted
-        The fingerprint of the loader that is to resume from it; it has a ``"version"``.
-    place
-        Names of the other entries.
+    """Check that a state, which has the entries `place` too, is complete and belongs to a loader with this fingerprint.
 
     Raises
     ------

@@ -43,8 +43,6 @@ class ObsColumn:
     ----------
     values : (n_obs,)
         int32 codes if `categories` is given (-1 = missing), else numbers or booleans.
-    categories : (n_categories,) object, optional
-        Category of each code.
     """
 
     values: NDArray[np.generic]
@@ -54,6 +52,17 @@ class ObsColumn:
         """Return the values at `rows`, as they appear in minibatches: codes are int64, as loss functions expect."""
         values: NDArray[Any] = self.values[rows]
         return values if self.categories is None else values.astype(np.int64)
+
+    @property
+    def has_value(self) -> bool:
+        """Whether any value is there, neither missing nor NaN."""
+        if self.categories is not None:
+            return bool((self.values.astype(np.int32, copy=False) >= 0).any())
+        return bool(self.values.size) and not (self.values.dtype.kind == "f" and bool(np.isnan(self.values).all()))
+
+    def of_booleans(self) -> ObsColumn:
+        """Return booleans as codes of them, as nullable ones are."""
+        return ObsColumn(self.values.astype(np.int32), np.array([False, True], dtype=object))
 
     def coded_as(self, categories: NDArray[np.object_]) -> ObsColumn:
         """Return this categorical column recoded to `categories`; -1 for cells in none of them."""
@@ -69,15 +78,7 @@ class ObsColumn:
 
 
 def check_whole(values: NDArray[Any], where: str) -> None:
-    """Raise StoreError if whole numbers to be converted to float64 are too large to be exact.
-
-    Parameters
-    ----------
-    values : (n,) integers
-        The whole numbers, without missing ones.
-    where
-        What to call them in the error message: the file or argument, and the column.
-    """
+    """Raise StoreError if whole numbers to be converted to float64 are too large to be exact."""
     largest = max(int(values.max(initial=0)), int(values.min(initial=0)), key=abs)
     if abs(largest) > MAX_WHOLE:
         raise StoreError(
@@ -96,8 +97,6 @@ class CsrMatrix:
         Row offsets, in host memory.
     data, indices
         Layouts of the values and the column numbers; their chunk grids may differ.
-    n_vars
-        Number of columns.
     """
 
     indptr: NDArray[np.int64]
@@ -196,14 +195,6 @@ class Store:
     ----------
     matrices
         One per file, all of one kind; without an `alignment`, also of one width.
-    paths
-        File names, for error messages.
-    var_names : (n_vars,) object
-        Gene names.
-    obs
-        The chosen columns.
-    sources
-        Open sources.
     file_sources
         The sources of each file; by default, all sources.
     var_ids : (n_vars,) object, optional

@@ -71,8 +71,6 @@ class Kind:
 
     Attributes
     ----------
-    n
-        Number of categories.
     share
         Share of a cell's UMIs on the genes that its category raises.
     genes
@@ -93,8 +91,6 @@ class CountModel:
 
     Attributes
     ----------
-    n_vars
-        Number of genes.
     slots : (_BASE_SLOTS + n_labels * _OWN_SLOTS,) uint16 or int32
         Gene numbers.
     own_start : (n_kinds,) int64
@@ -224,10 +220,6 @@ def count_model(rng: np.random.Generator, n_vars: int, kinds: tuple[Kind, ...]) 
 
     Parameters
     ----------
-    rng
-        Source of random numbers.
-    n_vars
-        Number of genes.
     kinds
         The labels, at least two; the second one (the cell line) also silences 1 gene in 300 of each category.
     """
@@ -271,14 +263,10 @@ def draw_counts(
 
     Parameters
     ----------
-    model
-        The model to draw from.
     labels : (n_kinds, n_obs) int32
         Categories of every cell, in the order of the model's labels.
     depth : (n_obs,) int64
         UMIs of every cell before bursts.
-    seed_words
-        Seeds the random numbers, together with the block number.
     progress
         Called with the number of cells done, after every 512 cells.
 
@@ -356,8 +344,6 @@ def label_columns(labels: NDArray[np.int32], columns: dict[str, tuple[str, int]]
 
     Parameters
     ----------
-    labels : (n_columns, n_obs) int32
-        Codes.
     columns
         For each column by name, in the order of `labels`: the prefix of its categories' names and their number.
     """

@@ -36,10 +36,6 @@ class Table:
 
     Attributes
     ----------
-    store
-        Where it is stored.
-    form
-        Form in which its rows are delivered.
     var_names : (form.n_cols,) object
         Names of the delivered columns; ``"0"``, ``"1"``, ... if they have none.
     """
@@ -73,8 +69,6 @@ def check_transform(transform: Any, layers: tuple[str, ...], modalities: tuple[s
 
     Parameters
     ----------
-    transform
-        As given.
     layers, modalities
         Valid keys of a mapping: all layers, and all modalities but the first.
     """
@@ -100,12 +94,8 @@ def make_tables(
 
     Parameters
     ----------
-    stores
-        From `formats.open_matrices`.
     layer
         The layer used as ``"X"``.
-    genes
-        Genes of X and its layers; see `open_loader`.
     transform
         For X and its layers, or by name of a layer or modality.
     output, dtype

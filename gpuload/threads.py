@@ -48,15 +48,7 @@ def is_over() -> bool:
 
 
 class DaemonThreads:
-    """A pool of daemon threads, started on demand and ended by `close` or when the pool is garbage-collected.
-
-    Parameters
-    ----------
-    n
-        Maximum number of threads.
-    name
-        Prefix of the thread names.
-    """
+    """A pool of daemon threads, started on demand and ended by `close` or when the pool is garbage-collected."""
 
     def __init__(self, n: int, name: str) -> None:
         self._n, self._name = n, name
@@ -172,13 +164,6 @@ class QuickThreads:
     """A pool of threads for calls of some tens of microseconds, started when first needed.
 
     They are daemons, so the owner must `close` the pool before the interpreter exits.
-
-    Parameters
-    ----------
-    n
-        Number of threads.
-    name
-        Prefix of the thread names.
     """
 
     def __init__(self, n: int, name: str) -> None:
@@ -224,15 +209,7 @@ class QuickThreads:
 
 
 class OneAtATime(Generic[T]):
-    """Iterator over a generator; raises PlanError if another thread is inside it, or in a forked process.
-
-    Parameters
-    ----------
-    items
-        The generator.
-    owner, cure
-        What is iterated, and what to do, for the error message.
-    """
+    """Iterator over a generator; raises PlanError if another thread is inside it, or in a forked process."""
 
     __slots__ = ("__weakref__", "_cure", "_items", "_owner", "_process")
 
@@ -289,8 +266,6 @@ class Closer:
 
     Parameters
     ----------
-    owner
-        The object.
     close, args
         The call; must not refer to `owner`.
     """

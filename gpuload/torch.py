@@ -34,7 +34,15 @@ if TYPE_CHECKING:
 
 
 class _Minibatch(dict[str, torch.Tensor]):
-    """A minibatch: a dict that a DataLoader must not collate with others."""
+    """A minibatch: a dict that a DataLoader must not collate with others, and that says what it holds."""
+
+    def __missing__(self, name: Any) -> NoReturn:
+        raise KeyError(
+            f"the minibatch has no {name!r}, but {', '.join(map(repr, self))}; open_loader(obs=...) adds columns."
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"batch.{name}: a minibatch of CellDataset is a dict of {', '.join(map(repr, self))}.")
 
 
 def _refuse_to_stack(batches: Any, **_: Any) -> None:
@@ -73,8 +81,8 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
     ------
     PlanError
         `loader` is not a loader; `dtype` is not supported; an obs column has the name of another entry; or the dataset
-        is iterated in a DataLoader worker, or in a DataLoader by which Accelerate divides a rank's cells among all
-        ranks.
+        is iterated in a DataLoader worker, or in a DataLoader prepared by Accelerate, which would divide a rank's cells
+        among all ranks, or join minibatches.
 
     Notes
     -----
@@ -126,15 +134,23 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         """Start the loader's next epoch."""
         if get_worker_info() is not None:
             raise PlanError(_NO_WORKERS)
-        if self._loader.world_size > 1 and self._is_in_accelerate():
+        prepared = self._prepared()
+        if prepared is not None and self._loader.world_size > 1:
             raise PlanError(_TWICE_DIVIDED)
+        if (n_joined := getattr(prepared, "batch_size", None) or 1) > 1:
+            raise PlanError(
+                f"CellDataset: a DataLoader prepared by Accelerate, as transformers' Trainer makes one, would join "
+                f"{n_joined} minibatches; use DataLoader(dataset, batch_size=None), unprepared."
+            )
         # Keep no other reference to a minibatch here, so that its memory is released after its last use.
         return iter(partial(self._next, iter(self._loader)), None)
 
-    def _is_in_accelerate(self) -> bool:
-        """Return whether the DataLoader being iterated is this dataset's and was prepared by Accelerate."""
+    def _prepared(self) -> Any:
+        """Return the DataLoader being iterated, if it is this dataset's and was prepared by Accelerate, else None."""
         accelerate = sys.modules.get("accelerate.state")
-        return accelerate is not None and getattr(accelerate.GradientState().active_dataloader, "dataset", None) is self
+        active = None if accelerate is None else accelerate.GradientState().active_dataloader
+        only_skips = type(active).__name__ == "SkipDataLoader"  # the first minibatches of a resumed epoch
+        return active if getattr(active, "dataset", None) is self and not only_skips else None
 
     def __reduce__(self) -> NoReturn:
         self._loader.__reduce__()

@@ -68,18 +68,12 @@ class Trial:
 
     Attributes
     ----------
-    block_size, fetch_factor, num_threads, prefetch
-        As in `gpuload.open_loader`.
     memory_nbytes
         Estimated maximum memory of the loader, in bytes.
     entropy_bits
         Expected entropy of the label in minibatches; NaN without a label.
-    repeats
-        Cells per second of every turn.
     n_blocks
         Blocks per fetch, used to compare trials without a label; infinite if a fetch holds the whole file.
-    read_nbytes
-        Bytes to read per cell.
     """
 
     block_size: int | str
@@ -109,12 +103,8 @@ class Tuned:
 
     Attributes
     ----------
-    settings
-        Keyword arguments of `gpuload.open_loader`.
     measured
         What they were measured on, and how; for the settings file.
-    best
-        The trial with these settings.
     trials
         All trials, fastest first.
     """
@@ -137,8 +127,6 @@ class Wish:
         Column of obs to mix well; None requires many blocks per fetch instead.
     min_entropy
         Minimum entropy of the label in minibatches, as a fraction of that in true random order.
-    batch_size, layer, join, output, dtype, device
-        As in `gpuload.open_loader`.
     seconds
         Time for the turns. A turn reads some whole fetches, however long that takes; one that is not expected to end in
         time is left out, but for the first of the most promising trial and of the defaults.
@@ -161,10 +149,6 @@ def tune(paths: Any, wish: Wish, progress: Callable[[float], None] = lambda _: N
 
     Parameters
     ----------
-    paths
-        As for `gpuload.open_loader`.
-    wish
-        The requirements.
     progress
         Called with the fraction of the work done, from 0 to 1.
 
@@ -325,8 +309,6 @@ class Bench:
 
         Parameters
         ----------
-        fetch_factor, num_threads, prefetch
-            As in `gpuload.open_loader`.
         read_nbytes
             Bytes to read per cell; None: those of no other cells.
         """

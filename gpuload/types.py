@@ -75,13 +75,9 @@ class Form:
         ``"dense"`` or ``"csr"``.
     dtype
         ``"float32"``; or, dense only, ``"float16"`` or ``"bfloat16"`` (as uint16 bit patterns).
-    n_cols
-        Number of output columns.
     columns : (n_vars,) int32, optional
         Output position of each stored column, or -1 to drop it; if files differ in their columns, the concatenated
         maps of all files (see `Recipe.map_start`). None keeps all.
-    transform
-        Arithmetic on the values, or None.
     """
 
     output: str
@@ -127,8 +123,6 @@ class ArrayRead:
 
     Attributes
     ----------
-    layout
-        Where the array is stored and how its chunks are encoded.
     target
         The resident's array to fill: ``"data"``, ``"indices"`` or ``"X"``.
     extent_offset, extent_nbytes : (n_extents,) int64
@@ -365,8 +359,6 @@ class RangeReader(Protocol):
         ----------
         offset, nbytes, place : (n,) int64
             First byte in the source, length, and position in the buffer of each range; none spans two files.
-        buffer : (m,) uint8
-            Destination.
 
         Raises
         ------

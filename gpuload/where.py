@@ -72,12 +72,6 @@ class Where:
 
     Attributes
     ----------
-    text
-        The expression as given.
-    columns
-        Columns named in it.
-    tree
-        Syntax tree.
     names
         Maps placeholders to the names given in backticks.
     """
@@ -106,11 +100,6 @@ class Where:
 
     def mask(self, obs: Mapping[str, Column]) -> NDArray[np.bool_]:
         """Return a mask of the cells for which the expression is true.
-
-        Parameters
-        ----------
-        obs
-            Columns of all cells by name, including those in `columns`.
 
         Returns
         -------

@@ -94,7 +94,7 @@ def find_cells(args: argparse.Namespace) -> Cells:
 
 
 def write_screen(folder: Path, n_cells: int, **sizes: Any) -> None:
-    """Write a synthetic screen, one file per plate, from `gpuload.synthetic_screen.screen_plates`.
+    """Write a synthetic screen, one file per plate, from `classify_screen.screen_plates`.
 
     A file that is there already and has the same contents is left alone, so runs on it resume. If one has other
     contents, nothing is written.
@@ -105,8 +105,7 @@ def write_screen(folder: Path, n_cells: int, **sizes: Any) -> None:
         A file of a plate has other contents, or the folder is a file.
     """
     import anndata
-
-    from gpuload.synthetic_screen import screen_plates
+    from classify_screen import screen_plates
 
     if folder.exists() and not folder.is_dir():
         raise gpuload.PlanError(f"--make {n_cells}: {folder} is a file; name a folder to make the cells in.")

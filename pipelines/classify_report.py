@@ -9,6 +9,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from gpuload.program import table
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
@@ -81,8 +83,6 @@ def table_of(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], mixes: Se
     mixes
         Columns whose entropy in the minibatches is reported.
     """
-    from gpuload.cli.text import table
-
     header = ["model, order", *labels, *(f"{name}, bits" for name in mixes), "training, cells/s", "loader, cells/s"]
     lines = []
     for row in rows:

@@ -12,10 +12,10 @@ import h5py
 import numpy as np
 import pandas as pd
 from anndata.io import read_elem, write_elem
+from modality_cells import log_ratios
 from scipy.sparse import csc_matrix, issparse, vstack
 
 import gpuload
-from gpuload.synthetic_cite import log_ratios
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import anndata
 import numpy as np
 import pandas as pd
+from modality_cells import log_ratios, paired_cells
 from scipy.sparse import csc_matrix
 
 import gpuload
-from gpuload.synthetic_cite import log_ratios, paired_cells
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 def write_synthetic(folder: Path, n_train: int, seed: int) -> None:
-    """Write files in the competition's format, with numbers from `gpuload.synthetic_cite`."""
+    """Write files in the competition's format, with numbers from `modality_cells`."""
     from tqdm import tqdm
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,6 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -28,7 +27,7 @@ try:
 
     import gpuload
     from gpuload.dali import CellIterator, cells
-    from gpuload.program import check_one_process
+    from gpuload.program import check_one_process, read_names
     from gpuload.scores import macro_f1
 except ImportError as missing:
     sys.exit(f"train_dali.py: {missing}. From the checkout, pip install '.[dali]' installs what this program needs.")
@@ -251,14 +250,6 @@ def choose_device(wanted: str) -> str:
     if kind != "cpu" and card < n_there:
         torch.cuda.set_device(card)
     return "cpu" if kind == "auto" and not n_there else wanted
-
-
-def read_names(path: str) -> list[str]:
-    """Return the lines of a text file that are not empty."""
-    try:
-        return [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise gpuload.ReadError(f"--genes {path}: expected a text file of one gene a line: {error}.") from error
 
 
 def say_progress(done: float, n_cells: int, seconds: float, waited_s: float, loss: float) -> None:

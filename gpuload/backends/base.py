@@ -92,13 +92,9 @@ class Backend(Protocol):
 
         Parameters
         ----------
-        resident
-            What `load` made.
         positions : (n,) int32
             Rows of the resident, in output order; host memory. May repeat. May be a slice of the positions of a whole
             fetch, which must not change.
-        form
-            Columns, arithmetic, dtype and container.
 
         Returns
         -------

@@ -52,13 +52,7 @@ class _Ticket(weakref.ref[_Lease]):
 
 
 class BufferPool:
-    """Lease byte buffers, and keep a few idle ones for reuse.
-
-    Parameters
-    ----------
-    max_idle
-        Idle buffers to keep; if there are more, the oldest are freed.
-    """
+    """Lease byte buffers, and keep up to `max_idle` idle ones for reuse, the latest."""
 
     def __init__(self, max_idle: int) -> None:
         self._idle: deque[_Ticket] = deque(maxlen=max_idle)

@@ -63,12 +63,8 @@ def decode(
         In the order in which they were applied.
     mask
         Bit k set: filter k was skipped for this chunk.
-    stored : (n,) uint8
-        The stored bytes.
     nbytes
         Decoded size; -1 if only the codecs know it.
-    itemsize
-        Bytes per element.
     wanted : (k, 2) int64
         Half-open ranges of the decoded bytes that are wanted: whole elements, disjoint and ascending. None: all.
 

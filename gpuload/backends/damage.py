@@ -1,19 +1,15 @@
-"""Messages shared by all backends about bad chunks and values that do not fit, and the rule for reading again."""
+"""Messages shared by all backends about bad chunks and values that do not fit."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from gpuload.backends.native import chunks, frames, inflate, pieces
 from gpuload.errors import CorruptDataError, GpuloadError, PlanError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from gpuload.types import ArrayRead
-
-T = TypeVar("T")
 
 MAX_CSR = (1 << 31) - 1
 """Largest number of stored values that the int32 row offsets of a CSR minibatch can count."""
@@ -22,20 +18,6 @@ REASONS = frames.REASONS | inflate.REASONS | chunks.REASONS
 """What a status code of the native decoders and the kernels means, as part of a sentence."""
 
 _log = logging.getLogger("gpuload")
-
-
-def read_again_if_far(read: ArrayRead, run: Callable[[], T]) -> T:
-    """Return the result of a function that reads and decodes; if it finds damage in a far source, call it once more.
-
-    The bytes may have been damaged in transfer, or in a cached copy that has since been dropped.
-    """
-    try:
-        return run()
-    except CorruptDataError as error:
-        if read.layout.source.ranges is None:
-            raise
-        _log.warning("%s Reading it once more.", error)
-        return run()
 
 
 def bad_chunk(read: ArrayRead, chunk: int, code: int) -> GpuloadError:

@@ -40,12 +40,8 @@ class Part:
 
     Attributes
     ----------
-    read
-        The read that the part belongs to.
     first, last
         Half-open range of its chunks.
-    buffer : uint8
-        Holds their stored bytes.
     shift : (last - first,) int64
         Each chunk's place in the buffer minus its place in the source.
     """

@@ -33,15 +33,7 @@ _NO_SCRATCH = np.empty(0, dtype=np.float32)
 
 
 class Gatherer:
-    """Makes minibatches in recycled memory; called by several threads.
-
-    Parameters
-    ----------
-    outputs
-        Leases their memory.
-    scratch
-        Working memory of the threads.
-    """
+    """Makes minibatches in recycled memory; called by several threads."""
 
     def __init__(self, outputs: BufferPool, scratch: Workspace) -> None:
         self._outputs, self._scratch = outputs, scratch

@@ -10,20 +10,20 @@ there are never more parts in memory than such threads.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.backends.buffers import BufferPool
-from gpuload.backends.damage import RoundingWarning, read_again_if_far
 from gpuload.backends.decoding import TWO_AHEAD_NBYTES, VERIFY, Part, decode
 from gpuload.backends.reading import read_extents
 from gpuload.backends.workspace import Workspace
 from gpuload.checks import check_choice, check_whole
+from gpuload.errors import CorruptDataError
 from gpuload.layout import MAX_GAP
 from gpuload.machine import usable_cores
 from gpuload.threads import DaemonThreads
@@ -33,9 +33,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.backends.damage import RoundingWarning
     from gpuload.layout import ArrayLayout
     from gpuload.stats import Stats
     from gpuload.types import ArrayRead
+
+_log = logging.getLogger("gpuload")
 
 TASK_NBYTES = 8 << 20
 """Decoded bytes per task: long compared with a task's overhead, short compared with a fetch (some 200 MB decoded)."""
@@ -55,14 +58,8 @@ class HostLoads:
 
     Parameters
     ----------
-    n
-        Number of threads.
     verify
         ``"once"``, ``"always"`` or ``"never"``: when checksums are verified.
-    stats
-        Counts what is read and decoded.
-    rounding
-        Warns if float32 rounds an integer.
 
     Raises
     ------
@@ -143,8 +140,16 @@ class HostLoads:
         use(_part(read, lo, hi, buffer, place - offset))
 
     def _far(self, read: ArrayRead, lo: int, hi: int, use: Callable[[Part], None], _: NDArray[Any] | None) -> None:
-        """Read extents ``lo:hi`` of one array over a network, and have another thread call the function with them."""
-        read_again_if_far(read, partial(self._far_once, read, lo, hi, use))
+        """Read extents ``lo:hi`` of one array over a network, and have another thread call the function with them.
+
+        Once more if that finds damage: the bytes may have been damaged in transfer, or in a cached copy that has since
+        been dropped.
+        """
+        try:
+            return self._far_once(read, lo, hi, use)
+        except CorruptDataError as error:
+            _log.warning("%s Reading it once more.", str(error))  # a handler may keep what it is given
+        return self._far_once(read, lo, hi, use)  # not above: a second error would keep the first, and its frames
 
     def _far_once(self, read: ArrayRead, lo: int, hi: int, use: Callable[[Part], None]) -> None:
         start = time.perf_counter()
@@ -207,13 +212,6 @@ def far_nbytes(layouts: Iterable[ArrayLayout], under_way: float) -> float:
     """Return the maximum memory taken by data in transfer over a network, in bytes.
 
     Data are in memory twice: as the bodies of responses, and assembled for decoding.
-
-    Parameters
-    ----------
-    layouts
-        The arrays.
-    under_way
-        Bytes to be read by the fetches in progress.
     """
     most = 0.0
     for layout in layouts:

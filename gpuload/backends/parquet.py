@@ -59,12 +59,8 @@ def decode(stored: NDArray[np.uint8], spec: Sequence[int], nbytes: int, itemsize
 
     Parameters
     ----------
-    stored : (n,) uint8
-        The stored chunk.
     spec
         The column's description, in the order of `parquet_pages`.
-    nbytes, itemsize
-        Decoded size, and bytes per returned value.
 
     Raises
     ------
@@ -96,15 +92,6 @@ def row_starts(
 ) -> tuple[NDArray[np.int64], int]:
     """Return where the rows of a column chunk begin, counted in its values, and the number of values.
 
-    Parameters
-    ----------
-    descriptor
-        Open file descriptor.
-    offset, nbytes
-        Extent of the chunk.
-    spec, n_rows
-        The column's description; number of rows of the chunk.
-
     Raises
     ------
     MissingError
@@ -134,13 +121,6 @@ def row_starts(
 
 class RowFinder:
     """Find where the rows of a column chunk begin, from the fronts of its pages, given one after another.
-
-    Parameters
-    ----------
-    nbytes
-        Size of the chunk.
-    spec, n_rows
-        The column's description; number of rows of the chunk.
 
     Attributes
     ----------

@@ -36,12 +36,8 @@ def read_ranges(
 
     Parameters
     ----------
-    source
-        Where the bytes are.
     offset, nbytes, place : (n,) int64
         Offset in the source, length, and place in the buffer of each range; no range spans two files.
-    buffer : (m,) uint8
-        Destination.
 
     Returns
     -------
@@ -110,8 +106,6 @@ def read_each(
 
     Parameters
     ----------
-    source
-        Where the bytes are.
     offset, nbytes : (n,) int64
         Offset in the source, and length, of each range; no range is empty, or spans two files.
 

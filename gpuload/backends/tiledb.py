@@ -74,10 +74,6 @@ def decode_tiles(
 
     Parameters
     ----------
-    stored : (n,) uint8
-        The stored tiles.
-    steps
-        Their filters; see `steps_of`.
     sizes : (n_tiles,) int64
         Decoded size of each tile, in bytes.
     wanted : (k, 2) int64
@@ -141,8 +137,6 @@ def decode_band(
         See `native.tiledb_bands.gather_rows`.
     values
         `band_values` of the matrix.
-    nbytes, itemsize
-        Decoded size, and bytes per decoded value.
     wanted : (k, 2) int64
         Half-open ranges of the decoded bytes that are wanted, disjoint and ascending; None: all.
 
@@ -190,12 +184,8 @@ def band_values(capacity: int, n_columns: int, row_steps: tuple[int, ...], steps
 
     Parameters
     ----------
-    capacity
-        Most cells of a tile.
     n_columns
         Number of columns if these are the columns; 0 if they are the values.
-    row_steps, steps
-        Filters of the rows, and of the columns or values.
     """
     return capacity, n_columns, len(row_steps) // filters.N_STEP, *row_steps, *steps
 

@@ -16,13 +16,7 @@ if TYPE_CHECKING:
 
 
 class Workspace(threading.local):
-    """Working memory of one thread, grown to its largest task so far.
-
-    Parameters
-    ----------
-    sizes
-        Bytes of each memory, by thread and name; kept up to date here.
-    """
+    """Working memory of one thread, grown to its largest task; `sizes` gets the bytes of each, by thread and name."""
 
     def __init__(self, sizes: dict[tuple[int, str], int] | None = None) -> None:
         self._memory: dict[str, NDArray[Any]] = {}

@@ -27,16 +27,12 @@ class Settings:
         Limit on the store's bytes on disk; free bytes to leave on the disk.
     policy, min_visits
         Which files go first; and the uses that a file must have before it may go.
-    in_flight
-        Concurrent downloads of one process.
     piece_nbytes
         Bytes requested at a time; a failed download resumes from the last piece.
     tries, first_wait_s, longest_wait_s
         How often a piece is requested, and the waits between: random, up to a bound that doubles.
     max_failures
         Failed downloads after which an object is left alone.
-    relist_s
-        Time between listings of the remote.
     """
 
     budget: int

@@ -23,13 +23,7 @@ _log = logging.getLogger("gpuload.cache")
 
 
 class Copies:
-    """The local copies of a store.
-
-    Parameters
-    ----------
-    local
-        The store, with the lease of this process.
-    """
+    """The local copies of a store."""
 
     def __init__(self, local: Local) -> None:
         self._folders, self._catalogue, self._settings = local.folders, local.catalogue, local.settings

@@ -40,12 +40,7 @@ _OF_SYSTEM = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_P
 
 
 class Database:
-    """A database with the schema of a store. Thread-safe; a forked process is refused.
-
-    Parameters
-    ----------
-    path
-        The database; created if it does not exist.
+    """A database with the schema of a store, created if it does not exist. Thread-safe; a forked process is refused.
 
     Raises
     ------

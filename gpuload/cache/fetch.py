@@ -41,15 +41,7 @@ _QUIET_S = 60.0
 
 
 class Fetcher:
-    """Keep a store filled.
-
-    Parameters
-    ----------
-    local
-        The store, with the lease of this process.
-    remote
-        The source of the objects.
-    """
+    """Keep a store filled."""
 
     def __init__(self, local: Local, remote: Remote) -> None:
         self._local, self._remote = local, remote

@@ -24,13 +24,7 @@ _MAX_FAILED_STARTS = 10
 
 
 class Fetchers:
-    """The fetchers of one store, which run from `start` until `close`.
-
-    Parameters
-    ----------
-    local, remote
-        The store, with the lease of this process; its remote.
-    """
+    """The fetchers of one store, which run from `start` until `close`."""
 
     def __init__(self, local: Local, remote: Remote) -> None:
         self._local, self._remote = local, remote

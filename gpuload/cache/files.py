@@ -65,12 +65,7 @@ def usable(root: str) -> Iterator[None]:
 
 
 class Folders:
-    """The folders of a store.
-
-    Parameters
-    ----------
-    root
-        The store's folder; created if it does not exist.
+    """The folders of a store; that itself is created if it does not exist.
 
     Raises
     ------
@@ -134,17 +129,7 @@ class Folders:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A store's folder, as a process has it open.
-
-    Attributes
-    ----------
-    folders, catalogue
-        Its files, and their rows.
-    lease
-        Name of the process's lease.
-    settings
-        How much to keep, and how to download.
-    """
+    """A store's folder, as a process has it open."""
 
     folders: Folders
     catalogue: Catalogue
@@ -153,14 +138,7 @@ class Local:
 
 
 class Download:
-    """A file being downloaded: written piece by piece, with its digests computed on the way.
-
-    Parameters
-    ----------
-    path
-        Where to write; must not exist.
-    wanted
-        The expected object.
+    """A file being downloaded, which must not exist: written piece by piece, with its digests computed on the way.
 
     Raises
     ------
@@ -240,8 +218,6 @@ def repair(local: Local, *, is_opening: bool) -> None:
 
     Parameters
     ----------
-    local
-        The store, with the lease of this process.
     is_opening
         Compare all files with all rows; only a machine failure or a lost catalogue can make them differ.
     """

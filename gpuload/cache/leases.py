@@ -21,13 +21,7 @@ _OURS = re.compile("[.]?[0-9]+-[0-9a-f]{16}")
 
 
 class Lease:
-    """A proof that this process is alive.
-
-    Parameters
-    ----------
-    folder
-        The store's folder of leases.
-    """
+    """A proof that this process is alive."""
 
     def __init__(self, folder: str) -> None:
         self.name = f"{os.getpid()}-{secrets.token_hex(8)}"

@@ -30,8 +30,6 @@ def visiting_order(
         ``"uniform"``: a random permutation. ``"fresh-first"``: those never visited, in random order, then the others in
         random order. ``"inverse-visits"``: drawn one after the other without replacement, with weights
         ``1 / (1 + visits)``.
-    seed, generation
-        Determine the order.
     n_samples
         Number of members to visit; None is all.
     echo_max

@@ -69,14 +69,7 @@ def main() -> None:
 
 
 class FetcherProcess:
-    """A fetcher process, seen from its parent.
-
-    Parameters
-    ----------
-    root, remote, settings
-        The fetcher's instructions.
-    hung_s
-        Time without any progress after which it is killed and replaced.
+    """A fetcher process, seen from its parent; without any progress for `hung_s` it is killed and replaced.
 
     Raises
     ------

@@ -49,12 +49,8 @@ class Sample:
 
     Attributes
     ----------
-    key_id, key, etag, nbytes
-        The object.
     path, crc
         Its local copy and the copy's expected crc; None if there is none and it is read from the remote.
-    file_id
-        Row of the copy.
     """
 
     key_id: int

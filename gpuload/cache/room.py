@@ -22,13 +22,7 @@ _SURE_S = 5.0
 
 
 class Room:
-    """The room of a store that downloads, as seen by one who waits for samples.
-
-    Parameters
-    ----------
-    local
-        The store.
-    """
+    """The room of a store that downloads, as seen by one who waits for samples."""
 
     def __init__(self, local: Local) -> None:
         self._folders, self._catalogue, self._settings = local.folders, local.catalogue, local.settings
@@ -39,14 +33,7 @@ class Room:
         self._full_since = 0.0
 
     def check(self, min_samples: int, *, is_listed: bool) -> str:
-        """Return why samples may be late, as far as that is for want of room, or nothing.
-
-        Parameters
-        ----------
-        min_samples
-            Samples that are waited for.
-        is_listed
-            Whether the sizes of all samples are known.
+        """Return why `min_samples` may be late, as far as that is for want of room, or nothing.
 
         Raises
         ------

@@ -47,20 +47,7 @@ class Advice:
 def advise(
     store: Store, batch_size: int, label: str | None, memory_nbytes: int, min_entropy: float = MIN_ENTROPY
 ) -> Advice:
-    """Return settings for a file.
-
-    Parameters
-    ----------
-    store
-        The file, opened with the column `label`.
-    batch_size
-        Cells per minibatch.
-    label
-        Column of obs whose mix matters, or None.
-    memory_nbytes
-        Available memory.
-    min_entropy
-        Minimum label entropy of minibatches, relative to true random order.
+    """Return settings for a file that was opened with the column `label`, if it matters how that is mixed.
 
     Raises
     ------

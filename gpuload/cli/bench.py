@@ -20,7 +20,7 @@ from gpuload.diversity import MinibatchEntropy
 from gpuload.errors import PlanError
 from gpuload.machine import usable_cores
 from gpuload.outlook import Outlooks, label_codes
-from gpuload.program import positive, whole_number
+from gpuload.program import positive, table, whole_number
 from gpuload.stats import Stats
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ def _report(result: dict[str, Any]) -> str:
         ("path", f"{result['device']}, {result['io_mode']}"),
     ]
     note = _note(result["paths"], result["device"]) + _above(found)
-    return "\n\n".join([", ".join(result["paths"]), text.facts(pairs), text.table(HEADER, rows(found)), note])
+    return "\n\n".join([", ".join(result["paths"]), text.facts(pairs), table(HEADER, rows(found)), note])
 
 
 _NOTE = """\

@@ -40,8 +40,6 @@ class Ceilings:
         Reading stored bytes, from wherever the file is (the page cache, if it was read before).
     decode
         Decoding with a library, in decoded bytes; NaN if storage is not encoded.
-    fill
-        Writing a dense minibatch.
     """
 
     read: float
@@ -50,15 +48,7 @@ class Ceilings:
 
 
 def measure(recipes: Sequence[Recipe], batch_nbytes: int) -> Ceilings:
-    """Measure the ceilings.
-
-    Parameters
-    ----------
-    recipes
-        Fetches as the benchmark makes them.
-    batch_nbytes
-        Size of a dense minibatch.
-    """
+    """Measure the ceilings, with fetches as the benchmark makes them, and dense minibatches of `batch_nbytes`."""
     reads = [read for recipe in recipes for read in recipe.reads]
     encoded = {id(r.layout): r.layout for r in reads if not r.layout.is_raw}
     return Ceilings(_read_rate(reads), _decode_rate(list(encoded.values())), _fill_rate(batch_nbytes))

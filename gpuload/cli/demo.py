@@ -18,7 +18,7 @@ from gpuload.diversity import iid_entropy, label_shares
 from gpuload.errors import MissingDependencyError, PlanError, ReadError
 from gpuload.formats import open_store
 from gpuload.machine import usable_cores
-from gpuload.program import positive, whole_number
+from gpuload.program import positive, table, whole_number
 from gpuload.source import replacing
 
 if TYPE_CHECKING:
@@ -345,4 +345,4 @@ def _report(result: dict[str, Any]) -> str:
         for order in result["orders"]
     ]
     expectation = f"  exact expectation of true random order: {result['true_random_entropy_bits']:.2f} bits"
-    return "\n".join([*intro, "", text.table(header, rows), "", expectation])
+    return "\n".join([*intro, "", table(header, rows), "", expectation])

@@ -55,12 +55,8 @@ class Finding:
 
     Attributes
     ----------
-    name, value
-        What was examined, and what was found.
     state
         ``"ok"``, ``"note"`` (could be better) or ``"broken"``.
-    cure
-        What to do if it is not ok.
     """
 
     name: str

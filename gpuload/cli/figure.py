@@ -35,11 +35,6 @@ _INK, _FAINT = "#333333", "#d9d9d9"
 def draw(data_sets: Sequence[Mapping[str, Any]]) -> bytes:
     """Draw the results of all data sets, one row each, and return them as PNG.
 
-    Parameters
-    ----------
-    data_sets
-        As `gpuload.cli.demo` makes them.
-
     Raises
     ------
     MissingDependencyError
@@ -64,12 +59,6 @@ def draw_inspection(
 
     Parameters
     ----------
-    advised
-        The advice found, with a label.
-    label
-        Its name.
-    column
-        Its codes, in the order of the rows, and its categories.
     cells_per_chunk : (n_chunks,) int64
         Cells between two edges of the chunk grid.
     form
@@ -261,8 +250,6 @@ def draw_timeline(
     ----------
     spans
         The tasks. If none is a step, the time between two waits of the consumer is drawn as one.
-    verdict
-        The heading.
     gpus
         GPU utilisation: a curve for each, from idle at the bottom of its line to busy at the top.
     lanes

@@ -14,6 +14,7 @@ from gpuload.alignment import check_join
 from gpuload.cli import advice, figure, page, settings, text
 from gpuload.cli.machine import available_memory
 from gpuload.errors import PlanError, StoreError
+from gpuload.program import table
 
 if TYPE_CHECKING:
     import argparse
@@ -279,7 +280,7 @@ def _report(found: dict[str, Any], advised: advice.Advice, label: str | None) ->
     parts = [
         ", ".join(found["paths"]),
         text.facts(_general(found)),
-        text.table(
+        table(
             ("array", "dtype", "codec", "chunk", "cells a chunk", "stored", "decoded", "ratio"),
             [_array_row(a, len(found["paths"]) > 1) for a in found["arrays"]],
         ),
@@ -335,7 +336,7 @@ def _choices(advised: advice.Advice, label: str | None) -> list[str]:
     others = sorted({c.fetch_factor for c in advised.candidates} - {advised.fetch_factor}, reverse=True)
     for factor in (advised.fetch_factor, *others):
         rows = [_choice_row(c, advised, label) for c in advised.candidates if c.fetch_factor == factor]
-        tables.append(f"{title}{factor}\n" + text.table((*header, "cells/s, modelled"), rows))
+        tables.append(f"{title}{factor}\n" + table((*header, "cells/s, modelled"), rows))
         title = "the same with fetch_factor="
     return tables
 

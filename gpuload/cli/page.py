@@ -69,17 +69,7 @@ def save(path: Path, content: bytes) -> None:
 
 
 def page(result: Mapping[str, Any], versions: Mapping[str, str], timeline: bytes | None = None) -> str:
-    """Return the page.
-
-    Parameters
-    ----------
-    result
-        As returned by `gpuload.cli.bench.bench`.
-    versions
-        Versions of the packages used, by name.
-    timeline
-        The picture of the timeline, PNG.
-    """
+    """Return the page of what `gpuload.cli.bench.bench` returned, with the versions of packages and a timeline, PNG."""
     title = "gpuload bench"
     parts = [
         f"<h1>{title}</h1>",

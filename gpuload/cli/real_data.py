@@ -84,16 +84,7 @@ def read(path: Path) -> tuple[csr_matrix, pd.DataFrame, pd.DataFrame]:
 
 
 def download(package: str, folder: Path, *, is_source: bool = False) -> Path:
-    """Have pip download a package, without dependencies, into an empty folder; return the archive's path.
-
-    Parameters
-    ----------
-    package
-        Name and version: ``"scanpy==1.11.5"``.
-    folder
-        Destination.
-    is_source
-        Download the source distribution instead of the wheel.
+    """Have pip download a package's wheel, or source distribution, alone, into an empty folder; return its path.
 
     Raises
     ------

@@ -48,14 +48,8 @@ def stages(whole: Round, ceilings: Ceilings, row_nbytes: float, threads: int, *,
 
     Parameters
     ----------
-    whole
-        All rounds.
-    ceilings
-        Bytes per second of one thread.
     row_nbytes
         Bytes of a row of a dense minibatch; NaN if minibatches are not dense.
-    threads
-        Native threads that run at a time.
     is_on_gpu
         Host seconds then give no rate of decoding and gathering: the host only launches them.
     """

@@ -1,4 +1,4 @@
-"""Terminal input and output of the commands: tables, sizes, progress bars, shared options. The only user of tqdm."""
+"""Terminal input and output of the commands: facts, sizes, progress bars, shared options. The only user of tqdm."""
 
 from __future__ import annotations
 
@@ -46,20 +46,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return rows under a header in columns; the first is left-aligned, the others right-aligned."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  "
-        + "  ".join(
-            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-
-
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
     """Return names and values in two columns."""
     listed = list(pairs)
@@ -97,19 +83,7 @@ def count(n: int, noun: str, plural: str | None = None) -> str:
 
 
 class Progress:
-    """A progress bar on stderr, in a terminal or notebook; silent in a pipe or a file, or on request.
-
-    Parameters
-    ----------
-    total
-        Final count; None shows a count only.
-    label
-        Description of the work.
-    is_quiet
-        Show nothing.
-    unit
-        What is counted.
-    """
+    """A progress bar on stderr, in a terminal or notebook; silent in a pipe or a file, or if `is_quiet`."""
 
     def __init__(self, total: float | None, label: str, *, is_quiet: bool, unit: str = "cell") -> None:
         from tqdm import tqdm

@@ -42,18 +42,12 @@ class Task:
 
     Attributes
     ----------
-    title
-        What the files hold.
     train, held_out
         Files; no cell is in both.
-    label
-        Column of obs to predict.
     mix
         Column of obs whose entropy in the minibatches is measured.
     epochs
         How often each cell is trained on, if time permits.
-    settings
-        Settings of `gpuload.open_loader`, the same for every order.
     """
 
     title: str
@@ -76,12 +70,8 @@ class Training:
 
     Attributes
     ----------
-    model
-        The classifier.
     entropy
         Entropy of `Task.mix` over full minibatches.
-    seconds, n_cells, n_batches
-        Of training.
     loss
         (seconds, minibatch, loss) of the minibatches trained on.
     held_out_loss
@@ -162,14 +152,8 @@ def train(
 
     Parameters
     ----------
-    task
-        What to learn.
-    order
-        Settings of `gpuload.open_loader` that make the order.
     n_batches
         Length of the training; None takes the task's epochs, or as much of them as time permits.
-    max_seconds
-        Time limit for the training if `n_batches` is not given.
     on_progress
         Called with the minibatches done, in percent.
     """
@@ -210,17 +194,7 @@ def evaluate(task: Task, models: Sequence[torch.nn.Linear]) -> list[float]:
 
 
 def most_expressed(path: Path, n_genes: int, **settings: Any) -> NDArray[np.bool_]:
-    """Return a mask of the genes that most cells of one shuffled fetch express.
-
-    Parameters
-    ----------
-    path
-        File.
-    n_genes
-        Number of genes wanted.
-    **settings
-        Settings of `gpuload.open_loader`.
-    """
+    """Return a mask of the `n_genes` genes that most cells of one shuffled fetch express."""
     with gpuload.open_loader(path, output="csr", **settings) as loader:
         n_cells = np.zeros(loader.n_vars, dtype=np.int64)
         for batch, _ in zip(loader, range(settings["fetch_factor"]), strict=False):

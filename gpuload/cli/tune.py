@@ -12,7 +12,7 @@ from gpuload.checks import parse_nbytes
 from gpuload.cli import settings, text
 from gpuload.cli.machine import available_memory
 from gpuload.errors import PlanError
-from gpuload.program import positive
+from gpuload.program import positive, table
 from gpuload.settings import write_settings
 
 if TYPE_CHECKING:
@@ -130,5 +130,5 @@ def _report(tuned: Tuned, paths: list[str], out: str | None) -> str:
     source = repr(paths[0]) if len(paths) == 1 else repr(paths)
     call = f"settings={out!r}" if out else listed
     timed = [f"timed: {tuned.measured['timed']}", f"settings: {listed}"]
-    parts: list[Any] = [", ".join(paths), text.table(header, rows), text.facts(pairs), "\n".join(timed)]
+    parts: list[Any] = [", ".join(paths), table(header, rows), text.facts(pairs), "\n".join(timed)]
     return "\n\n".join([*parts, f"  gpuload.open_loader({source}, {call})"])

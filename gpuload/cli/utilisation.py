@@ -18,10 +18,6 @@ class Busy:
 
     Attributes
     ----------
-    name
-        Its name.
-    at_s
-        Sample times, by `time.perf_counter`.
     percent
         Percentage of the preceding period in which a kernel ran, 0 to 100, at each of these times.
     """

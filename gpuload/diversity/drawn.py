@@ -44,8 +44,6 @@ class DrawnBlocks:
         Possible numbers of the label's cells in a block, starting with 0, and their shares of the blocks.
     n_blocks
         Blocks of all files; fractional if some are short, as these count in proportion to their length.
-    size
-        Cells per block.
     """
 
     def __init__(self, cells: NDArray[np.int64], chance: NDArray[np.float64], n_blocks: float, size: int) -> None:
@@ -88,10 +86,6 @@ class DrawnBlocks:
 
         Parameters
         ----------
-        fetch
-            Cells per fetch.
-        n_whole
-            Whole blocks in it.
         ends
             At most two parts of further blocks, each given by possible numbers of cells, from 0 up, and their shares.
         """

@@ -18,6 +18,7 @@ from gpuload.formats.addresses import check_given, child_of
 from gpuload.formats.arrays import OBSM, as_strings, numbered
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
 from gpuload.formats.obs_table import check_obs_table, table_columns
+from gpuload.formats.progress import Progress
 from gpuload.formats.recognise import expand, is_parquet, obs_columns, open_parquet, open_path
 from gpuload.store import ObsColumn
 from gpuload.threads import DaemonThreads
@@ -151,7 +152,8 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
         for store in stores[1:] if layer.startswith(OBSM) else ():
             _check_width(stores[0], store, layer)
         store = join_arrays(concat(stores, join))
-        return replace(store, obs={**store.obs, SOURCE_FILE: _source_file(store)}) if is_made else store
+        own = {**store.obs, SOURCE_FILE: _source_file(store)} if is_made else store.obs
+        return replace(store, obs=own, var_names=store.var_names.copy())  # other loaders' names may be the same array
     except BaseException:
         for store in stores:
             store.close()
@@ -212,7 +214,7 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -
     pool = DaemonThreads(AT_A_TIME, "gpuload-open")
     opening: deque[Future[Store]] = deque()
     stores: list[Store] = []
-    names = _Names()
+    names, progress = _Names(), Progress(len(each), "%d of %d files were opened", "")
     try:
         fill = join == "outer"
         known = pool.map(lambda one: _columns_of(one, obs), each) if obs and fill else [obs] * len(each)
@@ -221,6 +223,7 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -
         while opening:
             store = with_columns(_opened(opening[0], () if fill else stores), obs)
             stores.append(replace(store, var_names=names.shared(store.var_names), var_ids=names.shared(store.var_ids)))
+            progress.one(store.paths[0])
             del store
             opening.popleft()  # which holds its own names
     except BaseException:
@@ -255,20 +258,21 @@ class _Names:
     def __init__(self) -> None:
         self._tables: dict[int, NDArray[np.object_]] = {}
         self._known: dict[Any, Any] = {}
+        self._given: set[int] = set()
 
     def shared(self, names: Any) -> Any:
-        """Return names equal to these: an array that was given before where all are, else one of what was."""
-        if names is None:
-            return None
+        """Return these names: as an array that was given before, or else in this one, each as a known string."""
+        if names is None or id(names) in self._given:
+            return names
         listed = names.tolist()
         key = hash(tuple(listed))
         found = self._tables.get(key)
         if found is not None and np.array_equal(found, names):
             return found
-        own = np.empty(names.size, dtype=object)
-        own[:] = [self._known.setdefault(name, name) for name in listed]
-        self._tables[key] = own
-        return own
+        names[:] = [self._known.setdefault(name, name) for name in listed]
+        self._tables[key] = names
+        self._given.add(id(names))
+        return names
 
 
 def _close_opened(opening: Future[Store]) -> None:

@@ -239,7 +239,8 @@ def _cure(path: str) -> str:
     if path.lower().endswith((".rds", ".rdata")):  # gzip too, but of no use when unpacked
         return "this is R's own format; write it from R as .h5ad, for example with anndataR"
     if path.lower().removesuffix(".gz").endswith((".mtx", ".csv", ".tsv", ".txt")):
-        return "this is text; write it as .h5ad once, for example with scanpy.read_10x_mtx(folder).write_h5ad(DST)"
+        reader = "anndata.io.read_csv(path)" if ".csv" in path.lower() else "scanpy.read_10x_mtx(folder)"
+        return f"this is text; write it as .h5ad once, for example with {reader}.write_h5ad(DST)"
     with suppress(OSError):  # it may have gone meanwhile
         begin = first_bytes(path)
         if not begin:
@@ -264,7 +265,8 @@ class Access:
         where = f"{self.name}: {stored.name}"
         check_dtype(where, stored.dtype)
         _check_type(where, stored.id.get_type())
-        is_linked = stored.file.filename != self.source.file_name  # at its offset there are other bytes in this file
+        name = os.fsdecode(h5py.h5f.get_name(stored.id))
+        is_linked = name != self.source.file_name  # at its offset there are other bytes in this file
         if is_linked or stored.is_virtual or stored.external:
             raise StoreError(
                 f"{where} keeps its bytes in other files; copy it into one file first, with h5copy -f ext if it is "
@@ -322,7 +324,7 @@ def _chunked(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
         )
     offset, nbytes, mask = _chunks(stored, source, grid)
     _check_inside(stored.name, source, offset, nbytes)
-    filters = _filters(stored, source.name)
+    filters = filters_of(stored, source.name)
     full = math.prod(chunk_shape) * stored.dtype.itemsize
     if not filters:
         if np.any((nbytes != full) & (nbytes != 0)):
@@ -431,7 +433,8 @@ def _import_plugins() -> None:
         import_module("hdf5plugin")
 
 
-def _filters(stored: h5py.Dataset, path: str) -> tuple[Filter, ...]:
+def filters_of(stored: h5py.Dataset, path: str) -> tuple[Filter, ...]:
+    """Return the filters of a data set's chunks; raise StoreError if one cannot be undone."""
     plist = stored.id.get_create_plist()
     filters = []
     for i in range(plist.get_nfilters()):

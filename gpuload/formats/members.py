@@ -87,9 +87,10 @@ def read_members(
     matrix_key, var_key = keys_of(root, layer, path)
     matrix = _open_matrix(root, matrix_key, path, access)
     if var_key:
-        if var_key not in root:
+        var = member(root, var_key, path)
+        if var is None:
             raise StoreError(f"{path}: there is no /{var_key}; it has {_members(root)}. Is it {access.owner}?")
-        var_names = read_index(root[var_key], path, var_key)
+        var_names = read_index(var, path, var_key)
         check_length(f"{path}: {name_in(root, var_key)}", var_names.size, matrix.n_vars, "genes")
     else:
         var_names = numbered(matrix.n_vars)
@@ -112,7 +113,7 @@ def open_csr(group: Any, n_rows: int, n_vars: int, access: Access) -> CsrMatrix:
         A byte range lies outside the file, or indptr does not fit.
     """
     where = f"{access.name}: {group.name}"
-    arrays = {name: group.get(name) for name in ("data", "indices", "indptr")}
+    arrays = {name: member(group, name, access.name) for name in ("data", "indices", "indptr")}
     for name, array in arrays.items():
         if not access.is_array(array):
             raise StoreError(f"{where} lacks {name!r}; a CSR matrix has data, indices and indptr.")
@@ -138,7 +139,7 @@ def name_in(root: Any, key: str) -> str:
 
 def shape_of(root: Any, layer: str, path: str) -> tuple[int, ...]:
     """Return the shape of a matrix without opening it, CSC or not; empty if it is of no form that can be opened."""
-    node = root[keys_of(root, layer, path)[0]]
+    node = member(root, keys_of(root, layer, path)[0], path)
     return tuple(map(int, node.shape)) if hasattr(node, "shape") else _sparse(node)[2] or ()
 
 
@@ -164,7 +165,7 @@ def keys_of(file: Any, layer: str, path: str) -> tuple[str, str]:
             raise StoreError(f"{path}: there is no /X; it has {_members(file)}; {_others(file)}")
         return "X", "var"
     key = f"layers/{layer}"
-    if key not in file:
+    if file.get(key) is None and (member(file, "layers", path) is None or member(file, key, path) is None):
         have = "" if _layers(file) else ", as it has no layers"
         raise StoreError(f"{path}: there is no layer {layer!r}{have}; {_others(file)}")
     return key, "var"
@@ -177,6 +178,8 @@ def _members(file: Any) -> str:
 def _others(file: Any) -> str:
     if "matrix" in file and "row_attrs" in file:
         return "this is a loom file; write it as .h5ad with anndata.io.read_loom(path).write_h5ad(DST)."
+    if "assays" in file:
+        return "this is Seurat's own format; write it as .h5ad, in R with SeuratDisk::Convert(path, 'h5ad')."
     there = [name for name, keys in (("X", ["X"]), ("raw.X", ["raw.X", "raw/X"])) if any(key in file for key in keys)]
     return other_matrices(_layers(file), there)
 
@@ -186,7 +189,7 @@ def _layers(file: Any) -> list[str]:
 
 
 def _open_matrix(file: Any, key: str, path: str, access: Access) -> Matrix:
-    node = file[key]
+    node = member(file, key, path)
     if access.is_array(node):
         if node.ndim != 2 and not key.startswith(OBSM):
             raise StoreError(f"{path}: /{key} has {node.ndim} dimensions; expected a matrix of cells x genes.")

@@ -59,7 +59,9 @@ def read_index(frame: Any, path: str, key: str) -> NDArray[np.object_]:
             f"{path}: /{key}/{name} has {stored.ndim} dimensions; expected one. Rewrite the file with AnnData."
         )
     if hasattr(stored, "asstr"):  # an HDF5 data set, of text or numbers
-        return as_strings(stored[()])
+        from gpuload.formats.hdf5_texts import read_texts
+
+        return read_texts(stored)
     return as_strings(_read_element(stored) if hasattr(stored, "attrs") else stored)
 
 
@@ -156,7 +158,6 @@ def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, Obs
         if known.count(name) > 1:
             raise StoreError(f"{where}: obs has {known.count(name)} columns {name!r}; rename all but one.")
     frame = pd.DataFrame({name: adata.obs.iloc[:, known.index(name)] for name in names}, index=adata.obs.index)
-    adata.strings_to_categoricals(frame)  # as anndata does on writing; only the frame is changed
     return {name: encode(array_of(frame[name]), name, where) for name in names}
 
 
@@ -295,6 +296,7 @@ def _as_objects(categories: pd.Index) -> NDArray[np.object_]:
 
 
 def _encode_strings(array: Any) -> ObsColumn:
-    values = pd.Series([v.decode() if isinstance(v, bytes) else v for v in array], dtype=object)
-    codes, categories = factorize(values, sort=True)
+    is_text = pd.api.types.infer_dtype(array) == "string"  # missing values apart
+    texts = array if is_text else pd.Series([v.decode() if isinstance(v, bytes) else v for v in array], dtype=object)
+    codes, categories = factorize(texts, sort=True)
     return ObsColumn(codes.astype(np.int32), np.asarray(categories, dtype=object))

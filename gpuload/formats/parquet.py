@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gpuload.formats.parquet_footer import Chunk, Group
+    from gpuload.formats.parquet_footer import Column, Footer
 
 _WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "FIXED_LEN_BYTE_ARRAY": 2}
 """Bytes of a stored value by physical type; of the last one, only float16 comes here."""
@@ -93,15 +93,13 @@ class Table:
             source.check_in_place()
 
     @cached_property
-    def _groups(self) -> list[Group]:
-        """The row groups, without empty ones, for which nothing is stored; only some uses need this slow reading."""
+    def _footer(self) -> Footer:
+        """The row groups; opening with an index does not need them."""
         with _damage(self.path):
             if not isinstance(self._source, FileSource):
-                groups = read_footer(cast("BinaryIO", self._far))
-            else:
-                with self._source.opened() as file:
-                    groups = read_footer(file)
-        return [group for group in groups if group.n_rows]
+                return read_footer(cast("BinaryIO", self._far))
+            with self._source.opened() as file:
+                return read_footer(file)
 
     def lists(self) -> list[str]:
         """Return the names of the columns that hold lists."""
@@ -123,7 +121,7 @@ class Table:
 
     def group_rows(self) -> NDArray[np.int64]:
         """Return the number of rows of each nonempty row group."""
-        return np.array([group.n_rows for group in self._groups], dtype=np.int64)
+        return self._footer.n_rows
 
     def n_rows(self) -> int:
         """Return the number of rows of the file."""
@@ -188,8 +186,12 @@ class Table:
         if self._far is None:
             return
         leaves = [i for name in names for i in _leaves(self._file.schema_arrow, name)]
-        chunks = [group.columns[i] for group in self._groups for i in leaves]
-        self._far.bring((chunk.offset, chunk.nbytes) for chunk in chunks)
+        columns = [self._footer.column(i) for i in leaves]
+        self._far.bring(
+            (offset, nbytes)
+            for c in columns
+            for offset, nbytes in zip(c.offset.tolist(), c.nbytes.tolist(), strict=True)
+        )
 
     def _list_column(self, name: str, dtype: Any) -> ListColumn:
         (place,) = _leaves(self._file.schema_arrow, name)
@@ -202,34 +204,32 @@ class Table:
         stored = np.dtype(f"{dtype.kind if dtype.itemsize == width else 'i'}{width}")
         field = self._file.schema_arrow.field(name)
         is_value_optional = leaf.max_definition_level - 1 - bool(field.nullable) > 0
-        chunks = [group.columns[place] for group in self._groups]
-        for chunk in chunks:
-            self._check_chunk(name, leaf.physical_type, chunk)
-        codecs = {chunk.codec for chunk in chunks} or {"UNCOMPRESSED"}
-        if len(codecs) > 1:
-            raise StoreError(f"{self.path}: column {name!r} is compressed with several codecs; rewrite it with one.")
+        column = self._footer.column(place, stored)
+        self._check_column(name, leaf.physical_type, column)
         return ListColumn(
             stored,
-            codecs.pop(),
+            next(iter(column.codecs), "UNCOMPRESSED"),
             leaf.max_definition_level,
             leaf.max_definition_level - 1 - is_value_optional,
-            np.array([chunk.offset for chunk in chunks], dtype=np.int64),
-            np.array([chunk.nbytes for chunk in chunks], dtype=np.int64),
-            np.array([_bound(chunk.least, stored) for chunk in chunks], dtype=np.float64),
-            np.array([_bound(chunk.greatest, stored) for chunk in chunks], dtype=np.float64),
+            column.offset,
+            column.nbytes,
+            column.least,
+            column.greatest,
         )
 
-    def _check_chunk(self, name: str, physical_type: str, chunk: Chunk) -> None:
-        """Refuse a row group's part of a column that is of another type than the column, or cannot be decoded."""
-        if chunk.physical_type != physical_type:
-            raise ValueError(f"column {name!r} is {physical_type} in one place and {chunk.physical_type} in another")
-        if unknown := chunk.encodings - _ENCODINGS:
+    def _check_column(self, name: str, physical_type: str, column: Column) -> None:
+        """Refuse a column with a row group that is of another type, or cannot be decoded."""
+        for other in column.physical_types - {physical_type}:
+            raise ValueError(f"column {name!r} is {physical_type} in one place and {other} in another")
+        for unknown in sorted(column.encodings - _ENCODINGS):
             raise StoreError(
-                f"{self.path}: column {name!r} is encoded as {sorted(unknown)[0]}, which cannot be read here; "
-                "rewrite it in plain or dictionary encoding, as pyarrow and datasets do by default."
+                f"{self.path}: column {name!r} is encoded as {unknown}, which cannot be read here; rewrite it in plain "
+                "or dictionary encoding, as pyarrow and datasets do by default."
             )
-        if chunk.file_path:
-            raise StoreError(f"{self.path}: column {name!r} is in another file, {chunk.file_path!r}; pass that one.")
+        for path in sorted(column.file_paths):
+            raise StoreError(f"{self.path}: column {name!r} is in another file, {path!r}; pass that one.")
+        if len(column.codecs) > 1:
+            raise StoreError(f"{self.path}: column {name!r} is compressed with several codecs; rewrite it with one.")
 
 
 @contextmanager
@@ -319,13 +319,6 @@ def _categorical(column: Any, path: str) -> Any:
     place = np.full(len(values) + 1, -1, dtype=np.int32)
     place[order] = np.arange(len(values))
     return pd.Categorical.from_codes(place[codes.astype(np.int64)], [values[i] for i in order])
-
-
-def _bound(stored: bytes | None, dtype: np.dtype[Any]) -> float:
-    """Return a bound from a footer; NaN if there is none."""
-    if stored is None or len(stored) != dtype.itemsize:
-        return float("nan")
-    return float(np.frombuffer(stored, dtype.newbyteorder("<"))[0])
 
 
 def _leaves(schema: Any, name: str) -> range:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -203,7 +204,7 @@ def _check_place(source: FileSource | RemoteSource, name: str, column: ListColum
         raise CorruptDataError(f"{source.name}: column {name!r} lies outside the file. {RESTORE}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Probe:
     """Inspects the values of a file on opening, for what its footer does not tell."""
 
@@ -221,12 +222,14 @@ class _Probe:
         examined too.
         """
         genes, values = self.columns
-        filled = [group for group in range(self.rows.size) if self._lengths_of(group).any()]
-        may_have = [g for g in filled if not (genes.least[g] > LEADER or values.least[g] >= 0)]  # NaN: unknown
+        if not self.lengths.any():
+            return False
+        filled = np.flatnonzero(np.logical_or.reduceat(self.lengths > 0, self._edges[:-1]))
+        may_have = filled[~((genes.least[filled] > LEADER) | (values.least[filled] >= 0))].tolist()  # NaN: unknown
         if not may_have:
             return False
-        n_rows = np.cumsum([np.count_nonzero(self._lengths_of(group)) for group in filled[:_FEW_ROWS]])
-        first = filled[: int(np.searchsorted(n_rows, _FEW_ROWS)) + 1]
+        n_rows = np.cumsum([np.count_nonzero(self._lengths_of(group)) for group in filled[:_FEW_ROWS].tolist()])
+        first = filled[: int(np.searchsorted(n_rows, _FEW_ROWS)) + 1].tolist()
         return self._have_leader(first) or any(
             self._have_leader([*first, group]) for group in {may_have[0], may_have[-1]} - set(first)
         )
@@ -246,7 +249,7 @@ class _Probe:
             values = self._decode(1, group)
             n_below += int(np.count_nonzero(values < 0))
             n_first_below += int(np.count_nonzero(values[at] < 0))
-            rows.append(int(self.rows[:group].sum()) + np.flatnonzero(lengths > 0))
+            rows.append(self._edges[group] + np.flatnonzero(lengths > 0))
             found.append(np.where(self._decode(0, group)[at] == LEADER, values[at], 0))
         first = np.concatenate(found)
         below, counts = np.unique(first[first < 0], return_counts=True)
@@ -269,20 +272,22 @@ class _Probe:
     def greatest(self) -> int:
         """Return the largest gene number; -1 if there is none."""
         column = self.columns[0]
-        found = [-1]
-        for group in np.flatnonzero(column.nbytes).tolist():
-            known = column.greatest[group]
-            if np.isnan(known):
-                numbers = self._decode(0, group)
-                if np.any(numbers < 0):
-                    raise CorruptDataError(f"{self.source.name}: {self.names[0]!r} holds a number below 0. {RESTORE}")
-                known = numbers.max(initial=-1)
-            found.append(int(known))
-        return max(found)
+        is_unknown = np.isnan(column.greatest)
+        found = int(np.max(column.greatest[~is_unknown & (column.nbytes > 0)], initial=-1))
+        for group in np.flatnonzero(is_unknown & (column.nbytes > 0)).tolist():
+            numbers = self._decode(0, group)
+            if np.any(numbers < 0):
+                raise CorruptDataError(f"{self.source.name}: {self.names[0]!r} holds a number below 0. {RESTORE}")
+            found = max(found, int(numbers.max(initial=-1)))
+        return found
+
+    @cached_property
+    def _edges(self) -> NDArray[np.int64]:
+        """First row of each row group, and the end."""
+        return np.append(0, np.cumsum(self.rows))
 
     def _lengths_of(self, group: int) -> NDArray[np.int64]:
-        start = int(self.rows[:group].sum())
-        return self.lengths[start : start + int(self.rows[group])].astype(np.int64)
+        return self.lengths[self._edges[group] : self._edges[group + 1]].astype(np.int64)
 
     def _decode(self, which: int, group: int) -> NDArray[Any]:
         """Return all values of a row group; gene numbers as int32."""

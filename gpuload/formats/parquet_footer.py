@@ -4,15 +4,21 @@ pyarrow reads footers too, but some of its getters crash the process on a damage
 
 References
 ----------
-.. [1] Apache Parquet format specification: "File format" (place of the footer), parquet.thrift (FileMetaData, RowGroup,
-   ColumnChunk, ColumnMetaData, Statistics, and the numbers of types, encodings and codecs).
-.. [2] Apache Thrift, "Thrift Compact protocol encoding".
+.. [1] Apache Parquet format specification: "File format" (place of the footer), parquet.thrift (the numbers of types,
+   encodings and codecs).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from gpuload.backends.native import parquet_footer as native
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 TYPES = ("BOOLEAN", "INT32", "INT64", "INT96", "FLOAT", "DOUBLE", "BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
 ENCODINGS = {
@@ -29,51 +35,107 @@ ENCODINGS = {
 CODECS = ("UNCOMPRESSED", "SNAPPY", "GZIP", "LZO", "BROTLI", "LZ4 as Hadoop frames it", "ZSTD", "LZ4")
 """Names by number; the last one is LZ4_RAW in parquet.thrift."""
 
-_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
-_INTEGERS = (4, 5, 6)
 _TAIL = 8
 _NEAR = 64 << 10
 """Bytes read first, from the end of the file: for most files, the whole footer."""
 
-_MAX_DEPTH = 32
+_NEEDED = [native.TYPE, native.CODEC, native.NBYTES, native.DATA]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A column of a row group.
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """A column in each row group that has rows.
 
     Attributes
     ----------
-    physical_type, encodings, codec
-        Their names in the format.
-    offset, nbytes
+    physical_types, codecs, encodings, file_paths
+        The names that occur. A path is that of another file that holds a part of the column.
+    offset, nbytes : (n_groups,) int64
         First byte in the file and stored size.
-    least, greatest
-        Bounds of the values, in stored form; None if the file has none.
-    file_path
-        The other file that holds it; empty: this one.
+    least, greatest : (n_groups,) float64
+        Bounds of the values; NaN if the file has none.
     """
 
-    physical_type: str
-    encodings: frozenset[str]
-    codec: str
-    offset: int
-    nbytes: int
-    least: bytes | None
-    greatest: bytes | None
-    file_path: str
+    physical_types: set[str]
+    codecs: set[str]
+    encodings: set[str]
+    file_paths: set[str]
+    offset: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    least: NDArray[np.float64]
+    greatest: NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A row group: its rows, and its columns in the order of the schema's leaves."""
+class Footer:
+    """The row groups of a file that have rows.
 
-    n_rows: int
-    columns: list[Chunk]
+    Parameters
+    ----------
+    raw
+        The footer.
+
+    Attributes
+    ----------
+    n_rows : (n_groups,) int64
+        Rows of each row group.
+
+    Raises
+    ------
+    ValueError
+        It is damaged.
+    """
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = np.frombuffer(raw, dtype=np.uint8)
+        stack = np.empty((native.MAX_DEPTH, native.N_STACK), dtype=np.int64)
+        n_groups, n_chunks = 0, 0
+        for _ in range(2):  # to count them, and to find them
+            chunks = np.empty((n_chunks, native.N_CHUNK), dtype=np.int64)
+            groups = np.empty((n_groups, 2), dtype=np.int64)
+            n_groups, n_chunks = native.scan_footer(self._raw, chunks, groups, stack)
+            if n_groups < 0:
+                raise ValueError("its footer is malformed")
+        n_columns = n_chunks // max(1, n_groups)
+        is_whole = np.all(groups[:, 0] >= 0) and np.all(groups[:, 1] == n_columns) and np.all(chunks[:, _NEEDED] >= 0)
+        if not is_whole or np.any(chunks[:, native.TYPE] >= len(TYPES)) or np.any(chunks[:, native.DICTIONARY] < -1):
+            raise ValueError("its footer is malformed")
+        self.n_rows: NDArray[np.int64] = groups[groups[:, 0] > 0, 0]
+        self._chunks = chunks.reshape(n_groups, n_columns, native.N_CHUNK)[groups[:, 0] > 0]
+
+    def column(self, place: int, dtype: np.dtype[Any] | None = None) -> Column:
+        """Return a column, by its place among the schema's leaves; with bounds if they are of a dtype."""
+        own = self._chunks[:, place].T
+        data, dictionary = own[native.DATA], own[native.DICTIONARY]
+        bits = int(np.bitwise_or.reduce(own[native.ENCODINGS], initial=0)) & (1 << 64) - 1
+        codecs = np.unique(own[native.CODEC]).tolist()
+        paths = {self._bytes(at, n) for at, n in own[native.PATH :].T[own[native.N_PATH] > 0].tolist()}
+        return Column(
+            {TYPES[number] for number in np.unique(own[native.TYPE]).tolist()},
+            {CODECS[number] if number < len(CODECS) else f"codec {number}" for number in codecs},
+            {ENCODINGS.get(k, f"encoding {k}") for k in range(64) if bits >> k & 1},
+            {path.decode() for path in paths},
+            np.where(dictionary > 0, np.minimum(data, dictionary), data),
+            own[native.NBYTES],
+            self._bounds(own[native.LEAST], own[native.N_LEAST], dtype),
+            self._bounds(own[native.GREATEST], own[native.N_GREATEST], dtype),
+        )
+
+    def _bytes(self, at: int, n: int) -> bytes:
+        return self._raw[at : at + n].tobytes()
+
+    def _bounds(
+        self, at: NDArray[np.int64], nbytes: NDArray[np.int64], dtype: np.dtype[Any] | None
+    ) -> NDArray[np.float64]:
+        bounds = np.full(at.size, np.nan)
+        if dtype is not None:
+            is_there = nbytes == dtype.itemsize
+            stored = self._raw[at[is_there, None] + np.arange(dtype.itemsize)]
+            bounds[is_there] = stored.view(dtype.newbyteorder("<"))[:, 0]
+        return bounds
 
 
-def read_footer(file: BinaryIO) -> list[Group]:
-    """Return the row groups of a file.
+def read_footer(file: BinaryIO) -> Footer:
+    """Return what the footer of a file says.
 
     Raises
     ------
@@ -92,97 +154,4 @@ def read_footer(file: BinaryIO) -> list[Group]:
     if nbytes > len(raw):
         file.seek(size - _TAIL - nbytes)
         raw = file.read(nbytes)
-    raw = raw[len(raw) - nbytes :]
-    try:
-        return [_group(group) for group in _Thrift(raw).value(_STRUCT)[4]]
-    except (IndexError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
-        raise ValueError("its footer is malformed") from error
-
-
-def _group(fields: Any) -> Group:
-    return Group(_number(fields[3]), [_chunk(column) for column in fields[1]])
-
-
-def _chunk(fields: Any) -> Chunk:
-    about = fields[3]
-    bounds = about.get(12, {})
-    data_at, dictionary_at = _number(about[9]), _number(about.get(11, 0))
-    return Chunk(
-        TYPES[_number(about[1])],
-        frozenset(ENCODINGS.get(number, f"encoding {number}") for number in about[2]),
-        CODECS[codec] if (codec := _number(about[4])) < len(CODECS) else f"codec {codec}",
-        min(data_at, dictionary_at or data_at),
-        _number(about[7]),
-        bounds.get(6),
-        bounds.get(5),
-        fields.get(1, b"").decode(),
-    )
-
-
-def _number(value: Any) -> int:
-    if not isinstance(value, int) or value < 0:
-        raise TypeError
-    return value
-
-
-class _Thrift:
-    """Read thrift's compact protocol; raise IndexError if the bytes end too early."""
-
-    def __init__(self, raw: bytes) -> None:
-        self._raw, self._at = raw, 0
-
-    def value(self, kind: int, depth: int = 0) -> Any:  # noqa: PLR0911 - one for each kind
-        """Return the next value; a struct becomes a dict keyed by field number."""
-        if depth > _MAX_DEPTH:
-            raise ValueError("its footer is malformed")
-        if kind in _INTEGERS:
-            number = self._varint()
-            return number >> 1 ^ -(number & 1)
-        if kind in (_TRUE, _FALSE):
-            return kind == _TRUE
-        if kind == _STRUCT:
-            return self._struct(depth)
-        if kind in (_LIST, _SET):
-            head = self._byte()
-            n = head >> 4 if head >> 4 != 15 else self._varint()
-            return [self._element(head & 15, depth) for _ in range(n)]
-        if kind == _MAP:
-            n = self._varint()
-            kinds = self._byte() if n else 0
-            return [(self._element(kinds >> 4, depth), self._element(kinds & 15, depth)) for _ in range(n)]
-        if kind == _BINARY:
-            return self._bytes(self._varint())
-        if kind in (_BYTE, _DOUBLE):
-            return self._bytes(1 if kind == _BYTE else 8)
-        raise ValueError("its footer is malformed")
-
-    def _struct(self, depth: int) -> dict[int, Any]:
-        fields: dict[int, Any] = {}
-        field = 0
-        while head := self._byte():
-            field = field + (head >> 4) if head >> 4 else self.value(_INTEGERS[0])
-            fields[field] = self.value(head & 15, depth + 1)
-        return fields
-
-    def _element(self, kind: int, depth: int) -> Any:
-        """Return an element of a list, where a boolean is a byte."""
-        return self.value(_BYTE if kind in (_TRUE, _FALSE) else kind, depth + 1)
-
-    def _varint(self) -> int:
-        value = shift = 0
-        while True:
-            byte = self._byte()
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-            shift += 7
-
-    def _bytes(self, n: int) -> bytes:
-        start, self._at = self._at, self._at + n
-        if self._at > len(self._raw):
-            raise IndexError
-        return self._raw[start : self._at]
-
-    def _byte(self) -> int:
-        self._at += 1
-        return self._raw[self._at - 1]
+    return Footer(raw[len(raw) - nbytes :])

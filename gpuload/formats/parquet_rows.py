@@ -129,7 +129,7 @@ def _near(source: FileSource, places: Sequence[_Place]) -> Iterator[NDArray[np.i
     for at in places:
         with _faults(source, at):
             starts, n_values = parquet.row_starts(source.fileno(), at.offset, at.nbytes, at.spec, at.n_rows)
-        yield np.diff(starts, append=n_values)
+        yield np.diff(np.append(starts, n_values))
 
 
 def _far(source: RemoteSource, places: Sequence[_Place]) -> Iterator[NDArray[np.int64]]:
@@ -151,7 +151,7 @@ def _far(source: RemoteSource, places: Sequence[_Place]) -> Iterator[NDArray[np.
     for place, finder in zip(places, finders, strict=True):
         with _faults(source, place):
             starts, n_values = finder.result()
-        yield np.diff(starts, append=n_values)
+        yield np.diff(np.append(starts, n_values))
 
 
 def _take_fronts(source: RemoteSource, given: Sequence[tuple[_Place, parquet.RowFinder]]) -> None:

@@ -33,10 +33,12 @@ class Progress:
         Number of parts.
     done
         What is done to them, with ``%d`` for how many, of how many.
+    ending
+        What follows how long that took.
     """
 
-    def __init__(self, n: int, done: str) -> None:
-        self._n, self._what, self._done, self._lock = n, done, 0, threading.Lock()
+    def __init__(self, n: int, done: str, ending: str = "; they are kept for the next time") -> None:
+        self._n, self._what, self._ending, self._done, self._lock = n, done, ending, 0, threading.Lock()
         self._start = self._said = time.monotonic()
 
     def one(self, where: str) -> None:
@@ -48,7 +50,7 @@ class Progress:
                 return
             self._said = now
             what = self._what % (self._done, self._n)
-            _log.warning("%s: %s in %.0f s; they are kept for the next time.", where, what, now - self._start)
+            _log.warning("%s: %s in %.0f s%s.", where, what, now - self._start, self._ending)
 
 
 def each_of(parts: Iterable[Part], work: Callable[[Part], T], *, is_far: bool) -> list[T]:

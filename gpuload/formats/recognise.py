@@ -79,6 +79,10 @@ def expand(path: str) -> list[str]:
     if is_pattern and not (os.path.exists(path) if address is None else address.is_file):
         fitting = glob(path) if address is None else _fitting(address)
         found = sorted(name for name in fitting if os.path.basename(name) != GENES_FILE)
+        if not found and path.startswith("~"):
+            raise ReadError(
+                f"{path}: no file matches this pattern. '~' is not expanded; pass os.path.expanduser(path)."
+            )
         if not found:
             raise ReadError(f"{path}: no file matches this pattern. Check the path.")
         return found

@@ -22,7 +22,7 @@ import numpy as np
 
 from gpuload.errors import StoreError
 from gpuload.formats import hdf5
-from gpuload.formats.arrays import OBSM, as_strings, check_length, check_stored, no_column, no_obsm
+from gpuload.formats.arrays import OBSM, as_strings, as_text, check_length, check_stored, no_column, no_obsm
 from gpuload.formats.members import open_csr
 from gpuload.formats.obs import encode
 from gpuload.store import Store
@@ -37,8 +37,8 @@ COLUMNS = {"barcode": "barcodes", "filtered_barcodes": "filtered_barcodes"}
 
 
 def is_tenx(file: Any) -> bool:
-    """Return whether an open HDF5 file holds feature-barcode matrices."""
-    return bool(genomes(file))
+    """Return whether an open HDF5 file holds feature-barcode matrices, unless it says that it is AnnData."""
+    return as_text(file.attrs.get("encoding-type", "")) != "anndata" and bool(genomes(file))
 
 
 def genomes(file: Any) -> list[str]:

@@ -84,17 +84,7 @@ def _check_versions(client: Client, address: str) -> None:
 
 
 class Cluster:
-    """The workers of a Dask scheduler; see `passes.Workers`.
-
-    Parameters
-    ----------
-    job
-        The plan.
-    client
-        Client of the scheduler.
-    num_threads
-        Threads per task; None takes one per core of the worker's machine.
-    """
+    """The workers of a Dask scheduler; see `passes.Workers`."""
 
     def __init__(self, job: Job, client: Client, num_threads: int | None) -> None:
         self._client = client

@@ -58,14 +58,6 @@ def by_rows(store: Store, layer: str, folder: str, memory: int, num_threads: int
     ----------
     store
         Genes x cells; closed at the end.
-    layer
-        Which matrix of its file it is.
-    folder
-        Where to work.
-    memory
-        Limit on memory for elements, in bytes.
-    num_threads
-        As of `rows.RowReader`.
 
     Returns
     -------

@@ -50,8 +50,6 @@ class Origin:
 
     Attributes
     ----------
-    paths
-        The sources.
     layer, join
         The matrix in the sources, and how their genes are joined; as for `formats.open_store`.
     member
@@ -76,16 +74,12 @@ class Job:
 
     Attributes
     ----------
-    origin
-        What is packed, and where.
     kind
         ``"csr"`` or ``"dense"``.
     n_obs, n_vars, n_elements
         Shape of the target; elements are stored values.
     is_wide
         Whether values are read as float64, because float32 may not hold them all.
-    codec
-        Codec of the target's chunks.
     chunk, shard, bucket
         Size of each in elements; a shard holds whole chunks, a bucket whole shards.
     slices : (n_slices + 1,)
@@ -204,16 +198,10 @@ def plan_job(
 
     Parameters
     ----------
-    store
-        The sources.
-    origin, codec, is_wide
-        As for `Job`.
     lengths : (n_obs,) int64
         Number of elements of each row of the sources in the target.
     cells
         Rows per chunk (on average, if sparse).
-    memory
-        Limit on memory for cells, in bytes.
 
     Raises
     ------

@@ -42,18 +42,10 @@ class Wanted:
 
     Attributes
     ----------
-    files
-        The sources, one by one.
     layers
         Layers, ``"X"`` and ``"raw.X"`` among them; the first becomes X.
-    obsm
-        Names in obsm.
     join
         How to join genes that differ between files; as for `formats.open_store`.
-    codec, cells, memory
-        As for `job.plan_job`.
-    num_threads
-        As of `rows.RowReader`.
     """
 
     files: Sequence[str]
@@ -78,10 +70,6 @@ class Matrix:
 
     Attributes
     ----------
-    job
-        Its plan.
-    layer
-        Its name in `formats.open_store`.
     reader
         Reader of the sources, or of temporary stores if they are CSC.
     store

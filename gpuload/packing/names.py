@@ -25,8 +25,6 @@ class CellNames:
 
     Attributes
     ----------
-    utf8 : (nbytes,) uint8
-        All names, as they are in the sources.
     starts : (n + 1,) int64
         The first byte of each, and the end.
     file_start : (n_files + 1,) int64

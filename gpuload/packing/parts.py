@@ -73,12 +73,8 @@ class Part:
 
     Attributes
     ----------
-    summary
-        Its summary.
     piece_edges, element_edges : (n_buckets + 1,) int64
         Pieces and elements at which the buckets begin and end.
-    whole
-        The pieces of all buckets.
     """
 
     summary: Summary
@@ -163,13 +159,7 @@ def save_part(path: str, part: Part) -> None:
 
 
 class PartFile:
-    """A part on disk; nothing of it stays in memory except what `segment` returns.
-
-    Parameters
-    ----------
-    path
-        The file.
-    """
+    """A part on disk; nothing of it stays in memory except what `segment` returns."""
 
     def __init__(self, path: str) -> None:
         self._path = path

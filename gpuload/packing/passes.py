@@ -45,12 +45,6 @@ class Local:
 
     Parameters
     ----------
-    job
-        The plan.
-    reader
-        Reader of the sources.
-    num_threads
-        As of `rows.RowReader`.
     parts
         Parts kept in memory, by number; None: on disk.
     """

@@ -39,8 +39,6 @@ class Judged:
 
     Attributes
     ----------
-    largest
-        Their largest magnitude.
     are_counts
         Whether all are whole and none is negative.
     are_single

@@ -28,21 +28,7 @@ def done_path(job: Job, bucket: int) -> str:
 
 
 def write_bucket(job: Job, bucket: int, segments: Iterable[Segment], dtype: np.dtype[Any], pool: Executor) -> None:
-    """Assemble a bucket's rows, encode them, and write their shards to disk.
-
-    Parameters
-    ----------
-    job
-        The plan.
-    bucket
-        Number of the bucket.
-    segments
-        The bucket's data from all parts, in any order.
-    dtype
-        Dtype of the target's values.
-    pool
-        Threads for encoding.
-    """
+    """Assemble a bucket from its data of all parts, in any order, encode it in a pool, and write its shards to disk."""
     indices, values = new_bucket(job, bucket, dtype)
     for segment in segments:
         source = np.cumsum(segment.length) - segment.length

@@ -99,14 +99,8 @@ def write_obs(
 
     Parameters
     ----------
-    folder
-        The target.
     files, layer
         The sources, one by one, and the matrix of them that is packed.
-    names
-        Columns.
-    store
-        The sources, combined.
     order : (n_obs,) int64
         For each row of the target, its row in the sources.
 
@@ -151,17 +145,6 @@ def write_var(folder: str, member: str, files: Sequence[str], layer: str, store:
 
     For joined genes it has the columns common to all files, and a gene's values are those of the first file that has
     it.
-
-    Parameters
-    ----------
-    folder
-        The target.
-    member
-        The place of the matrix in it.
-    files, layer
-        The sources, one by one, and which matrix of them it is.
-    store
-        The sources, combined.
 
     Raises
     ------

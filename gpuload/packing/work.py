@@ -76,16 +76,10 @@ class Work:
 
     Attributes
     ----------
-    matrices
-        What is packed, X first.
     files, columns
         The sources one by one, and the columns of their obs to keep.
-    memory
-        Memory for cells, in bytes.
     client
         Client of a Dask scheduler whose workers run the passes; None: this process's threads do.
-    num_threads
-        As of `gpuload.pack`.
     told
         Called with the fraction of work done.
     """

@@ -98,8 +98,6 @@ def at_work(folder: str, target: str, plan: bytes) -> Iterator[None]:
 
     Parameters
     ----------
-    folder
-        The working folder.
     target
         What is made there is for it. It is put back if work was cut short while it was being replaced.
     plan

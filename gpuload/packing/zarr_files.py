@@ -180,12 +180,8 @@ def write_column(folder: str, values: Any, where: str, cure: str = _LEAVE_OUT) -
 
     Parameters
     ----------
-    folder
-        Its folder.
     values
         A NumPy or pandas array: numbers, booleans, strings, or categories; some may be missing.
-    where, cure
-        Its name in errors, and what to do.
 
     Raises
     ------

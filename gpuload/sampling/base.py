@@ -33,8 +33,6 @@ class Classes:
     ----------
     codes : (n_rows,) integer
         Class number; negative if the label is missing.
-    names
-        Names of the classes, for errors.
     """
 
     codes: NDArray[np.integer]
@@ -45,8 +43,6 @@ class Classes:
 
         Parameters
         ----------
-        sampler
-            The sampler's name, for errors.
         given
             ``"equal"``, or ``{label: share}``, with a tuple of labels for classes by several columns.
         counts : (n_classes,) int64
@@ -99,19 +95,11 @@ class Cells:
 
     Attributes
     ----------
-    names
-        The paths of the files, in the order given.
-    file_rows
-        Number of rows in each file.
     block_size
         Rows per block, the unit of reading, for samplers that do not set their own; if blocks are snapped to storage
         chunks, the average.
     edges : (n_blocks + 1,) int64, optional
         Row edges of blocks that are snapped to storage chunks; for block shuffling.
-    obs
-        The obs columns by name, over all cells of the store.
-    batch_size, fetch_rows
-        Rows per minibatch and per fetch.
     shuffle
         False if the loader was asked for file order.
     chosen

@@ -22,8 +22,6 @@ class Names:
 
     Parameters
     ----------
-    n
-        Number of classes.
     label
         Returns the labels of a class, one for each column.
     columns
@@ -60,10 +58,6 @@ def coded(values: NDArray[Any], categories: NDArray[Any] | None, *column: str) -
     ----------
     values : (n,)
         Codes if there are `categories`, which are the classes; else numbers or booleans.
-    categories
-        What codes stand for, or None.
-    *column
-        Name of the column, for errors.
     """
     if categories is not None:
         return values, names_of(categories, *column)

@@ -101,8 +101,6 @@ class Given:
     ----------
     function
         Returns blocks of rows of the store.
-    n_store_rows
-        Number of rows in the store.
     within
         The rows of the store that may be used, ascending; None for all.
     is_mixed

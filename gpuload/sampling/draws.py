@@ -209,8 +209,8 @@ class Mixture:
 
     def over(self, cells: Cells) -> Strategy:
         """Find the cells of each part; whole files take no memory, masks up to 4 bytes per cell."""
-        pairs = self._pairs()
-        parts = [self._rows(part, cells) for part, _ in pairs]
+        pairs, files = self._pairs(), _Files(cells)
+        parts = [self._rows(part, cells, files) for part, _ in pairs]
         edges = np.concatenate([[0], np.cumsum([part.n_rows for part in parts])])
         shares = np.array([float(share) for _, share in pairs])
         n_samples = cells.n_rows if self.num_samples is None else int(self.num_samples)
@@ -224,21 +224,37 @@ class Mixture:
         return [(part, share) for part, share in given]
 
     @staticmethod
-    def _rows(part: Any, cells: Cells) -> RowList:
+    def _rows(part: Any, cells: Cells, files: _Files) -> RowList:
         if isinstance(part, (str, os.PathLike)):
             name = os.fspath(part)
-            found = [i for i, path in enumerate(cells.names) if path == name]
-            found = found or [i for i, path in enumerate(cells.names) if os.path.basename(path) == name]
-            if len(found) != 1:
-                wrong = "is not one of the loader's" if not found else "matches several of the loader's"
-                raise PlanError(f"Mixture: {name!r} {wrong} paths; they are {', '.join(map(repr, cells.names))}.")
-            edges = np.concatenate([[0], np.cumsum(cells.file_rows)])
-            rows = list_of_runs(edges[found[0] : found[0] + 2].reshape(1, 2))
+            rows = list_of_runs(files.rows_of(name))
         else:
             name = "a mask"
             rows = list_of_mask(cells.take(check_mask("Mixture", part, cells)))
         if not rows.n_rows:
             raise PlanError(f"Mixture: {name} has no cells; leave it out.")
+        return rows
+
+
+class _Files:
+    """The files of a loader by name: there may be thousands, each of which a mixture names."""
+
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
+        self._edges = np.concatenate([[0], np.cumsum(cells.file_rows)])
+        self._named: dict[str, list[int]] = {}
+        self._based: dict[str, list[int]] = {}
+        for number, path in enumerate(cells.names):
+            self._named.setdefault(path, []).append(number)
+            self._based.setdefault(os.path.basename(path), []).append(number)
+
+    def rows_of(self, name: str) -> NDArray[np.int64]:
+        """Return the row range of a file, (1, 2), given its path or file name; raise PlanError if it is not one."""
+        found = self._named.get(name) or self._based.get(name, [])
+        if len(found) != 1:
+            wrong = "matches several of the loader's" if found else "is not one of the loader's"
+            raise PlanError(f"Mixture: {name!r} {wrong} paths; they are {', '.join(map(repr, self._cells.names))}.")
+        rows: NDArray[np.int64] = self._edges[found[0] : found[0] + 2].reshape(1, 2)
         return rows
 
 

@@ -41,18 +41,10 @@ class Pairs:
 
     Attributes
     ----------
-    perturbed
-        The perturbed cells, ascending.
     shuffle, file_rows
         Their order, by index into `perturbed`.
     queue, place
         The queue of each cell's controls, and how many earlier perturbed cells draw from that queue.
-    controls
-        The queues.
-    n_partners
-        Controls per perturbed cell, or neighbours per cell.
-    batch_size
-        Cells per minibatch.
     """
 
     perturbed: RowList

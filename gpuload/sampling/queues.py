@@ -101,8 +101,6 @@ class Queues:
         ----------
         stratum, place : (n,) int64
             Queue, and position in it, from 0 and unbounded. Cheapest if neighbouring positions are adjacent.
-        key
-            Seed of the shuffling.
         """
         if not stratum.size:
             return np.empty(0, dtype=np.int64)
@@ -175,17 +173,7 @@ class Queues:
 
 
 class DrawnOrder(MixedFetches):
-    """An order that draws the stratum of each position independently, and takes the next row of its queue.
-
-    Parameters
-    ----------
-    queues
-        The rows of each stratum.
-    shares
-        Probability of each stratum.
-    key_words
-        The words that seed the order.
-    """
+    """An order that draws the stratum of each position independently, and takes the next row of its queue."""
 
     def __init__(self, queues: Queues, shares: Shares, key_words: tuple[int, ...]) -> None:
         self._queues = queues
@@ -201,17 +189,7 @@ class DrawnOrder(MixedFetches):
 
 
 class Draws:
-    """Independent draws of strata by position, and the number of earlier draws of the same stratum.
-
-    Parameters
-    ----------
-    n_strata
-        Number of strata.
-    shares
-        Their probabilities.
-    key
-        Seed of the draws.
-    """
+    """Independent draws of strata by position, and the number of earlier draws of the same stratum."""
 
     def __init__(self, n_strata: int, shares: Shares, key: int) -> None:
         self._shares = shares

@@ -145,8 +145,6 @@ def group_rows(
     ----------
     codes : (n_rows,) integer
         Group of each row: numbers below `n_groups`, negative for rows in no group.
-    n_groups
-        Number of groups.
     moved : ((n_rows,), (n_sorted,)), optional
         Values of the rows, and an array to write them to in sorted order: doing so here is faster than gathering them
         afterwards.

@@ -128,14 +128,8 @@ class Sets:
 
     Attributes
     ----------
-    queues
-        The cells of each class.
     n_sets : (n_classes,) int64
         Sets in one pass over each class.
-    size
-        Cells per set.
-    about
-        The sampler's name and parameters.
     shares
         The probability of each class, if the class of each set is drawn.
     num_samples

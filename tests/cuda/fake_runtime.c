@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, NO_MEMORY = 2, NO_DEVICE = 101, INVALID_HANDLE = 400, FAILED = 719 };
+enum { CAPTURING = 900, GLOBAL = 0 };
 enum { NOT_SUPPORTED = 801, N_DEVICES = 2, VERSION = 13000 };
 enum { MAX_THREADS = 1, MULTIPROCESSORS = 16, MAJOR = 75 }; /* device attributes */
 enum { STREAM = 0x5713, EVENT = 0xE7E7, MODULE = 0x30D0, GONE = 0xDEAD };
@@ -26,6 +27,8 @@ static __thread int current;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static block_t *blocks;
 static int n_launches[N_DEVICES], n_host_blocks;
+static int is_capturing; /* whether a thread captures a graph, in the default mode: global */
+static __thread int capture_mode;
 static int (*launch_kernel)(const char *, int64_t, int, int, void **);
 
 static handle_t *new_handle(int kind, const char *name) {
@@ -44,6 +47,11 @@ int fake_n_launches(int device) { return __atomic_load_n(&n_launches[device], __
 int fake_n_host_blocks(void) { return __atomic_load_n(&n_host_blocks, __ATOMIC_SEQ_CST); }
 void fake_set_launch(void *function) { launch_kernel = function; }
 result_t fake_unsupported(void) { return NOT_SUPPORTED; }
+
+void fake_set_capturing(int whether) { __atomic_store_n(&is_capturing, whether, __ATOMIC_SEQ_CST); }
+
+/* Whether a graph that is being captured forbids this thread to allocate, or to ask about events. */
+static int is_refused(void) { return __atomic_load_n(&is_capturing, __ATOMIC_SEQ_CST) && capture_mode == GLOBAL; }
 
 /* The device that an address belongs to; -1: none. */
 int fake_device_of(uint64_t address) {
@@ -98,6 +106,7 @@ const char *cudaGetErrorName(result_t error) {
 const char *cudaGetErrorString(result_t error) { return error == NO_MEMORY ? "out of memory" : "refused by the fake"; }
 
 result_t cudaMalloc(void **memory, size_t nbytes) {
+    if (is_refused()) return CAPTURING;
     if (posix_memalign(memory, 512, nbytes ? nbytes : 1)) return NO_MEMORY;
     memset(*memory, 0xCD, nbytes);
     block_t *block = malloc(sizeof *block);
@@ -124,6 +133,7 @@ result_t cudaFree(void *memory) {
 result_t cudaMemGetInfo(size_t *left, size_t *total) { *left = *total = 1ull << 36; return SUCCESS; }
 result_t cudaHostAlloc(void **memory, size_t nbytes, unsigned flags) {
     (void)flags;
+    if (is_refused()) return CAPTURING;
     if (posix_memalign(memory, 4096, nbytes)) return NO_MEMORY;
     memset(*memory, 0xAB, nbytes);
     __atomic_add_fetch(&n_host_blocks, 1, __ATOMIC_SEQ_CST);
@@ -185,11 +195,20 @@ result_t cudaEventRecord(void *event, void *stream) {
     int device = is_default(stream) ? current : ((handle_t *)stream)->device;
     return ((handle_t *)event)->device == device ? SUCCESS : INVALID_HANDLE;
 }
-result_t cudaEventSynchronize(void *event) { return is(event, EVENT) ? SUCCESS : INVALID_HANDLE; }
+result_t cudaEventSynchronize(void *event) {
+    if (is_refused()) return CAPTURING;
+    return is(event, EVENT) ? SUCCESS : INVALID_HANDLE;
+}
 result_t cudaEventQuery(void *event) { return cudaEventSynchronize(event); }
 result_t cudaEventDestroy(void *event) { ((handle_t *)event)->kind = GONE; return SUCCESS; }
 
 /* --- the driver */
+
+result_t cuThreadExchangeStreamCaptureMode(int *mode) {
+    int before = capture_mode;
+    capture_mode = *mode, *mode = before;
+    return SUCCESS;
+}
 
 result_t cuGetErrorName(result_t error, const char **name) { *name = cudaGetErrorName(error); return SUCCESS; }
 result_t cuGetErrorString(result_t error, const char **text) { *text = cudaGetErrorString(error); return SUCCESS; }

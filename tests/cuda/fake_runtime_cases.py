@@ -18,6 +18,34 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("kind", ["csr-gzip4", "csr-bitshuffle-lz4"])
+def test_fetches_are_loaded_while_a_graph_is_captured(store_variant: StoreVariant, kind: str) -> None:
+    from tests.cuda.on_fake_runtime import fake
+
+    stored, rows = store_variant(kind), np.arange(50, dtype=np.int32)
+    with gpuload.open_loader(stored.path, device="cuda:0") as loader:
+        backend, form = loader._backend, loader.tables["X"].form
+        recipe = loader.store.recipe(np.array([[0, 50]]))
+        fake.fake_set_capturing(1)
+        try:
+            resident = backend.load(recipe).result()
+        finally:
+            fake.fake_set_capturing(0)
+        X = backend.take_rows(resident, rows, form).result()
+        np.testing.assert_array_equal(X.get(), stored.dense[:50])
+
+
+def test_an_error_that_lasts_is_not_called_ours(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, device="cuda:0") as loader:
+        device = loader._backend._device  # type: ignore[attr-defined]
+        told = (
+            r"^cuda:0: cudaError719: refused by the fake: CUDA fails in this process from now on, because of some "
+            r"earlier launch, perhaps one of your own; start it again, with CUDA_LAUNCH_BLOCKING=1 to see which\.$"
+        )
+        with pytest.raises(gpuload.DeviceError, match=told):
+            device.launch("no_such_kernel", 1, 1, (), device.stream())
+
+
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("kind", ["csr-gzip4", "dense-gzip4"])
 def test_consumer_thread_may_be_on_another_device(store_variant: StoreVariant, kind: str, output: str) -> None:
@@ -132,3 +160,23 @@ def test_cuda_errors_become_device_errors(store_variant: StoreVariant) -> None:
             device.fill(device.empty(8), 0, foreign)
         with pytest.raises(gpuload.DeviceError, match=r"^cuda:0: "):
             device.record(foreign)
+
+
+def test_ceiling_of_decoding_is_of_chunks_of_both_arrays(
+    store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    from benchmarks import run_gpu
+    from tests.cuda.fake_device import FakeNvcomp
+
+    class Nvcomp(FakeNvcomp):
+        def temp_nbytes(self, *arguments: Any, stream: int = 0) -> int:
+            return super().temp_nbytes(*arguments[:4], stream)
+
+    device: Any = SimpleNamespace(give=lambda stream, call: call())
+    monkeypatch.setattr("gpuload.backends.cuda.nvcomp.Nvcomp", lambda: Nvcomp(device))
+    found = run_gpu.ceiling_decode(run_gpu.Options(store_variant("csr-gzip4").path, 8, 4, "warm"))
+    assert found["chunk_nbytes"] == [256, 400]
+    assert found["bytes_per_s"] == found["by_n_chunks"][max(found["by_n_chunks"])]
+    assert found["cells_per_s"] > 0

@@ -65,7 +65,7 @@ def _open_cuda(
     number: int, *, num_threads: int | None, verify: str, memory_nbytes: int | None, cache_nbytes: int, io: str
 ) -> Any:
     from gpuload.backends.cuda.backend import CudaBackend
-    from gpuload.backends.cuda.device import CupyDevice
+    from gpuload.backends.cuda.device import Device as CupyDevice
     from gpuload.backends.cuda.pinned import PinnedReader
     from tests.cuda import shim
     from tests.cuda.fake_device import FakeNvcomp

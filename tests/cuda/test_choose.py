@@ -111,7 +111,7 @@ def test_without_kvikio_auto_reads_through_page_locked_memory(
     def missing(*_: Any, **__: Any) -> None:
         raise MissingDependencyError("nvidia-cufile", "reading to a GPU through KvikIO", "cuda13")
 
-    monkeypatch.setattr("gpuload.backends.cuda.device.CupyDevice", lambda *_: FakeDevice())
+    monkeypatch.setattr("gpuload.backends.cuda.device.Device", lambda *_: FakeDevice())
     monkeypatch.setattr("gpuload.backends.cuda.kvikio.KvikioReader", missing)
     monkeypatch.setattr("gpuload.backends.cuda.nvcomp.Nvcomp", lambda: FakeNvcomp(FakeDevice()))
     given: dict[str, Any] = {"num_threads": 1, "verify": "once", "memory_nbytes": None, "cache_nbytes": 0}

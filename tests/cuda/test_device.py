@@ -13,7 +13,7 @@ import pytest
 
 import gpuload
 from gpuload import backends
-from gpuload.backends.cuda.device import CupyDevice, n_gpus
+from gpuload.backends.cuda.device import Device, n_gpus
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.skipif(n_gpus() > 0, reason="there is a GPU, which cannot use this host memory")
@@ -28,7 +28,7 @@ def on_device(host: np.ndarray) -> Any:
 def test_a_csr_matrix_is_made_without_the_device() -> None:
     data, indices = on_device(np.ones(5, dtype=np.float32)), on_device(np.arange(5, dtype=np.int32))
     indptr = on_device(np.array([0, 2, 5], dtype=np.int32))
-    matrix = CupyDevice.csr(object.__new__(CupyDevice), data, indices, indptr, (2, 9))
+    matrix = Device.csr(object.__new__(Device), data, indices, indptr, (2, 9))
     assert matrix.shape == (2, 9)
     assert matrix.nnz == 5
     assert (matrix.data is data, matrix.indices is indices, matrix.indptr is indptr) == (True, True, True)
@@ -45,12 +45,12 @@ def test_cupys_csr_constructor_would_query_the_device() -> None:
 def test_a_cupy_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(cupy.cuda.Stream, "from_external")  # as in CuPy 13
     with pytest.raises(gpuload.MissingDependencyError, match=r"^device='cuda' needs cupy-cuda13x>=14\.1\.1, which"):
-        CupyDevice(0)
+        Device(0)
 
 
 def test_a_folder_of_kernels_that_cannot_be_made_is_named() -> None:
     """CuPy makes it on import: under a home that cannot be written, that is no ImportError."""
-    program = "from gpuload.backends.cuda.device import CupyDevice, n_gpus; assert n_gpus() == 0; CupyDevice(0)"
+    program = "from gpuload.backends.cuda.device import Device, n_gpus; assert n_gpus() == 0; Device(0)"
     environment = {**os.environ, "CUPY_CACHE_DIR": "/proc/kernels"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     told = (

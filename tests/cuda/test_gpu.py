@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.conftest import StoreVariant
     from tests.variants import Stored
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # other packages' warnings on a GPU are no errors
 
 SMALL: dict[str, Any] = {"device": "cuda:0", "batch_size": 7, "fetch_factor": 4}
 
@@ -181,6 +181,28 @@ def test_minibatches_are_not_overwritten_while_a_slow_stream_reads_them(wide: Pa
         assert int(wrong) == 0
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_fetches_are_loaded_while_a_graph_is_captured(wide: Path, is_first: bool) -> None:
+    torch = pytest.importorskip("torch")
+    expected, rows = totals(wide)[:256], np.arange(256, dtype=np.int32)
+    static = torch.ones(64, 64, device="cuda")
+    static.sum(1)
+    with gpuload.open_loader(wide, device="cuda:0", io="pinned") as loader:
+        backend: Any = loader._backend
+        recipe = loader.store.recipe(np.array([[0, 256]]))
+        if not is_first:
+            backend.load(recipe).result()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            total = static.sum(1)
+            resident = backend.load(recipe).result()
+        graph.replay()
+        torch.cuda.synchronize()
+        X = backend.take_rows(resident, rows, loader.tables["X"].form).result()
+        np.testing.assert_array_equal(to_host(X).sum(axis=1), expected)
+        assert bool((total == 64).all())
+
+
 def test_the_torch_front_copies_nothing(wide: Path, cupy: Any) -> None:
     torch = pytest.importorskip("torch")
     from gpuload.torch import CellDataset
@@ -269,21 +291,21 @@ def test_later_epochs_come_from_the_cache(wide: Path) -> None:
         before = loader.stats.read_nbytes
         expected = totals(wide)
         for batch in loader:
-            np.testing.assert_array_equal(to_host(batch.X.sum(axis=1)), expected[batch.rows])
+            np.testing.assert_array_equal(to_host(batch.X).sum(axis=1), expected[batch.rows])
         assert loader.stats.read_nbytes == before
 
 
 def test_nothing_is_allocated_after_warm_up(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpuload.backends.cuda.device import CupyDevice
+    from gpuload.backends.cuda.device import Device
 
     taken = [0]
-    empty = CupyDevice.empty
+    empty = Device.empty
 
-    def count(self: CupyDevice, nbytes: int) -> Any:
+    def count(self: Device, nbytes: int) -> Any:
         taken[0] += nbytes
         return empty(self, nbytes)
 
-    monkeypatch.setattr(CupyDevice, "empty", count)
+    monkeypatch.setattr(Device, "empty", count)
     with gpuload.open_loader(wide, device="cuda:0", batch_size=256, fetch_factor=8, block_size="chunk") as loader:
         for _ in range(2):
             for _ in loader:

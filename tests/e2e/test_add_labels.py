@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
         ("stage,kind\n", ["kind"], 1, "the table has none of the labels in 'stage'"),
         ("stage,kind\n,a\n", ["kind"], 1, "the table has none of the labels in 'stage'"),
         ("stage,kind\nLATE,a\n", ["kind"], 1, "the table has none of the labels in 'stage'"),
+        ("age,kind\nlate,a\n", ["kind"], 1, "there is no column 'stage'; it has age, kind."),
+        ("stage,kind\nlate,a\n", ["target"], 1, "there is no column 'target'"),
+        ("stage,kind\nlate,a\nlate,b\n", ["kind"], 1, "has several rows; keep one"),
     ],
 )
 def test_table_that_adds_nothing_is_refused(
@@ -39,6 +43,17 @@ def test_table_that_adds_nothing_is_refused(
     assert add_labels.main(command) == code
     assert message in capsys.readouterr().err
     assert (tmp_path / "cells.h5ad").read_bytes() == before
+
+
+def test_missing_pyarrow_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    writers.write_plain(tmp_path / "cells.h5ad")
+    command = [str(tmp_path / "table.parquet"), str(tmp_path / "cells.h5ad"), "--by", "stage", "--columns", "kind"]
+    assert add_labels.main(command) == 1
+    err = capsys.readouterr().err
+    assert (err.startswith("add_labels.py: "), "pip install" in err) == (True, True)
 
 
 def test_file_without_obs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,8 +145,9 @@ def test_cells_without_a_label_get_no_value(tmp_path: Path, capsys: pytest.Captu
     for table in ("drug,moa\nNA,x\naspirin,COX\n", "drug,moa\nNA,x\n,y\n,z\naspirin,COX\n"):
         assert added(tmp_path, labels, table, "moa") == [["x", "COX", None, None]]
         assert capsys.readouterr().out.endswith("cells.h5ad: 2 cells have moa now\n")
-    gap = pd.DataFrame({"drug": ["NA", None, "aspirin"], "moa": ["x", "y", "COX"]})
+    gap = pd.DataFrame({"drug": ["NA", None, "aspirin"], "moa": ["x", "y", "COX"], "targets": "not requested"})
     assert added(tmp_path, labels, gap, "moa") == [["x", "COX", None, None]]
+    assert capsys.readouterr().out.endswith("cells.h5ad: 2 cells have moa now\n")
 
 
 def test_only_empty_fields_are_missing_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

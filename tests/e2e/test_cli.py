@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gpuload import StoreError, open_loader
+from gpuload import ReadError, StoreError, open_loader
 from gpuload.cli import COMMANDS, demo, doctor, inspect, machine, main, real_data, text
 from gpuload.errors import CorruptDataError, MissingDependencyError
 from gpuload.formats.obs import write_h5ad
@@ -167,7 +167,10 @@ def test_unreadable_files_exit_with_1_and_one_sentence(run, tmp_path, command, c
 @pytest.mark.parametrize("name", ["matrix.mtx", "matrix.mtx.gz", "cells.csv", "cells.TSV"])
 def test_text_files_are_recognised_in_the_error(tmp_path, name):
     (tmp_path / name).write_bytes(b"\x1f\x8b\x08" if name.endswith(".gz") else b"gene,cell")
-    with pytest.raises(StoreError, match=r"; this is text; write it as \.h5ad once, .*\.write_h5ad\(DST\)\.$"):
+    reader = r"anndata\.io\.read_csv\(path" if "csv" in name else r"scanpy\.read_10x_mtx\(folder"
+    with pytest.raises(
+        StoreError, match=rf"; this is text; write it as \.h5ad once, .*{reader}\)\.write_h5ad\(DST\)\.$"
+    ):
         open_loader(tmp_path / name)
 
 
@@ -202,7 +205,15 @@ def test_cell_ranger_folder_is_recognised_in_the_error(tmp_path):
         open_loader(tmp_path)
 
 
-def test_r_and_loom_files_are_recognised_in_the_error(tmp_path):
+@pytest.mark.parametrize("name", ["~/cells.h5ad", "~/*.h5ad"])
+def test_a_tilde_is_named_in_the_error(name):
+    with pytest.raises(
+        ReadError, match=r"no (such )?file.*\. '~' is not expanded; pass os\.path\.expanduser\(path\)\.$"
+    ):
+        open_loader(name)
+
+
+def test_files_of_r_and_loom_are_recognised_in_the_error(tmp_path):
     (tmp_path / "cells.rds").write_bytes(b"\x1f\x8b\x08")
     with pytest.raises(StoreError, match=r"; this is R's own format; write it from R as \.h5ad, .*anndataR\.$"):
         open_loader(tmp_path / "cells.rds")
@@ -211,6 +222,10 @@ def test_r_and_loom_files_are_recognised_in_the_error(tmp_path):
         file.create_group("row_attrs")
     with pytest.raises(StoreError, match=r"there is no /X; .*; this is a loom file; write it as \.h5ad with anndata"):
         open_loader(tmp_path / "cells.loom")
+    with h5py.File(tmp_path / "cells.h5seurat", "w") as file:
+        file.create_group("assays/RNA")
+    with pytest.raises(StoreError, match=r"there is no /X; .*; this is Seurat's own format; write it as \.h5ad, in R"):
+        open_loader(tmp_path / "cells.h5seurat")
 
 
 def test_a_damaged_chunk_exits_with_1(run, path, tmp_path):

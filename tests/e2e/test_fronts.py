@@ -202,9 +202,12 @@ def test_double_sharding_by_accelerate_is_refused(
     """It keeps the active DataLoader in a state that all threads share, and splits its minibatches among ranks."""
     state = SimpleNamespace(active_dataloader=None)
     monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(GradientState=lambda: state))
+    SkipDataLoader = type("SkipDataLoader", (SimpleNamespace,), {})  # divides nothing
     for world_size in (1, 2):
         with gpuload.open_loader(plain.path, batch_size=8, rank=0, world_size=world_size) as loader:
             dataset = CellDataset(loader)
+            state.active_dataloader = SkipDataLoader(dataset=dataset)
+            assert len(list(dataset)) == len(loader)
             for iterated in (None, "of other cells", dataset):
                 state.active_dataloader = iterated and SimpleNamespace(dataset=iterated)
                 if (world_size, iterated) != (2, dataset):
@@ -214,6 +217,38 @@ def test_double_sharding_by_accelerate_is_refused(
                     gpuload.PlanError, match=r"Accelerate has prepared .*; iterate over the CellDataset"
                 ):
                     list(dataset)
+
+
+def test_joining_minibatches_is_refused(plain: Stored, CellDataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' Trainer has Accelerate prepare a DataLoader of 8, whose collator stacks tensors itself."""
+    state = SimpleNamespace(active_dataloader=None)
+    monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(GradientState=lambda: state))
+    with gpuload.open_loader(plain.path, batch_size=8) as loader:
+        dataset = CellDataset(loader)
+        for batch_size in (None, 1):
+            state.active_dataloader = SimpleNamespace(dataset=dataset, batch_size=batch_size)
+            assert len(list(dataset)) == len(loader)
+        state.active_dataloader = SimpleNamespace(dataset=dataset, batch_size=4)
+        with pytest.raises(
+            gpuload.PlanError, match=r"would join 4 minibatches; use DataLoader\(dataset, batch_size=None\)"
+        ):
+            list(dataset)
+
+
+def test_a_minibatch_says_what_it_holds(plain: Stored, CellDataset: Any) -> None:
+    with gpuload.open_loader(plain.path, batch_size=8, obs=["cell_line"]) as loader:
+        batch = next(iter(CellDataset(loader)))
+    assert batch.get("drug") is None
+    assert "drug" not in batch
+    with pytest.raises(
+        KeyError, match=r"no 'drug', but 'X', 'cell_line', 'rows'; open_loader\(obs=\.\.\.\) adds columns"
+    ):
+        batch["drug"]
+    with pytest.raises(
+        AttributeError, match=r"^batch\.X: a minibatch of CellDataset is a dict of 'X', 'cell_line', 'rows"
+    ):
+        batch.X  # noqa: B018 - so are a loader's own minibatches read
+    assert copy.deepcopy(batch).keys() == batch.keys()
 
 
 def test_dataset_cannot_be_indexed_or_pickled(plain: Stored, CellDataset: Any) -> None:

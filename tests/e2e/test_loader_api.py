@@ -69,6 +69,24 @@ def test_categories_of_another_loader_set_the_codes(two: tuple[Path, Path]) -> N
     assert codes_of(two[1], categories={"kind": ["monocyte", "B"]}, where="kind != 'B'") == [-1, 0, -1]
 
 
+def test_categories_apply_to_columns_stored_otherwise(tmp_path: Path) -> None:
+    """Of a column whose values are all there or all missing, a file may hold booleans or NaN in place of codes."""
+    anndata = pytest.importorskip("anndata")
+    there = pd.DataFrame({"is_in": [True, False], "kind": [np.nan] * 2, "depth": [True, True]}, index=list("ab"))
+    known = pd.DataFrame({"is_in": pd.array([None, True], dtype="boolean"), "kind": ["T", "B"]}, index=list("ab"))
+    for name, obs in (("there", there), ("known", known)):
+        anndata.AnnData(np.eye(2, dtype=np.float32), obs).write_h5ad(tmp_path / f"{name}.h5ad")
+    with gpuload.open_loader(tmp_path / "known.h5ad", obs=["is_in", "kind"]) as train:
+        categories = train.categories
+    settings: dict[str, Any] = {"obs": ["is_in", "kind"], "shuffle": False}
+    with gpuload.open_loader(tmp_path / "there.h5ad", categories=categories, **settings) as loader:
+        obs = next(iter(loader)).obs
+        assert {name: values.tolist() for name, values in obs.items()} == {"is_in": [1, 0], "kind": [-1, -1]}
+        assert loader.categories["is_in"].tolist() == [False, True]
+    with pytest.raises(gpuload.PlanError, match=r"text but obs column 'depth' of \S* has booleans as categories"):
+        gpuload.open_loader(tmp_path / "there.h5ad", obs="depth", categories={"depth": ["T"]})
+
+
 def test_categories_that_cannot_be_used(two: tuple[Path, Path]) -> None:
     for categories, words in (
         ({"type": ["B"]}, r"categories: 'type' is not among obs=\['kind', 'depth'\]; name it there too"),

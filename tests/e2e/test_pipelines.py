@@ -263,7 +263,7 @@ def test_help_has_examples(run):
         (
             ("--label", "cell_line", "--genes", "nowhere.txt"),
             1,
-            "--genes nowhere.txt: expected a text file of one gene",
+            "nowhere.txt: cannot be opened: ",
         ),
         (("--label", "cell_line", "--lr", "10"), 2, "argument --lr: 10: expected a number from 0 to 1"),
         (("--label", "cell_line", "--device", "cuda:99"), 1, "--device cuda:99: PyTorch "),

@@ -14,6 +14,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -52,7 +53,8 @@ GIVEN = {
     f"sys.path.append({str(ROOT / 'pipelines')!r})\n"
     "loader = gpuload.open_loader('cells.h5ad', obs=['cell_line'])\n"
     "genes, proteins = anndata.read_h5ad('cells.h5ad'), anndata.read_h5ad('prot.h5ad')\n"
-    "new_genes, new_proteins = genes[:50].copy(), proteins[:50].copy()",
+    "new_genes, new_proteins = genes[:50].copy(), proteins[:50].copy()\n"
+    "from gpuload.torch import CellDataset\nheld_out, model, args = loader, None, None",
     "docs/howto/resume.md": "import torch\nmodel = torch.nn.Linear(120, 2)\n"
     "loader = gpuload.open_loader('atlas.h5ad', batch_size=64, block_size='chunk', seed=0)\nnext(iter(loader))",
     "docs/howto/where-and-genes.md": f"highly_variable = {GENES!r}\nimport numpy as np\n"
@@ -220,6 +222,21 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
 
 
+class Trainer:
+    """What transformers' Trainer asks of its DataLoaders when it resumes at step 12; the library is not installed."""
+
+    def __init__(self, model: Any, args: Any, callbacks: list[Any], **datasets: Any) -> None:
+        self.callbacks = callbacks
+        self.__dict__.update(datasets)
+
+    def train(self, *, resume_from_checkpoint: bool) -> None:
+        dataloader, state = self.get_train_dataloader(), SimpleNamespace(global_step=12)
+        self.callbacks[0].on_train_begin(None, state, None, model=None, train_dataloader=dataloader)
+        assert dataloader.dataset.state_dict()["epoch"] == 12 // len(dataloader) > 0
+        for minibatches in (dataloader, self.get_eval_dataloader(), self.get_test_dataloader(self.eval_dataset)):
+            assert sum(len(batch["X"]) for batch in minibatches) == 600
+
+
 @pytest.mark.parametrize("page", pages())
 def test_the_code_of_a_page_runs(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "\n".join(block.code for block in blocks_of(page))
@@ -232,6 +249,9 @@ def test_the_code_of_a_page_runs(page: str, place: Path, monkeypatch: pytest.Mon
             under_torchrun(monkeypatch)
         if "nvidia.dali" in code:
             pytest.importorskip("nvidia.dali", reason="the page is about DALI")
+        if "transformers" in code:
+            library = SimpleNamespace(Trainer=Trainer, TrainerCallback=object)
+            monkeypatch.setitem(sys.modules, "transformers", library)
         exec(GIVEN.get(page, ""), names)
         for block in blocks_of(page):
             run(page, block, names)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import gpuload
-from gpuload.formats import parquet, parquet_cells
+from gpuload.formats import parquet, parquet_cells, parquet_footer
 from tests.faults.test_refusals import assert_refused
 from tests.mutants import Program
 from tests.other_forms import encoded, lists_of, write_genes, write_parquet
@@ -178,12 +177,12 @@ def test_metadata_only_file_is_refused(write: Callable[..., Path], tmp_path: Pat
 
 
 def test_column_whose_end_exceeds_int64_is_refused(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def far(file: Any, real: Any = parquet.read_footer) -> Any:
-        groups = real(file)
-        groups[0].columns[0] = replace(groups[0].columns[0], offset=(1 << 63) - 16)
-        return groups
+    def far(footer: Any, *given: Any, real: Any = parquet_footer.Footer.column) -> Any:
+        column = real(footer, *given)
+        column.offset[0] = (1 << 63) - 16
+        return column
 
-    monkeypatch.setattr(parquet, "read_footer", far)
+    monkeypatch.setattr(parquet_footer.Footer, "column", far)
     path = write(genes=GENES, expressions=VALUES)
     assert_refused("CorruptDataError", path, f"{path}: column 'genes' lies outside the file", "Restore")
 
@@ -475,13 +474,42 @@ def test_page_header_needs_its_required_fields(missing: int | None) -> None:
         parquet.decode(stored, (0, 4, 3, 1, 0, 0, 1, 10, 1), 4 * 7, 4)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "zstd"},
+        {"compression": "snappy", "use_dictionary": False, "row_group_size": 7},
+        {"compression": "none", "write_statistics": False, "row_group_size": 1},
+        {"compression": "gzip", "data_page_version": "2.0", "write_page_index": True, "row_group_size": 50},
+    ],
+)
+def test_footer_says_what_pyarrow_finds_in_it(write: Callable[..., Path], options: dict[str, Any]) -> None:
+    path = write(genes=GENES, expressions=VALUES, options={**options, "store_schema": True})
+    known = pq.read_metadata(path)
+    groups = [known.row_group(k) for k in range(known.num_row_groups)]
+    with path.open("rb") as file:
+        footer = parquet_footer.read_footer(file)
+    assert footer.n_rows.tolist() == [group.num_rows for group in groups]
+    for place, dtype in enumerate((np.dtype(np.int64), np.dtype(np.float32))):
+        column, theirs = footer.column(place, dtype), [group.column(place) for group in groups]
+        first = [part.dictionary_page_offset or part.data_page_offset for part in theirs]
+        assert column.offset.tolist() == first
+        assert column.nbytes.tolist() == [part.total_compressed_size for part in theirs]
+        assert column.physical_types == {part.physical_type for part in theirs}
+        assert column.codecs == {part.compression for part in theirs}
+        assert column.encodings == {name for part in theirs for name in part.encodings}
+        for bounds, name in ((column.least, "min"), (column.greatest, "max")):
+            stored = [getattr(part.statistics, name) if part.statistics else None for part in theirs]
+            assert np.array_equal(bounds, np.array(stored, dtype=np.float64), equal_nan=True)
+
+
 def test_any_footer_is_read_or_refused(write: Callable[..., Path]) -> None:
     from gpuload.formats.parquet_footer import read_footer
 
     path = write(genes=GENES, expressions=VALUES)
     content = path.read_bytes()
     whole = read_footer(io.BytesIO(content))
-    assert [group.n_rows for group in whole] == [131]
+    assert whole.n_rows.tolist() == [131]
     size = int.from_bytes(content[-8:-4], "little")
     rng = np.random.default_rng(0)
     for n in range(0, size, 7):

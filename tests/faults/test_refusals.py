@@ -267,6 +267,22 @@ def test_link_that_leads_nowhere(tmp_path: Path) -> None:
             assert_refused("ReadError", given, told)
 
 
+@pytest.mark.parametrize("key", ["X", "X/indptr", "layers", "layers/twice", "var"])
+@pytest.mark.parametrize("link", [h5py.SoftLink("/none"), h5py.ExternalLink("none.h5", "/X")])
+def test_link_in_a_file_that_leads_nowhere(link: Any, key: str, tmp_path: Path) -> None:
+    """The file is not damaged: restoring it does not help."""
+    path = tmp_path / "cells.h5ad"
+    X = counts(10, 4)
+    anndata.AnnData(X, layers={"twice": X * 2}).write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        del file[key]
+        file[key] = link
+    with pytest.raises(gpuload.StoreError) as caught:
+        gpuload.open_loader(path, layer="twice" if key.startswith("layers") else "X", device="cpu")
+    words = f"/{key} is a link, and what it leads to is not there; put that back, or copy it into this file."
+    assert str(caught.value) == f"{path}: {words}"
+
+
 def test_a_minibatch_is_not_a_dict(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, batch_size=4, device="cpu") as loader:
         batch = loader.take([0])

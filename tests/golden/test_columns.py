@@ -306,6 +306,17 @@ def test_float32_and_float64_categories_are_merged(tmp_path: Path, form: str) ->
         assert next(iter(loader)).obs["dose"].tolist() == [-1, 1, -1, 0]
 
 
+@pytest.mark.parametrize("dtype", [object, "string"])
+def test_text_with_nul_characters_in_memory(dtype: Any) -> None:
+    """pandas takes such texts for one if none is missing, as it ends a text at its first NUL."""
+    labels = ["a\0c", "a", "a", "a\0b", "a\0c", "a"]
+    obs = pd.DataFrame({"label": pd.array(labels, dtype=dtype)}, index=[f"cell{i}" for i in range(6)])
+    with gpuload.open_loader(anndata.AnnData(np.eye(6, dtype=np.float32), obs), obs=["label"], device="cpu") as loader:
+        codes, categories = loader.take(range(6)).obs["label"], loader.categories["label"]
+    assert categories.tolist() == ["a", "a\0b", "a\0c"]
+    assert codes.tolist() == [2, 0, 0, 1, 2, 0]
+
+
 def test_string_columns_across_files_share_categories(store_variant: StoreVariant) -> None:
     parts = [store_variant(name) for name in ("csr-gzip4", "csr-lzf")]
     assert_columns([p.path for p in parts], COLUMNS, pd.concat([p.obs for p in parts]))

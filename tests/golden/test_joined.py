@@ -316,6 +316,25 @@ def test_memory_zarr_and_files_join_together(tmp_path: Path, is_dense: bool) -> 
 
 
 @pytest.mark.parametrize("join", ["inner", "outer"])
+@pytest.mark.parametrize("suffix", [".15", ".x", ""])
+def test_ids_that_differ_only_in_version_are_warned_of(
+    join: str, suffix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = part(0, is_dense=False), part(1, is_dense=False)
+    one.var_names = ["AC000001.1", "ENSG00000000419.14", *(f"ENSG{i:011d}.14" for i in range(one.n_vars - 2))]
+    other.var_names = ["AC000001.2", "ENSG00000000419.14", *(f"ENSG{i:011d}{suffix}" for i in range(other.n_vars - 2))]
+    n_twins = 0 if suffix == ".x" else min(one.n_vars, other.n_vars) - 2
+    with gpuload.open_loader([one, other], join=join, **SMALL) as loader:
+        assert loader.n_vars == (1 if join == "inner" else one.n_vars + other.n_vars - 1)
+    warned = [message for message in caplog.messages if "version" in message]
+    assert len(warned) == (n_twins > 0)
+    if warned:
+        ids = f"'ENSG00000000000.14' and 'ENSG00000000000{suffix}'"
+        assert warned[0].startswith(f"join={join!r}: {n_twins} genes have an Ensembl id")
+        assert ids in warned[0]
+
+
+@pytest.mark.parametrize("join", ["inner", "outer"])
 def test_join_has_no_effect_when_genes_agree(tmp_path: Path, join: str) -> None:
     parts = [part(seed, genes=["c", "a", "b"]) for seed in range(3)]
     paths = write(tmp_path, parts)

@@ -334,3 +334,16 @@ def test_fixed_length_string_column(tmp_path: Path, dtype: str) -> None:
         for batch in loader:
             names = loader.categories["plate"][batch.obs["plate"]]
             assert names.tolist() == [("p1", "p20", "")[row % 3] for row in batch.rows]
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_layers_in_a_folder_without_metadata(zarr_format: int, tmp_path: Path) -> None:
+    anndata = pytest.importorskip("anndata")
+    path = tmp_path / "cells.zarr"
+    X = np.eye(4, dtype=np.float32)
+    with warnings.catch_warnings(action="ignore"), anndata.settings.override(zarr_write_format=zarr_format):
+        anndata.AnnData(X, layers={"twice": X * 2}).write_zarr(path)
+    for name in (".zgroup", ".zattrs", "zarr.json"):
+        (path / "layers" / name).unlink(missing_ok=True)
+    with gpuload.open_loader(path, layer="twice", shuffle=False, device="cpu") as loader:
+        np.testing.assert_array_equal(next(iter(loader)).X, X * 2)

@@ -17,7 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GPU = "pytest.mark" + ".gpu"
-NAMES = ["install", "gpu", "doctor", "first", "tests", "programs", "bench", "modality", "cold", "memcheck", "racecheck"]
+NAMES = ["install", "gpu", "doctor", "first", "speed", "tests", "programs", "bench", "modality", "cold"]
+NAMES += ["memcheck", "racecheck"]
 
 
 def program(name: str) -> Any:
@@ -41,12 +42,18 @@ def outcomes_by_step(folder: Path) -> dict[str, str]:
     return {line["step"]: line["outcome"] for line in lines}
 
 
-def test_a_failed_or_hung_step_does_not_stop_the_others(session: Any, tmp_path: Path) -> None:
+def test_a_failed_or_hung_step_does_not_stop_the_others(
+    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "GRACE_S", 3)
+    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     hang = f"sleep 600 & echo $! > {tmp_path}/child; echo begun; wait"
     steps = [
         session.Step("fails", ("sh", "-c", "echo what it found; exit 3"), 30),
         session.Step("hangs", ("sh", "-c", hang), 3),
-        session.Step("says where", (sys.executable, "-c", "import time\nfor _ in range(9): time.sleep(60)"), 3),
+        session.Step(
+            "says where", (sys.executable, "-c", f"import signal, time; {deaf}\nfor _ in range(9): time.sleep(60)"), 3
+        ),
         session.Step("is not there", ("/no/such/program",), 30),
         session.Step("works", ("sh", "-c", "echo done by $GPULOAD_PYTHON in $PWD"), 30),
     ]
@@ -63,6 +70,35 @@ def test_a_failed_or_hung_step_does_not_stop_the_others(session: Any, tmp_path: 
         assert line in log
     child = int((tmp_path / "child").read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("n_processes", [0, 1])
+def test_tests_that_are_out_of_time_say_what_failed(
+    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_processes: int
+) -> None:
+    begun, limit_s = tmp_path / "begun", 8.5
+
+    class Popen(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout != limit_s:
+                return super().wait(timeout)
+            while not begun.exists() and self.poll() is None:  # however slow the machine is
+                time.sleep(0.05)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    (tmp_path / "test_some.py").write_text(
+        "import pathlib, time\n"
+        "def test_wrong(): assert 1 == 2, 'the GPU is wrong'\n"
+        f"def test_long(): time.sleep(2); pathlib.Path({str(begun)!r}).touch(); time.sleep(600)\n"
+    )
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(n_processes))
+    command = (*command, "--rootdir", str(tmp_path), f"--junitxml={tmp_path}/tests.xml", str(tmp_path / "test_some.py"))
+    command = (*command, f"--basetemp={tmp_path}/apart")  # else those of all earlier runs are tidied up first
+    monkeypatch.setattr(session.subprocess, "Popen", Popen)
+    session.run([session.Step("tests", command, limit_s)], tmp_path, 600)
+    assert outcomes_by_step(tmp_path) == {"tests": "ended after 8 s"}
+    assert "AssertionError: the GPU is wrong" in (tmp_path / "session.log").read_text()
+    assert "the GPU is wrong" in (tmp_path / "tests.xml").read_text()
 
 
 def test_nothing_runs_after_a_required_step_failed(session: Any, tmp_path: Path) -> None:
@@ -93,12 +129,12 @@ def test_steps_run_existing_commands(
     assert list(steps) == NAMES
     assert steps["install"][0] == "bash"  # a copy of the checkout may have lost its permission to be run
     assert Path(steps["install"][1]).exists()
-    assert set(session.COLD) <= set(run_gpu.ARMS)
+    assert {*session.COLD, *session.SPEED} <= set(run_gpu.ARMS)
     options = steps["racecheck"][1 : steps["racecheck"].index(sys.executable)]
     assert options[options.index("--kernel-name-exclude") + 1] == "kns=nvcomp"
     monkeypatch.setattr(run_gpu, "n_gpus", lambda: 0)
     compile(session.HAS_GPU, "HAS_GPU", "exec")
-    for name in ("bench", "cold"):
+    for name in ("speed", "bench", "cold"):
         with pytest.raises(SystemExit):
             run_gpu.main(list(steps[name][3:]))
         assert "no GPU can be used here" in capsys.readouterr().err  # not that an option is unknown

@@ -138,7 +138,11 @@ def test_a_pytorch_argument_is_refused_with_a_replacement(name, value, message):
         ("shufle", "shuffle"),
         ("num_thread", "num_threads"),
         ("normalize", "transform"),
+        ("log1p", "transform"),
         ("obs_keys", "obs"),
+        ("label", "obs"),
+        ("label_key", "obs"),
+        ("filename", "paths"),
     ],
 )
 def test_a_misspelt_argument_gets_a_suggestion(name, meant):

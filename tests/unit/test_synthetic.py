@@ -10,7 +10,7 @@ import pytest
 
 from gpuload.errors import PlanError
 from gpuload.synthetic import MEAN_COUNTS, tahoe_shaped
-from gpuload.synthetic_cite import paired_cells
+from pipelines.modality_cells import paired_cells
 
 
 @pytest.fixture(scope="module")

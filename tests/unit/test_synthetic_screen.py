@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from gpuload.errors import PlanError
-from gpuload.synthetic_screen import screen_plates
+from pipelines.classify_screen import screen_plates
 
 SMALL = {"n_vars": 400, "n_plates": 5, "n_cell_lines": 4, "n_drugs": 23, "n_broad": 2, "n_fine": 6}
 

@@ -41,12 +41,12 @@ def open_cuda(
     """
     from gpuload.backends.cuda.backend import CudaBackend
     from gpuload.backends.cuda.choose import MeasuredReader
-    from gpuload.backends.cuda.device import CupyDevice
+    from gpuload.backends.cuda.device import Device
     from gpuload.backends.cuda.kvikio import KvikioReader
     from gpuload.backends.cuda.nvcomp import Nvcomp
     from gpuload.backends.cuda.pinned import NUM_THREADS, PinnedReader
 
-    device = CupyDevice(number, memory_nbytes)
+    device = Device(number, memory_nbytes)
     readers: list[Reader] = []
     if io != "pinned":
         try:
@@ -67,10 +67,10 @@ def open_cuda(
 
 def kvikio_facts(number: int) -> dict[str, Any]:
     """Return the facts that determine how bytes reach a GPU; see `kvikio.KvikioReader.facts`."""
-    from gpuload.backends.cuda.device import CupyDevice
+    from gpuload.backends.cuda.device import Device
     from gpuload.backends.cuda.kvikio import KvikioReader
 
-    reader = KvikioReader(CupyDevice(number, None))
+    reader = KvikioReader(Device(number, None))
     try:
         return reader.facts()
     finally:

@@ -48,10 +48,20 @@ if TYPE_CHECKING:
     from gpuload.backends.cuda.device import Device
     from gpuload.backends.cuda.nvcomp import Nvcomp
     from gpuload.backends.cuda.readers import Reader
+    from gpuload.layout import ArrayLayout
     from gpuload.types import ArrayRead, Form, Recipe
 
 PART_NBYTES = 256 << 20
-"""Decoded bytes per part: enough for thousands of chunks per launch, while limiting scratch memory."""
+"""Decoded bytes per part, at least."""
+
+PART_STREAMS = 2048
+"""Compressed streams per part, if memory allows. A stream is decoded in sequence by one block of threads, so a launch
+takes as long for a few as for all that a GPU holds: of nvCOMP 5.3's deflate 25 per multiprocessor (64 threads of 40
+registers and 8.6 kB of shared memory each, on sm_90), 3,300 on an H100, where two fetches are loaded at a time."""
+
+PART_SHARE = 128
+"""A part larger than `PART_NBYTES` is at most this fraction of the device's memory: with what zstd takes, some five
+times as much, it is scratch memory of each of two loads."""
 
 N_LOADS = 2
 """Number of fetches loaded concurrently."""
@@ -155,16 +165,8 @@ class CudaBackend:
 
     Parameters
     ----------
-    device
-        The device that holds the data.
-    reader
-        Reads the stored bytes into device memory.
-    nvcomp
-        The batched decoders.
     num_threads
         Threads for what the host decodes; None takes one per core available to this process.
-    verify
-        ``"once"``, ``"always"`` or ``"never"``.
     cache_nbytes
         Device memory for caching stored chunks.
     """
@@ -197,6 +199,7 @@ class CudaBackend:
         self._rounding = RoundingWarning()
         self._host = HostDecoder(device, nvcomp, host.n_threads(num_threads), verify, self.stats, self._rounding)
         self._warned_of: set[str] = set()
+        self._device_reads = self._host_reads = False
         self._cache = ChunkCache(device, cache_nbytes)
         self._loads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
@@ -211,8 +214,8 @@ class CudaBackend:
 
     @property
     def io_mode(self) -> str:
-        """The I/O path, according to the reader's own counters."""
-        return str(self._reader.io_mode)
+        """The I/O path, according to the reader's own counters; the host's if it has read everything."""
+        return "posix" if self._host_reads and not self._device_reads else str(self._reader.io_mode)
 
     def load(self, recipe: Recipe) -> Future[CudaResident]:
         """Start to read and decode a fetch; see `Backend.load`."""
@@ -323,7 +326,7 @@ class CudaBackend:
                 self._run_cached(read, places, resident, outcomes)
             if not is_cached.all():
                 rest = select_chunks(read, ~is_cached) if is_cached.any() else read
-                for lo, hi in rest.parts(PART_NBYTES):
+                for lo, hi in rest.parts(self._part_nbytes(read.layout)):
                     self._run(rest, lo, hi, resident, outcomes)
         start = time.perf_counter()
         self._device.wait(self._device.record(stream))
@@ -331,6 +334,15 @@ class CudaBackend:
         for outcome in outcomes:
             self._settle(outcome, resident)
         return resident
+
+    def _part_nbytes(self, layout: ArrayLayout) -> int:
+        """Return the decoded bytes per part of a read."""
+        if layout.is_raw:
+            return PART_NBYTES
+        steps = self._decoder.steps(layout)
+        n_chunks = PART_STREAMS // (1 if steps is None or steps.cut is None else steps.cut.n_streams)
+        wanted = n_chunks * layout.chunk_size * layout.dtype.itemsize
+        return max(PART_NBYTES, min(wanted, self._device.capacity() // PART_SHARE))
 
     def _new_resident(self, recipe: Recipe, stream: Any) -> CudaResident:
         resident = CudaResident(recipe.n_rows, recipe.n_vars, recipe.indptr)
@@ -359,6 +371,7 @@ class CudaBackend:
 
     def _run(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident, outcomes: list[Outcome]) -> None:
         """Read extents ``lo:hi`` into an arena, launch the decoding of their chunks, and append the outcome."""
+        self._device_reads = True
         lane = self._lanes.own
         arena = next(lane.arenas)
         begun = time.perf_counter()
@@ -380,27 +393,17 @@ class CudaBackend:
                 outcome, at[kept - numbers[0]], read.chunk_nbytes[kept], room, arena.memory, self._cache.memory, lane
             )
         self._device.stream_wait(arena.stream, self._device.record(lane.stream))
-        self._count(read, numbers, int(nbytes.sum()), middle - start, time.perf_counter() - middle + start - begun)
+        decode_s = time.perf_counter() - middle + start - begun
+        self.stats.add(read_nbytes=int(nbytes.sum()), read_s=middle - start, decode_s=decode_s)
 
     def _on_host(self, read: ArrayRead, resident: CudaResident) -> Outcome:
         """Start to decode a read on the host."""
+        self._host_reads = True
         source, name, how = read.layout.source, read.layout.name, "+".join(f.name for f in read.layout.filters)
         self._warn_once(
             how, "%s: %s is stored as %s, which the GPU has no decoder for; the host decodes it", source.name, name, how
         )
         return Outcome(read, on_host=self._host.start(read, resident.flat(read.target), self._lanes.own))
-
-    def _count(
-        self, read: ArrayRead, numbers: NDArray[np.int64], read_nbytes: int, read_s: float, decode_s: float
-    ) -> None:
-        decoded_nbytes = int(read.layout.decoded_nbytes(read.chunk_id[numbers]).sum())
-        self.stats.add(
-            read_nbytes=read_nbytes,
-            read_s=read_s,
-            decoded_nbytes=decoded_nbytes,
-            decode_s=decode_s,
-            n_chunks=numbers.size,
-        )
 
     def _run_cached(
         self, read: ArrayRead, places: NDArray[np.int64], resident: CudaResident, outcomes: list[Outcome]
@@ -408,8 +411,8 @@ class CudaBackend:
         """Launch the decoding of those chunks of a read that are in the cache, and append the outcomes."""
         numbers = np.flatnonzero(places >= 0)
         nbytes = int(read.layout.decoded_nbytes(read.chunk_id[numbers]).sum())
-        n_parts = -(-nbytes // PART_NBYTES)
-        self.stats.add(decoded_nbytes=nbytes, n_chunks=numbers.size, n_chunks_cached=numbers.size)
+        n_parts = -(-nbytes // self._part_nbytes(read.layout))
+        self.stats.add(n_chunks_cached=numbers.size)
         for part in np.array_split(numbers, n_parts):
             self._enqueue(read, part, places[part], self._cache.memory, resident, outcomes)
 
@@ -444,6 +447,9 @@ class CudaBackend:
         read, suspects = outcome.read, outcome.suspects()
         if outcome.rounds(suspects):
             self._rounding.warn(read)
+        good = outcome.good(suspects)  # the host counts those that it decodes
+        decoded_nbytes = int(read.layout.decoded_nbytes(read.chunk_id[good]).sum())
+        self.stats.add(decoded_nbytes=decoded_nbytes, n_chunks=good.size)
         if suspects.size:
             outcome.on_host += self._host.start(_only(read, suspects), resident.flat(read.target), self._lanes.own)
         for task in outcome.on_host:

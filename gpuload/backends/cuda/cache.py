@@ -46,15 +46,7 @@ class _Chunks:
 
 
 class ChunkCache:
-    """Stored chunks in one allocation of device memory.
-
-    Parameters
-    ----------
-    device
-        The device that holds them.
-    nbytes
-        Size in bytes; 0 disables the cache.
-    """
+    """Stored chunks in one allocation of device memory of `nbytes`; with 0, none is cached."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device

@@ -61,8 +61,6 @@ class Cut:
     ----------
     kind
         ``"blosc"``, or ``"lz4"`` for HDF5's filter; names the kernel that walks them.
-    head
-        The header that the layout was read from.
     codec
         The codec of the streams, as nvCOMP names it.
     nbytes, block_nbytes
@@ -114,12 +112,8 @@ def read_cut(kind: str, head: NDArray[np.uint8], nbytes: int) -> Cut | None:
 
     Parameters
     ----------
-    kind
-        As in `Cut`.
     head : (16,) uint8
         The first bytes of one container.
-    nbytes
-        Decoded size of each container.
     """
     return (_blosc_cut if kind == "blosc" else _lz4_cut)(head, nbytes)
 

@@ -70,8 +70,6 @@ class Steps:
         Bytes before and after the codec's input, not counting a fletcher32 or crc32c.
     is_shuffled, has_fletcher, has_crc32c
         Whether the bytes are shuffled; whether a fletcher32 follows the chunk, and after it a crc32c.
-    cut
-        The layout of chunks that hold several streams.
     """
 
     codec: str | None
@@ -112,8 +110,6 @@ class Outcome:
 
     Attributes
     ----------
-    read
-        The read that the part belongs to.
     reports
         Pairs: chunk numbers within the read, and the kernels' status code for each (int32, 0 = good).
     is_rounded
@@ -142,6 +138,11 @@ class Outcome:
         found = [numbers[codes != 0] for numbers, codes in self.reports]
         return np.unique(np.concatenate(found)) if found else np.empty(0, dtype=np.int64)
 
+    def good(self, suspects: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the chunks of the read that the device decoded: all whose pieces it copied, but the suspects."""
+        copied = [numbers for numbers, _ in self.is_rounded]
+        return np.setdiff1d(np.concatenate(copied), suspects) if copied else np.empty(0, dtype=np.int64)
+
     def rounds(self, suspects: NDArray[np.int64]) -> bool:
         """Return whether an integer was rounded in a chunk other than the suspects."""
         return any((codes[~np.isin(numbers, suspects)] != 0).any() for numbers, codes in self.is_rounded)
@@ -163,13 +164,7 @@ class _Part:
 
 
 class Decoder:
-    """Launch the decoding of parts of reads.
-
-    Parameters
-    ----------
-    device, nvcomp
-        Where to decode, and with which library.
-    """
+    """Launch the decoding of parts of reads."""
 
     def __init__(self, device: Device, nvcomp: Nvcomp) -> None:
         self._device = device
@@ -204,10 +199,6 @@ class Decoder:
             Offset of each chunk's bytes in the arena.
         arena : uint8
             Stored bytes, in device memory; they must be ready on the stream.
-        out
-            The flat array of the resident that the read fills.
-        lane
-            The lane whose stream takes all launches.
         verify
             ``"once"``: verify chunks not verified before; ``"always"`` or ``"never"``.
         """

@@ -6,10 +6,12 @@ compiled for the CPU. No method waits for the device unless its docstring says s
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +28,13 @@ KERNELS = tuple(
 )
 """CUDA C++ sources of our kernels, compiled together for the current device when it is first opened."""
 
+_LASTING = frozenset({214, 220, 226, 700, 702, 710, *range(714, 720), 721, 810, 911})
+"""Errors after which a process cannot use CUDA any more (``cudaError`` in ``driver_types.h``): of kernels that it has
+ended, of memory (ECC), of NVLink, of MPS. They surface in whichever call comes next, here or elsewhere."""
+
+_THREAD_LOCAL = 1
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL"""
+
 DIVISIBLE = ("copy_pieces_", "gather_", "densify_", "unshuffle", "join_blocks")
 """Kernels that split items when there are more blocks than items, so that a few large items use the whole GPU."""
 
@@ -35,80 +44,8 @@ def source_of_kernels() -> str:
     return "".join(f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}\n' for path in KERNELS)
 
 
-class Device(Protocol):
-    """What the backend needs of a device. Arrays are one-dimensional unless stated otherwise."""
-
-    name: str
-
-    def use(self) -> None:
-        """Make this the calling thread's current device."""
-
-    def capacity(self) -> int:
-        """Return the device's memory in bytes, or the limit on it."""
-
-    def empty(self, nbytes: int) -> Any:
-        """Allocate device memory, uninitialised, as uint8."""
-
-    def free(self) -> None:
-        """Wait for the GPU, then free unused memory on it and unused page-locked memory, for other users."""
-
-    def view(self, block: Any, nbytes: int, owner: object) -> Any:
-        """Return the first bytes of a block as an array that keeps `owner` alive, not the block."""
-
-    def typed(self, memory: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Return memory viewed as a dtype and shape, without the bytes left over at its end."""
-
-    def csr(self, data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> Any:
-        """Return a CSR matrix over three device arrays."""
-
-    def sorted_csr(self, matrix: Any, stream: Any) -> Any:
-        """Return a CSR matrix with sorted column indices; may wait for the stream."""
-
-    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Allocate page-locked host memory, uninitialised."""
-
-    def address(self, array: Any) -> int:
-        """Return the address of an array."""
-
-    def stream(self, *, is_urgent: bool = False) -> Any:
-        """Return a new stream that does not synchronise with the default one; urgent streams have priority."""
-
-    def current_stream(self) -> Any:
-        """Return the calling thread's current stream, on which its consumer works."""
-
-    def stream_number(self, stream: Any) -> int:
-        """Return a stream's cudaStream_t."""
-
-    def stream_of(self, number: int) -> Any:
-        """Return the stream of a foreign cudaStream_t; the same object each time."""
-
-    def record(self, stream: Any) -> Any:
-        """Return an event that completes when all work given to the stream so far is done."""
-
-    def is_reached(self, event: Any) -> bool:
-        """Return whether an event has completed."""
-
-    def wait(self, event: Any) -> None:
-        """Block the calling thread until an event completes."""
-
-    def stream_wait(self, stream: Any, event: Any) -> None:
-        """Make a stream wait for an event."""
-
-    def upload(self, host: NDArray[Any], out: Any, stream: Any) -> None:
-        """Copy page-locked memory to the device; neither side may be touched until the stream has passed the copy."""
-
-    def download(self, array: Any, host: NDArray[Any], stream: Any) -> None:
-        """Copy an array to page-locked memory."""
-
-    def fill(self, array: Any, value: int, stream: Any) -> None:
-        """Set all bytes of an array."""
-
-    def launch(self, kernel: str, n_blocks: int, n_threads: int, args: Sequence[Any], stream: Any) -> None:
-        """Launch a kernel; an argument is an array, None (a null pointer), or a NumPy scalar of the exact type."""
-
-
-class CupyDevice:
-    """A GPU through CuPy.
+class Device:
+    """A GPU through CuPy: all that the backend needs of it. Arrays are one-dimensional unless stated otherwise.
 
     Parameters
     ----------
@@ -157,8 +94,9 @@ class CupyDevice:
                 self._capacity = min(self._capacity, memory_nbytes)
 
     def use(self) -> None:
-        """Make this the calling thread's current device."""
+        """Make this the current device of the calling thread."""
         self._cupy.cuda.Device(self._number).use()
+        _ignore_captures()
 
     def _on_device(self) -> _DeviceScope:
         """Enter this device: another may be current in a consumer's thread, or in one that collects garbage."""
@@ -169,25 +107,25 @@ class CupyDevice:
         return self._capacity
 
     def empty(self, nbytes: int) -> Any:
-        """Allocate device memory; raise DeviceError if there is not enough."""
+        """Allocate device memory, uninitialised, as uint8; raise DeviceError if there is not enough."""
         with self._on_device():
             return self._cupy.ndarray((nbytes,), dtype=np.uint8, memptr=self._memory.malloc(nbytes))
 
     def free(self) -> None:
-        """Return unused memory to the GPU once that is idle, and page-locked memory to the system."""
+        """Wait for the GPU, then free unused memory on it and unused page-locked memory, for other users."""
         with self._on_device():
             self._cupy.cuda.runtime.deviceSynchronize()  # cudaFree does not promise to
             self._memory.free_all_blocks()
             self._pinned.free_all_blocks()
 
     def view(self, block: Any, nbytes: int, owner: object) -> Any:
-        """Return the first bytes of a block as an array that keeps `owner` alive."""
+        """Return the first bytes of a block as an array that keeps `owner` alive, not the block."""
         cuda = self._cupy.cuda
         memory = cuda.UnownedMemory(block.data.ptr, nbytes, owner, self._number)
         return self._cupy.ndarray((nbytes,), dtype=np.uint8, memptr=cuda.MemoryPointer(memory, 0))
 
     def typed(self, memory: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Return memory viewed as a dtype and shape."""
+        """Return memory viewed as a dtype and shape, without the bytes left over at its end."""
         return self._cupy.ndarray(shape, dtype=dtype, memptr=memory.data)
 
     def csr(self, data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> Any:
@@ -206,14 +144,14 @@ class CupyDevice:
         return matrix
 
     def sorted_csr(self, matrix: Any, stream: Any) -> Any:
-        """Return the matrix itself, its rows sorted by cuSPARSE."""
+        """Return a CSR matrix with sorted column indices; may wait for the stream."""
         with self._on_device(), current(stream):
             matrix.has_sorted_indices = False
             matrix.sort_indices()
         return matrix
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Allocate page-locked host memory."""
+        """Allocate page-locked host memory, uninitialised."""
         with self._on_device():
             return np.frombuffer(self._pinned.malloc(max(1, nbytes)), dtype=np.uint8)[:nbytes]
 
@@ -222,12 +160,12 @@ class CupyDevice:
         return int(array.data.ptr)
 
     def stream(self, *, is_urgent: bool = False) -> Any:
-        """Return a new stream."""
+        """Return a new stream that does not synchronise with the default one; urgent streams have priority."""
         with self._on_device():
             return self._cupy.cuda.Stream(non_blocking=True, priority=-1 if is_urgent else 0)
 
     def current_stream(self) -> Any:
-        """Return the calling thread's current CuPy stream."""
+        """Return the calling thread's current stream, on which its consumer works."""
         return self._cupy.cuda.get_current_stream(self._number)
 
     def stream_number(self, stream: Any) -> int:
@@ -235,11 +173,11 @@ class CupyDevice:
         return int(stream.ptr)
 
     def stream_of(self, number: int) -> Any:
-        """Return the stream of a foreign cudaStream_t."""
+        """Return the stream of a foreign cudaStream_t; the same object each time."""
         return stream_named(number)
 
     def record(self, stream: Any) -> Any:
-        """Return an event recorded on a stream."""
+        """Return an event that completes when all work given to the stream so far is done."""
         with self._on_device():
             event = self._cupy.cuda.Event(block=True, disable_timing=True)  # block: a waiting thread yields its core
             event.record(stream)
@@ -261,7 +199,7 @@ class CupyDevice:
             stream.wait_event(event)
 
     def upload(self, host: NDArray[Any], out: Any, stream: Any) -> None:
-        """Copy page-locked memory to the device."""
+        """Copy page-locked memory to the device; neither side may be touched until the stream has passed the copy."""
         if host.nbytes:
             with self._on_device():
                 out.data.copy_from_host_async(host.ctypes.data, host.nbytes, stream)
@@ -279,7 +217,7 @@ class CupyDevice:
                 array.data.memset_async(value, array.nbytes, stream)
 
     def launch(self, kernel: str, n_blocks: int, n_threads: int, args: Sequence[Any], stream: Any) -> None:
-        """Launch a kernel; do nothing if there are no blocks."""
+        """Launch a kernel; an argument is an array, None (a null pointer), or a NumPy scalar of the exact type."""
         if n_blocks < 1:
             return
         if kernel.startswith(DIVISIBLE):
@@ -290,6 +228,20 @@ class CupyDevice:
             if function is None:
                 function = self._functions[kernel] = self._kernels.get_function(kernel)
             function((n_blocks,), (n_threads,), given, stream=stream)
+
+
+_of_thread = threading.local()
+
+
+def _ignore_captures() -> None:
+    """Let the calling thread, one of ours, work while another one captures a CUDA graph.
+
+    By default, a capture forbids all threads to allocate memory and to ask about events (CUDA driver API,
+    ``cuThreadExchangeStreamCaptureMode``). PyTorch's threads exempt themselves in the same way.
+    """
+    if not getattr(_of_thread, "ignores_captures", False):
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+        _of_thread.ignores_captures = True
 
 
 class _Named:
@@ -373,6 +325,11 @@ def _raise_as_device_error(name: str, error: BaseException) -> None:
             f"{name}: the kernels do not compile for this device: {error}. See `gpuload doctor`."
         ) from error
     if isinstance(error, (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError)):
+        if error.status in _LASTING:
+            raise DeviceError(
+                f"{name}: {error}: CUDA fails in this process from now on, because of some earlier launch, perhaps one "
+                "of your own; start it again, with CUDA_LAUNCH_BLOCKING=1 to see which."
+            ) from error
         raise DeviceError(f"{name}: {error}. See `gpuload doctor`.") from error
 
 

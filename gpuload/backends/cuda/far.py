@@ -47,16 +47,10 @@ class FarReader:
 
     Parameters
     ----------
-    remote_file
-        ``kvikio.RemoteFile``.
     span
         Makes a range of device memory from an address and a length.
-    device
-        The device whose memory is written.
     task_nbytes
         Largest request in bytes; at most KvikIO's own ``task_size``, or KvikIO would split it and could fail in part.
-    patience
-        Retry policy for a failed part.
     """
 
     def __init__(

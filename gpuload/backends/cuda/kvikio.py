@@ -76,8 +76,6 @@ class KvikioReader:
 
     Parameters
     ----------
-    device
-        The device whose memory is written.
     num_threads
         Concurrent reads. None takes KVIKIO_NTHREADS, or `NUM_THREADS`. The pool belongs to the process: it is as large
         as the largest number that any open reader asked for.

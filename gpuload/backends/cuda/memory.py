@@ -57,10 +57,6 @@ class DevicePool:
 
     Parameters
     ----------
-    device
-        The device to allocate on.
-    max_idle
-        Number of idle blocks to keep.
     all_pools
         The pools of this device, to which this one is added: if one runs out of memory, all release their idle blocks.
     """

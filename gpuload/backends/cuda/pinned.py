@@ -39,12 +39,8 @@ class PinnedReader:
 
     Parameters
     ----------
-    device
-        Where the bytes go.
     num_threads
         Reader threads. Each has two buffers: one to read into while the other is being copied.
-    buffer_nbytes
-        Size of a buffer.
 
     Raises
     ------

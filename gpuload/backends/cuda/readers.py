@@ -51,8 +51,6 @@ class Reader(Protocol):
 
         Parameters
         ----------
-        source
-            Where the bytes are.
         offset, nbytes : (n,) int64
             Offset in the source and length of each range. Ranges may overlap.
         place : (n,) int64
@@ -62,8 +60,6 @@ class Reader(Protocol):
             Work given to `stream` before this call may still use it; nothing else may until the read is done.
         stream
             Work given to it after ``result()`` has returned sees the bytes.
-        name
-            Name of the array, for error messages.
 
         Raises
         ------
@@ -138,10 +134,6 @@ class Threads:
 
     Parameters
     ----------
-    n
-        Number of threads.
-    name
-        Thread name, after ``"gpuload-"``.
     on_close
         Called when the last thread has ended.
     """

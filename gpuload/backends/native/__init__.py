@@ -112,7 +112,7 @@ def _remove_empty(folder: str) -> None:
 
 _MODULES = (
     *("parts", "words", "checksums", "huffman", "deflate", "inflate", "calls", "frames", "decoders", "chunks"),
-    *("parquet_pages", "parquet_encodings", "parquet", "tiledb_filters", "tiledb", "tiledb_bands"),
+    *("parquet_pages", "parquet_footer", "parquet_encodings", "parquet", "tiledb_filters", "tiledb", "tiledb_bands"),
     *("rows", "runs"),
 )
 
