@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 TWO_AHEAD_NBYTES = 4 << 20
 """Chunks up to this size are decoded in pairs if that is faster; larger ones would take too much scratch memory."""
 
-_NO_TABLES = np.empty(0, dtype=np.uint8)  # without a codec, the inflater need not be compiled to make its tables
+_NO_TABLES = np.empty(0, dtype=np.uint8)  # where nothing is inflated: the inflater is compiled to make its tables
+
+_OTHERS = (("shuffle", 0), ("fletcher32", 2), ("crc32c", 3))
+"""The filters that are no codecs, with their places in a simple pipeline."""
 
 VERIFY = {"never": chunks.NEVER, "once": chunks.ONCE, "always": chunks.ALWAYS}
 
@@ -78,6 +81,8 @@ def _natively(
     offset, nbytes = read.chunk_offset[chosen] + part.shift, read.chunk_nbytes[chosen]
     about = (offset, nbytes, read.chunk_id[chosen], read.chunk_mask[chosen], full, read.chunk_limit[chosen])
     decoder = decoders.addresses_of(codec, may_pair=room <= TWO_AHEAD_NBYTES)
+    copiers = pieces.addresses_of(stored_dtype, out.dtype, may_fill=not nbytes.all())
+    others = (decoders.address_of(name) if steps[k] >= 0 else 0 for name, k in _OTHERS)
     sizes = layout.src_stride, layout.dest_stride, stored_dtype.itemsize
     status = np.zeros(3, dtype=np.int64)
     n = chunks.decode_chunks(
@@ -86,11 +91,11 @@ def _natively(
         read.chunk_pieces[first : last + 1],
         (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows),
         (*steps, *sizes, layout.is_raw, verify, float(layout.fill_value)),
-        (*decoder, *pieces.addresses_of(stored_dtype, out.dtype)),
+        (*decoder, *copiers, *others),
         (
             scratch.memory("first", 2 * room if decoder[1] else room),
             scratch.memory("second", room),
-            scratch.tables if codec else _NO_TABLES,
+            scratch.tables if codec in decoders.INFLATING else _NO_TABLES,
         ),
         scratch.addresses.table,
         layout.verified,

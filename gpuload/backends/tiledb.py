@@ -38,14 +38,19 @@ class _Work(Workspace):
         """Address of the inflater."""
         return int(decoders.addresses_of("deflate", may_pair=False)[0])
 
-    def decoding(self, stored: NDArray[np.uint8], first: int, largest: int) -> tuple[Any, ...]:
-        """Return the tools of the native functions, for tiles of at most `largest` bytes from `first` on."""
+    def decoding(self, stored: NDArray[np.uint8], first: int, largest: int, steps: tuple[int, ...]) -> tuple[Any, ...]:
+        """Return the tools of the native functions, for tiles of at most `largest` bytes from `first` on.
+
+        The inflater, which takes seconds to compile, is among them if one of the filters, a flat tuple, is gzip.
+        """
         start = stored.ctypes.data
         most = native.largest_chunk(start + first, start + stored.size)
         _check(most if most <= max(largest, stored.size) else filters.BAD_TILE)
         room = 4 * most + _META_NBYTES
         work = self.memory("work", 4 * room)
-        return work.ctypes.data, room, self.tables.ctypes.data, self.addresses.table, self.inflater
+        is_gzip = filters.GZIP in steps[filters.KIND :: filters.N_STEP]
+        tables, inflater = (self.tables.ctypes.data, self.inflater) if is_gzip else (0, 0)
+        return work.ctypes.data, room, tables, self.addresses.table, inflater
 
 
 _work = _Work()
@@ -91,7 +96,8 @@ def decode_tiles(
     total = int(sizes.sum())
     out = np.empty(total + _SLACK, dtype=np.uint8)
     ranges = np.array([[0, total]]) if wanted is None else wanted
-    tools = _work.decoding(stored, 0, int(sizes.max(initial=0)))
+    tools = _work.decoding(stored, 0, int(sizes.max(initial=0)), steps)
+    sizes = np.require(sizes, requirements=["W"])  # numba compiles anew for read-only arrays
     _check(native.decode_tiles(stored, steps_of(steps), sizes, ranges, out, tools))
     return out[:total]
 
@@ -102,7 +108,7 @@ def chunks_of(stored: NDArray[np.uint8], steps: tuple[int, ...], size: int) -> l
     `steps` describe the other filters, and `size` is the decoded size. Raise DecodeError if the bytes are damaged.
     """
     stored = np.require(stored, requirements=["C", "W"])
-    tools, described = _work.decoding(stored, 0, size), steps_of(steps)
+    tools, described = _work.decoding(stored, 0, size, steps), steps_of(steps)
     work = _work.memory("work", 4 * tools[1])
     start, out = stored.ctypes.data, []
     at, n_chunks = 8, int(stored[:8].view(np.int64)[0])
@@ -167,7 +173,7 @@ def decode_band(
         _work.memory("is wanted", n_rows, np.bool_),
         _work.memory("starts", capacity + 1, np.int64),
         _work.memory("ranges", 2 * (capacity + 1), np.int64).reshape(-1, 2),
-        _work.decoding(stored, 8 * (HEADER + n_rows + n_tiles), 8 * capacity),
+        _work.decoding(stored, 8 * (HEADER + n_rows + n_tiles), 8 * capacity, flat),
     )
     _check(code)
     return out[:nbytes]

@@ -13,6 +13,7 @@ import pytest
 from gpuload.backends import tiledb
 from gpuload.backends.codecs import DecodeError
 from gpuload.backends.native import tiledb_bands
+from gpuload.backends.native import tiledb_filters as filters
 from gpuload.backends.native.tiledb_filters import BAD_COUNT, BAD_TILE, BIT_WIDTH, N_STEP, XOR
 from gpuload.formats import tiledb_tiles
 
@@ -146,3 +147,12 @@ def test_windows_are_of_integers_and_times_only(kind: int, n_steps: int) -> None
     pipeline = struct.pack("<IIBII", 1 << 16, 1, BIT_WIDTH, 4, 256)
     found = tiledb_tiles.read_pipeline(tiledb_tiles.Bytes(pipeline, ""), 20, kind, tiledb_tiles.size_of(kind), "")
     assert len(found.steps) == n_steps * N_STEP
+
+
+def test_the_inflater_is_compiled_for_gzip_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = np.frombuffer(tile(b"abcdefgh"), dtype=np.uint8)
+    monkeypatch.setattr(tiledb._Work, "inflater", 12)
+    for kinds, wanted in (((), 0), ((filters.ZSTD, filters.BYTE_SHUFFLE), 0), ((filters.RLE, filters.GZIP), 12)):
+        steps = tuple(value for kind in kinds for value in (kind, filters.GZIP, 0, 0, 0))
+        *_, tables, _, inflater = tiledb._Work().decoding(stored, 0, 8, steps)
+        assert (inflater, tables != 0) == (wanted, wanted != 0)

@@ -3,7 +3,8 @@
 Every function here runs without the GIL and without allocating, on arrays that its caller owns. `inflate` (with
 `deflate` and `huffman`) decodes zlib streams, `frames` the other chunk encodings; `chunks` reads stored chunks,
 verifies their `checksums` and decodes them with one of `decoders`; `parquet` decodes lists of Parquet, `tiledb` tiles
-of TileDB, `rows` gathers resident rows into minibatches, and `runs` moves and checks data that is rewritten.
+of TileDB, `rows` gathers resident rows into minibatches, and `runs` moves and checks data that is rewritten. `parts`
+says how functions are compiled, into their callers.
 
 Compiled code is cached in the user's cache folder, under a digest of all sources of this package. numba keys its cache
 only on the file that defines a function, but a kernel inlines the functions it calls: it would outlive a change there.
@@ -45,7 +46,7 @@ def _passing_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 class _Announcement(event.Listener):
-    """Logs once that kernels are being compiled: half a minute of silence looks like a hang.
+    """Logs once that kernels are being compiled: ten seconds of silence looks like a hang.
 
     numba reports only what it compiles, not what it finds in its cache.
 
@@ -64,7 +65,7 @@ class _Announcement(event.Listener):
             self.is_due = False
             logging.getLogger("gpuload").log(
                 logging.WARNING if is_watched() else logging.INFO,
-                "compiling kernels, which are kept for later: the first minibatch can take half a minute longer",
+                "compiling kernels, which are kept for later: the first minibatch can take ten seconds longer",
             )
 
     def on_end(self, event: event.Event) -> None:
@@ -110,7 +111,7 @@ def _remove_empty(folder: str) -> None:
 
 
 _MODULES = (
-    *("words", "checksums", "huffman", "deflate", "inflate", "calls", "frames", "decoders", "chunks"),
+    *("parts", "words", "checksums", "huffman", "deflate", "inflate", "calls", "frames", "decoders", "chunks"),
     *("parquet_pages", "parquet_footer", "parquet_encodings", "parquet", "tiledb_filters", "tiledb", "tiledb_bands"),
     *("rows", "runs"),
 )

@@ -11,11 +11,11 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
-from numba import config
 from numba.core import types
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
+from gpuload.backends.native.parts import in_folder
 from gpuload.backends.native.words import I64
 
 if TYPE_CHECKING:
@@ -45,13 +45,6 @@ _compiling = threading.Lock()
 """Held while a `Callback` is compiled: a second compilation would replace code that another thread is calling."""
 
 
-_FOLDER = config.CACHE_DIR
-"""Folder of the compiled kernels, which numba is told of only while this package is imported."""
-
-_choosing = threading.Lock()
-"""Held while numba is told of the folder again."""
-
-
 class Callback:
     """A function from int64s to int64 that is called by address, compiled when the address is first requested.
 
@@ -61,12 +54,7 @@ class Callback:
     def __init__(self, function: Callable[..., int]) -> None:
         signature = types.int64(*[types.int64] * len(inspect.signature(function).parameters))
         self._compiled = CFunc(function, (signature.args, signature.return_type), {}, {"error_model": "numpy"})
-        with _choosing:
-            others, config.CACHE_DIR = config.CACHE_DIR, _FOLDER
-            try:
-                self._compiled.enable_caching()
-            finally:
-                config.CACHE_DIR = others
+        in_folder(self._compiled.enable_caching)
 
     @property
     def address(self) -> int:

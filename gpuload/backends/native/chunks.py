@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from gpuload.backends.native.checksums import is_crc32c, is_fletcher32
-from gpuload.backends.native.decoders import call_one, call_two
-from gpuload.backends.native.frames import unshuffle_items
+from gpuload.backends.native.decoders import call_check, call_one, call_two, call_unshuffle
 from gpuload.backends.native.inflate import suit_interleaving
 from gpuload.backends.native.pieces import BAD_COLUMN, MAX_EXACT, call_copy, call_fill
 from gpuload.backends.native.words import copy_bytes, double_bits, inline, native
@@ -103,15 +101,17 @@ def _is_due(verify: int, is_verified: int) -> bool:
 
 
 @inline
-def _without_checksums(at: int, n: int, mask: int, fletcher: int, crc: int, is_due: bool) -> int:
+def _without_checksums(
+    at: int, n: int, mask: int, fletcher: int, crc: int, is_due: bool, is_fletcher32: int, is_crc32c: int
+) -> int:
     """Return how many of a chunk's n bytes precede its checksums; or a code, if one is due and does not match."""
     if _is_applied(fletcher, mask):
         n -= 4
-        if n < 0 or (is_due and not is_fletcher32(at, n)):
+        if n < 0 or (is_due and call_check(is_fletcher32, (at, n)) == 0):
             return BAD_FLETCHER
     if crc >= 0:
         n -= 4
-        if n < 0 or (is_due and not is_crc32c(at, n)):
+        if n < 0 or (is_due and call_check(is_crc32c, (at, n)) == 0):
             return BAD_CRC32C
     return n
 
@@ -154,7 +154,8 @@ def decode_chunks(
         unencoded storage, of any size; `NEVER`, `ONCE` or `ALWAYS`, and if nothing is left to verify, decoding stops at
         the last byte wanted; the value of chunks never written.
     functions
-        As returned by `decoders.addresses_of` and `pieces.addresses_of`.
+        As returned by `decoders.addresses_of` and `pieces.addresses_of`, and `decoders.address_of` shuffle, fletcher32
+        and crc32c. Those that are not needed may be 0.
     scratch : three of uint8
         The first two for the largest chunk; with a two-chunk decoder, the first has room for two, in halves of whole
         elements. The last is the inflater's workspace.
@@ -173,7 +174,7 @@ def decode_chunks(
         Number of chunks, or ``-1 - c`` if chunk c is bad, with the reason in ``status[0]``.
     """
     shuffle, codec, fletcher, crc, src_stride, dest_stride, itemsize, is_raw, verify, fill_value = spec
-    decode_one, decode_two, copy, fill = functions
+    decode_one, decode_two, copy, fill, unshuffle, is_fletcher32, is_crc32c = functions
     half = scratch[0].size // 2 if decode_two != 0 else 0
     stored, plain = np.int64(buffer.ctypes.data), np.int64(scratch[0].ctypes.data)
     work, tables = np.int64(scratch[1].ctypes.data), np.int64(scratch[2].ctypes.data)
@@ -193,7 +194,7 @@ def decode_chunks(
                 return _bad(c, code, status)
             continue
         is_due = _is_due(verify, verified[number])
-        n = _without_checksums(stored + place, n, mask, fletcher, crc, is_due)
+        n = _without_checksums(stored + place, n, mask, fletcher, crc, is_due, is_fletcher32, is_crc32c)
         if n < 0:
             return _bad(c, n, status)
         is_shuffled = _is_applied(shuffle, mask)
@@ -248,7 +249,7 @@ def decode_chunks(
         if is_due:
             verified[number] = 1
         if is_shuffled:
-            unshuffle_items(plain + at, work, size, itemsize, from_item, to_item)
+            call_unshuffle(unshuffle, (plain + at, work, size, itemsize, from_item, to_item))
         decoded = work if is_shuffled else plain + at
         code = call_copy(
             copy, (decoded, lo, hi, at_src, at_dest, at_width, at_rows, src_stride, dest_stride, limit, out)

@@ -1,4 +1,4 @@
-"""The codecs of stored chunks behind one signature, so that `decode_chunks` compiles without any of them.
+"""The filters of stored chunks, called by address, so that `decode_chunks` compiles without any of them.
 
 Programs that read only gzip never compile blosc, and each codec is compiled once, not for every combination of dtypes.
 """
@@ -8,12 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from gpuload.backends.native.calls import Callback, caller
-from gpuload.backends.native.frames import N_ADDRESSES, decode_blosc, decode_lz4, decode_zstd, gunzip
+from gpuload.backends.native.checksums import is_crc32c, is_fletcher32
+from gpuload.backends.native.frames import (
+    N_ADDRESSES,
+    decode_blosc,
+    decode_lz4,
+    decode_zstd,
+    gunzip,
+    unshuffle_items,
+)
 from gpuload.backends.native.inflate import inflate_two, inflate_zlib
-from gpuload.backends.native.words import I64, inline, pointer
+from gpuload.backends.native.words import I64, array_at, inline
 
 call_one = caller(I64, *[I64] * 10)
 """Decode a chunk. Arguments: address and number of its stored bytes; address and number of its decoded bytes; first
@@ -25,10 +32,16 @@ call_two = caller(I64, *[I64] * 12)
 decoded bytes, number wanted, whether to verify checksums; then the decoded size of each, below 2 GiB, and the address
 of the inflater's workspace. Returns the result of `call_one` for each, the first in the high 32 bits."""
 
+call_check = caller(I64, *[I64] * 2)
+"""Return 1 if the checksum after n bytes at an address is theirs, else 0."""
+
+call_unshuffle = caller(I64, *[I64] * 6)
+"""Call `frames.unshuffle_items`, and return 0."""
+
 
 @inline
 def _table(addresses: int) -> Any:
-    return carray(pointer(addresses), N_ADDRESSES, np.int64)
+    return array_at(addresses, N_ADDRESSES, np.int64)
 
 
 def _zlib(
@@ -79,6 +92,19 @@ def _blosc(
     return decode_blosc(src, n, to, size, lo, hi, work, tables, _table(addresses))
 
 
+def _fletcher32(at: int, n: int) -> int:
+    return np.int64(is_fletcher32(at, n))
+
+
+def _crc32c(at: int, n: int) -> int:
+    return np.int64(is_crc32c(at, n))
+
+
+def _unshuffle(at: int, to: int, n: int, itemsize: int, lo: int, hi: int) -> int:
+    unshuffle_items(at, to, n, itemsize, lo, hi)
+    return 0
+
+
 _ONE = {
     "deflate": Callback(_zlib),
     "gzip": Callback(_gzip),
@@ -87,12 +113,21 @@ _ONE = {
     "blosc": Callback(_blosc),
 }
 _TWO = {"deflate": Callback(_zlib_two)}
+_OTHERS = {"shuffle": Callback(_unshuffle), "fletcher32": Callback(_fletcher32), "crc32c": Callback(_crc32c)}
 
 CODECS = tuple(_ONE)
 """Filters decoded natively, as `ArrayLayout` names them; a pipeline has at most one of them."""
+
+INFLATING = ("deflate", "gzip", "blosc")
+"""Those that use the inflater's workspace."""
 
 
 def addresses_of(codec: str, may_pair: bool) -> tuple[int, int]:
     """Return the addresses for a codec's `call_one` and `call_two`, 0 if missing or not requested."""
     one, two = _ONE.get(codec), _TWO.get(codec) if may_pair else None
     return one.address if one else 0, two.address if two else 0
+
+
+def address_of(step: str) -> int:
+    """Return the address for `call_unshuffle` or `call_check` of a filter that is no codec."""
+    return _OTHERS[step].address

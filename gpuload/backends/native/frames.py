@@ -19,14 +19,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from gpuload.backends.native.calls import caller
 from gpuload.backends.native.checksums import crc32
 from gpuload.backends.native.deflate import decode_blocks
 from gpuload.backends.native.huffman import TRUNCATED
 from gpuload.backends.native.inflate import TOO_SHORT, inflate_zlib
-from gpuload.backends.native.words import I32, I64, copy_bytes, load8, load16, load32, native, pointer
+from gpuload.backends.native.words import I32, I64, array_at, copy_bytes, load8, load16, load32, native
 
 BAD_BLOSC = -201
 BAD_BLOSC_SIZE = -202
@@ -74,10 +73,10 @@ def unshuffle_items(at: int, to: int, n: int, itemsize: int, lo: int, hi: int) -
     Each item goes to its own position, so there must be room for all of them.
     """
     n_items = n // itemsize
-    src, dst = carray(pointer(at), n, np.uint8), carray(pointer(to), n, np.uint8)
+    src, dst = array_at(at, n, np.uint8), array_at(to, n, np.uint8)
     a, b = src[:n_items], src[n_items : 2 * n_items]
     if itemsize == 4 and to & 3 == 0:
-        words = carray(pointer(to), n_items, np.uint32)
+        words = array_at(to, n_items, np.uint32)
         c, d = src[2 * n_items : 3 * n_items], src[3 * n_items : 4 * n_items]
         for i in range(lo, hi):
             k = np.uint64(i)
@@ -88,14 +87,14 @@ def unshuffle_items(at: int, to: int, n: int, itemsize: int, lo: int, hi: int) -
                 | (np.uint32(d[k]) << np.uint32(24))
             )
     elif itemsize == 8 and to & 7 == 0:
-        longs = carray(pointer(to), n_items, np.uint64)
+        longs = array_at(to, n_items, np.uint64)
         for i in range(lo, hi):
             k, value = np.uint64(i), np.uint64(0)
             for plane in range(8):
                 value |= np.uint64(src[np.uint64(plane * n_items) + k]) << np.uint64(8 * plane)
             longs[k] = value
     elif itemsize == 2 and to & 1 == 0:
-        halves = carray(pointer(to), n_items, np.uint16)
+        halves = array_at(to, n_items, np.uint16)
         for i in range(lo, hi):
             k = np.uint64(i)
             halves[k] = np.uint16(np.uint16(a[k]) | np.uint16(np.uint16(b[k]) << np.uint16(8)))

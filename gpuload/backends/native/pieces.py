@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import carray, types
+from numba import types
 from numba.extending import overload
 
 from gpuload.backends.native.calls import Callback, caller
-from gpuload.backends.native.words import I64, borrowed, double_of, native, pointer
+from gpuload.backends.native.parts import OVERLOADED
+from gpuload.backends.native.words import I64, array_at, borrowed, double_of, native
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +38,7 @@ def copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
     raise NotImplementedError
 
 
-@overload(copy_run)
+@overload(copy_run, jit_options=OVERLOADED)
 def _copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> Callable[..., int]:
     if isinstance(out.dtype, types.Integer):
 
@@ -136,12 +137,12 @@ _ANY = 1 << 48
 """Length given to arrays known only by their address; nothing depends on it."""
 
 
-def addresses_of(stored: np.dtype[Any], out: np.dtype[Any]) -> tuple[int, int]:
-    """Return the addresses for `call_copy` and `call_fill`, for elements of these dtypes."""
+def addresses_of(stored: np.dtype[Any], out: np.dtype[Any], may_fill: bool) -> tuple[int, int]:
+    """Return the addresses for `call_copy` and `call_fill`, for elements of these dtypes; 0 if not requested."""
     found = _copiers.get((stored, out))
     if found is None:  # keep just one, whichever thread made it: compiled code lives as long as its `Callback`
         found = _copiers.setdefault((stored, out), (_copier(stored, out), _filler(out)))
-    return found[0].address, found[1].address
+    return found[0].address, found[1].address if may_fill else 0
 
 
 def _copier(stored: np.dtype[Any], out_dtype: np.dtype[Any]) -> Callback:
@@ -159,17 +160,17 @@ def _copier(stored: np.dtype[Any], out_dtype: np.dtype[Any]) -> Callback:
         out: int,
     ) -> int:
         return copy_pieces(
-            carray(pointer(typed), _ANY, stored),
+            array_at(typed, _ANY, stored),
             lo,
             hi,
-            carray(pointer(src), hi, np.int64),
-            carray(pointer(dest), hi, np.int64),
-            carray(pointer(width), hi, np.int64),
-            carray(pointer(rows), hi, np.int64),
+            array_at(src, hi, np.int64),
+            array_at(dest, hi, np.int64),
+            array_at(width, hi, np.int64),
+            array_at(rows, hi, np.int64),
             src_stride,
             dest_stride,
             limit,
-            carray(pointer(out), _ANY, out_dtype),
+            array_at(out, _ANY, out_dtype),
         )
 
     return Callback(copy)
@@ -182,13 +183,13 @@ def _filler(out_dtype: np.dtype[Any]) -> Callback:
         return fill_pieces(
             lo,
             hi,
-            carray(pointer(dest), hi, np.int64),
-            carray(pointer(width), hi, np.int64),
-            carray(pointer(rows), hi, np.int64),
+            array_at(dest, hi, np.int64),
+            array_at(width, hi, np.int64),
+            array_at(rows, hi, np.int64),
             dest_stride,
             double_of(value),
             limit,
-            carray(pointer(out), _ANY, out_dtype),
+            array_at(out, _ANY, out_dtype),
         )
 
     return Callback(fill)

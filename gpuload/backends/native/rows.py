@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 from numba import types
 from numba.extending import overload
 
+from gpuload.backends.native import parts
 from gpuload.backends.native.words import (
     LINE,
+    array_at,
     borrowed,
     copy_bytes,
     double_bits,
@@ -26,7 +27,6 @@ from gpuload.backends.native.words import (
     float_bits,
     half_bits,
     native,
-    pointer,
     shift_left,
     shift_right,
     store_lines,
@@ -77,7 +77,7 @@ def rounded(value: float, like: Any) -> tuple[Any, bool]:
     raise NotImplementedError
 
 
-@overload(rounded)
+@overload(rounded, jit_options=parts.OVERLOADED)
 def _rounded(value: float, like: Any) -> Callable[..., tuple[Any, bool]]:
     if like is types.uint16:
 
@@ -122,7 +122,7 @@ def row_scale(data: Any, start: int, stop: int, target_sum: float) -> float:
     return target_sum / total if total != 0.0 else 1.0
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"contract"})
+@parts.native(fastmath={"contract"})
 def log1p_row(values: Any, n: int, scale: float) -> None:
     """Replace the first n values x by ``log1p(x * scale)``, in float64, to within a unit in the last place.
 
@@ -227,7 +227,7 @@ def map_of(row: int, map_start: Any, columns: Any) -> Any:
 @native
 def add_row(indices: Any, values: Any, to: int, n_cols: int) -> None:
     """Write one cell as a dense float32 row to an address, through the caches."""
-    row = numba.carray(pointer(to), n_cols, np.float32)
+    row = array_at(to, n_cols, np.float32)
     row[:] = 0
     for k in range(indices.size):
         row[np.uint64(indices[np.uint64(k)])] += values[np.uint64(k)]
@@ -363,7 +363,7 @@ def _parts(scratch: Any) -> tuple[Any, Any]:
     """Return the two halves of scratch memory: values and places of a row."""
     half = scratch.size // 2
     places = np.int64(scratch.ctypes.data) + half * 4
-    return scratch[:half], numba.carray(pointer(places), scratch.size - half, np.int32)
+    return scratch[:half], array_at(places, scratch.size - half, np.int32)
 
 
 @native

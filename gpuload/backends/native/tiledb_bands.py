@@ -15,11 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from gpuload.backends.native.tiledb import decode_tile
 from gpuload.backends.native.tiledb_filters import BAD_COLUMN, BAD_COUNT, BAD_ROW, BAD_TILE
-from gpuload.backends.native.words import copy_bytes, load64, native, pointer
+from gpuload.backends.native.words import array_at, copy_bytes, load64, native
 
 HEADER = 4
 """Words before the tables of a band: its first row, number of rows, number of tiles, stored bytes of their rows."""
@@ -57,7 +56,7 @@ def count_rows(rows: Any, first: int, counts: Any) -> int:
 @native
 def _narrow(at: int, n: int, n_columns: int, to: int) -> bool:
     """Write n columns, int64, as int32; return whether each is one of `n_columns`."""
-    found, narrow = carray(pointer(at), n, np.int64), carray(pointer(to), n, np.int32)
+    found, narrow = array_at(at, n, np.int64), array_at(to, n, np.int32)
     signs = np.int64(0)
     for i in range(n):
         signs |= found[i] | (n_columns - 1 - found[i])  # negative where either is

@@ -16,11 +16,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray
 
 from gpuload.backends.native.decoders import call_one
 from gpuload.backends.native.frames import lz4_at, unshuffle_items, zstd_at
 from gpuload.backends.native.words import (
+    array_at,
     copy_bytes,
     double_of,
     load8,
@@ -29,7 +29,6 @@ from gpuload.backends.native.words import (
     load64,
     low_bits,
     native,
-    pointer,
     shift_left,
     shift_right,
     store8,
@@ -233,9 +232,9 @@ def _undo_scale(steps: Any, k: int, src: int, n: int, to: int) -> int:
             value = (value ^ top) - top
         if item == 4:
             found = scale * np.float64(np.float32(value)) + offset
-            carray(pointer(to), count, np.float32)[i] = np.float32(found)
+            array_at(to, count, np.float32)[i] = np.float32(found)
         else:
-            carray(pointer(to), count, np.float64)[i] = scale * np.float64(value) + offset
+            array_at(to, count, np.float64)[i] = scale * np.float64(value) + offset
     return count * item
 
 

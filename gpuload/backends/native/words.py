@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numba
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
+
+from gpuload.backends.native import parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,8 +25,8 @@ I32, I64 = ir.IntType(32), ir.IntType(64)
 _BYTES16 = ir.VectorType(ir.IntType(8), 16)
 _BYTES64 = ir.VectorType(ir.IntType(8), LINE)
 
-inline = numba.njit(nogil=True, cache=True, error_model="numpy", forceinline=True)
-native = numba.njit(nogil=True, cache=True, error_model="numpy")
+inline = parts.native(error_model="numpy", forceinline=True)
+native = parts.native(error_model="numpy")
 
 
 def _loader(n_bits: int) -> Any:
@@ -196,13 +198,19 @@ def drain_stores(_typing: Any) -> Any:
 
 
 @intrinsic
-def pointer(_typing: Any, address: Any) -> Any:
-    """Return an address as a pointer, for `numba.carray`."""
+def array_at(_typing: Any, address: Any, n: Any, dtype: Any) -> Any:
+    """Return n elements at an address as an array. As `numba.carray`, which is compiled for each dtype."""
+    array = types.Array(dtype.dtype, 1, "C")
 
-    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        kind = context.get_data_type(array.dtype)
+        itemsize = ir.Constant(I64, context.get_abi_sizeof(kind))
+        data = builder.inttoptr(args[0], kind.as_pointer())
+        made = context.make_array(array)(context, builder)
+        populate_array(made, data, shape=(args[1],), strides=(itemsize,), itemsize=itemsize, meminfo=None)
+        return made._getvalue()  # noqa: SLF001 - as numba's own intrinsics do
 
-    return types.voidptr(types.int64), codegen
+    return array(types.int64, types.int64, dtype), codegen
 
 
 def _bitcast(of: Any, to: Any, kind: ir.Type) -> Any:

@@ -1,0 +1,80 @@
+"""Functions that are compiled only as parts of others."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from numba.core.caching import NullCache
+from numba.core.codegen import JITCodeLibrary
+
+from gpuload.backends.native import parts
+from gpuload.backends.native.calls import Callback
+from gpuload.backends.native.words import inline, native
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@inline
+def _next(x: int) -> int:
+    return x + 1
+
+
+@native
+def _sum(x: int, y: int) -> int:
+    return _next(x) + y
+
+
+@native
+def _both(x: int) -> int:
+    return _sum(x, 2) * _sum(3, x) + _sum(x, x)
+
+
+def _called(x: int) -> int:
+    return _both(x)
+
+
+@pytest.fixture
+def optimized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of the functions that numba optimizes from now on, with what is linked into them."""
+    names: list[str] = []
+    plain = JITCodeLibrary._optimize_final_module
+
+    def optimize(library: Any) -> None:
+        names.append(library.name)
+        plain(library)
+
+    monkeypatch.setattr(JITCodeLibrary, "_optimize_final_module", optimize)
+    return names
+
+
+def test_only_what_is_called_from_outside_is_optimized(optimized: list[str]) -> None:
+    callback = Callback(_called)
+    callback._compiled._cache = NullCache()
+    assert callback.address
+    assert [name for name in optimized if name != "nrt"] == ["_called"]  # numba's own memory management, once
+    assert callback._compiled.ctypes(5) == (6 + 2) * (4 + 5) + 6 + 5
+    assert [len(function.overloads) for function in (_next, _sum, _both)] == [1, 1, 1], "a constant is no dtype"
+
+
+def test_a_part_can_be_called_from_python() -> None:
+    assert _next(1) == 2
+    assert _both(5) == (6 + 2) * (4 + 5) + 6 + 5
+    assert _both(1.5) == (2.5 + 2) * (4 + 1.5) + 2.5 + 1.5
+
+
+def test_threads_share_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    enable = parts.in_folder
+
+    def slowly(function: Callable[[], None]) -> None:
+        time.sleep(0.05)
+        enable(function)
+
+    monkeypatch.setattr(parts, "in_folder", slowly)
+    function = native(lambda x: x)
+    with ThreadPoolExecutor(4) as threads:
+        kernels = list(threads.map(lambda _: function.kernel, range(4)))
+    assert len(set(map(id, kernels))) == 1
