@@ -78,3 +78,17 @@ def test_threads_share_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(4) as threads:
         kernels = list(threads.map(lambda _: function.kernel, range(4)))
     assert len(set(map(id, kernels))) == 1
+
+
+def test_the_installed_numba_was_tried() -> None:
+    """If this fails, numba is newer than this code: run all tests with `IS_TRIED` set, then name its version there."""
+    assert parts.IS_TRIED
+
+
+def test_another_numba_compiles_in_its_own_way(optimized: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_AS_PART", {})
+    add = native(lambda x, y: x + y)
+    twice = native(lambda x: add(x, x) + add(x, 1.5))
+    monkeypatch.setattr(parts, "in_folder", lambda _: None)
+    assert twice(2) == 4 + 3.5
+    assert len([name for name in optimized if name != "nrt"]) == 3
