@@ -14,7 +14,7 @@ import pandas as pd
 
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line, shown
 from gpuload.formats.arrays import as_strings, as_text, check_filter, check_stored, member, no_column
-from gpuload.sampling.classes import factorize
+from gpuload.sampling.classes import factorize, has_nul
 from gpuload.store import ObsColumn, check_whole
 
 if TYPE_CHECKING:
@@ -157,8 +157,11 @@ def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, Obs
             raise no_column(where, name, known)
         if known.count(name) > 1:
             raise StoreError(f"{where}: obs has {known.count(name)} columns {name!r}; rename all but one.")
-    frame = pd.DataFrame({name: adata.obs.iloc[:, known.index(name)] for name in names}, index=adata.obs.index)
-    return {name: encode(array_of(frame[name]), name, where) for name in names}
+    columns = {name: adata.obs.iloc[:, known.index(name)] for name in names}
+    texts = [name for name, column in columns.items() if pd.api.types.infer_dtype(column) == "string"]
+    frame = pd.DataFrame({name: columns[name] for name in texts if not has_nul(columns[name].to_numpy(dtype=object))})
+    adata.strings_to_categoricals(frame)  # as anndata does on writing; of 'a\0b' and 'a\0c' it would make one category
+    return {name: encode(array_of(frame.get(name, columns[name])), name, where) for name in names}
 
 
 def write_h5ad(

@@ -87,7 +87,7 @@ def factorize(values: Any, *, sort: bool = False) -> tuple[NDArray[np.integer], 
 
     is_python = isinstance(values.dtype, pd.StringDtype) and values.dtype.storage == "python"
     is_text = is_python or values.dtype == object or getattr(values.dtype, "kind", "") == "U"
-    if not (is_text and _has_nul(np.asarray(values))):
+    if not (is_text and has_nul(np.asarray(values))):
         codes, found = pd.factorize(values, sort=sort)
         return codes, found
     places = np.flatnonzero(~np.asarray(pd.isna(values)))
@@ -99,7 +99,7 @@ def factorize(values: Any, *, sort: bool = False) -> tuple[NDArray[np.integer], 
     return codes, np.array(names, dtype=object)
 
 
-def _has_nul(values: NDArray[Any]) -> bool:
+def has_nul(values: NDArray[Any]) -> bool:
     """Return whether any string has a NUL character; many are searched at once, as a Python loop would be slow."""
     for start in range(0, values.size, SLICE):
         part = values[start : start + SLICE]
