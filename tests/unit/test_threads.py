@@ -139,7 +139,9 @@ def test_a_result_lives_as_long_as_its_call(threads: QuickThreads) -> None:
     assert seen() is None
 
 
-def test_an_error_lives_no_longer_than_its_call(threads: QuickThreads) -> None:
+@pytest.mark.parametrize("kind", [QuickThreads, DaemonThreads])
+def test_an_error_lives_no_longer_than_its_call(kind: type[QuickThreads | DaemonThreads]) -> None:
+    threads = kind(2, "test-quick")
     seen: list[weakref.ref[Thing]] = []
 
     def fail() -> None:
@@ -164,6 +166,7 @@ def test_an_error_lives_no_longer_than_its_call(threads: QuickThreads) -> None:
         assert seen[0]() is None
     finally:
         gc.enable()
+        threads.close()
 
 
 def test_closing_cancels_queued_calls_and_waits_for_running_ones() -> None:

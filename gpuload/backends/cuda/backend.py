@@ -299,18 +299,22 @@ class CudaBackend:
         try:
             return self._filled(recipe, outcomes)
         except BaseException as error:
-            for outcome in outcomes:
-                for task in outcome.on_host:
-                    task.cancel()
-            self._device.wait(self._device.record(self._lanes.own.stream))  # memory that launches use must outlive them
-            for outcome in outcomes:
-                if outcome.kept is not None:
-                    self._cache.release(outcome.read, outcome.kept[0])
+            self._give_up(outcomes)
             # Otherwise whoever keeps the error, as notebooks do, keeps the device memory that its traceback's frames
             # refer to. (Clearing frames would not free memory held by closures; none are involved.)
             traceback.clear_frames(error.__traceback__)
             outcomes.clear()
             raise
+
+    def _give_up(self, outcomes: list[Outcome]) -> None:
+        """End what is under way; in a function, as the frame of `_load`, whose error is kept, must refer to none."""
+        for outcome in outcomes:
+            for task in outcome.on_host:
+                task.cancel()
+        self._device.wait(self._device.record(self._lanes.own.stream))  # memory that launches use must outlive them
+        for outcome in outcomes:
+            if outcome.kept is not None:
+                self._cache.release(outcome.read, outcome.kept[0])
 
     def _filled(self, recipe: Recipe, outcomes: list[Outcome]) -> CudaResident:
         """Return the resident of a recipe once it is whole; append the outcome of each part as it is launched."""
