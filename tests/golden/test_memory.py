@@ -284,6 +284,12 @@ def test_backed_anndata_uses_file_values_and_in_memory_names(tmp_path: Path, mod
     np.testing.assert_array_equal(batch.X, dense())
 
 
+def write_at(group: Any, path: str, element: Any) -> None:
+    """Write an element into the group that a path names; anndata 0.13 takes no path for a key."""
+    *folders, name = path.strip("/").split("/")
+    anndata.io.write_elem(group.require_group("/".join(folders)) if folders else group, name or "/", element)
+
+
 @pytest.mark.parametrize("key", ["X", "raw/X", "layers/more"])
 @pytest.mark.parametrize("root", ["/", "/mod/rna"])
 @pytest.mark.parametrize("is_csr", [True, False])
@@ -296,8 +302,8 @@ def test_matrix_of_an_open_file_takes_names_and_obs_from_memory(
     obs, var = wanted.obs.assign(new=np.arange(N_OBS)), wanted.var.set_axis([f"renamed_{i}" for i in range(N_VARS)])
     path = tmp_path / "a.h5ad"
     with h5py.File(path, "w") as file:
-        anndata.io.write_elem(file, root, others)
-        anndata.io.write_elem(file[root], key, wanted.X)
+        write_at(file, root, others)
+        write_at(file[root], key, wanted.X)
     with h5py.File(path) as file:
         stored = file[root][key]
         adata = anndata.AnnData(anndata.io.sparse_dataset(stored) if is_csr else stored, obs, var)
@@ -323,8 +329,8 @@ def test_matrix_of_a_zarr_folder_takes_names_and_obs_from_memory(
     var = wanted.var.set_axis([f"renamed_{i}" for i in range(N_VARS)])
     path = tmp_path / "a.zarr"
     store = zarr.open_group(str(path), mode="w")
-    anndata.io.write_elem(store, root or "/", others)
-    anndata.io.write_elem(store, f"{root}/{key}", wanted.X)
+    write_at(store, root or "/", others)
+    write_at(store, f"{root}/{key}", wanted.X)
     stored = zarr.open_group(str(path), mode="r")[f"{root}/{key}"]
     adata = anndata.AnnData(anndata.io.sparse_dataset(stored) if is_csr else stored, wanted.obs, var)
     with gpuload.open_loader(adata, obs=["depth"], **SMALL) as loader:
@@ -337,7 +343,7 @@ def test_matrix_of_a_zarr_folder_takes_names_and_obs_from_memory(
 @pytest.mark.parametrize("key", ["elsewhere", "obsm/X", "layers/X", "mod/a/b/X"])
 def test_matrix_elsewhere_in_an_open_file_is_refused(tmp_path: Path, key: str) -> None:
     with h5py.File(tmp_path / "a.h5ad", "w") as file:
-        anndata.io.write_elem(file, key, counts())
+        write_at(file, key, counts())
         adata = anndata.AnnData(anndata.io.sparse_dataset(file[key]))
         with pytest.raises(gpuload.StoreError, match=r"X is a anndata\..*CSRDataset; .*convert it first"):
             gpuload.open_loader(adata)
