@@ -423,11 +423,11 @@ def _dynamic_mode(dtypes: Iterable[np.dtype[Any]]) -> Callable[[NDArray[Any]], A
     try:
         import nvidia.dali.experimental.dynamic as ndd
 
-        from_dlpack = sys.modules["torch"].from_dlpack
+        torch = sys.modules["torch"]
 
         def as_tensor(array: NDArray[Any]) -> Any:
             # not as_batch, which runs an operator to make a batch
-            return from_dlpack(_HostTensor(ndd.as_tensor(array)))
+            return torch.from_dlpack(_HostTensor(ndd.as_tensor(array)))
 
         copied = [dtype.name for dtype in dtypes if not _is_shared_and_kept(as_tensor, dtype)]
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:

@@ -248,12 +248,8 @@ def test_closing_does_not_wait_for_the_rest_of_a_fetch(
     assert n_placed == [1]
 
 
-def test_keeping_an_error_keeps_no_device_memory(
-    open_fake: Callable[..., Opened], tmp_path: Path, small_parts: None
-) -> None:
-    path = write_cells(tmp_path / "cells.h5ad", fletcher32=True, **BLOSCLZ)
-    damage_a_chunk(path)
-    opened = open_fake(path, prefetch=1, shuffle=False, **SMALL)
+def assert_an_error_keeps_no_memory(opened: Opened, *, within_s: float = 0) -> None:
+    """Read until damage is found, and keep the error: all device memory must be free, without a collection."""
     free = opened.device._left
     gc.collect()
     gc.disable()
@@ -261,10 +257,21 @@ def test_keeping_an_error_keeps_no_device_memory(
         with pytest.raises(gpuload.CorruptDataError) as told:
             list(opened.epoch())
         opened.loader.close()
+        until = time.monotonic() + within_s
+        while opened.device._left != free and time.monotonic() < until:
+            time.sleep(0.01)
         assert opened.device._left == free
     finally:
         gc.enable()
     assert told.value.__traceback__ is not None
+
+
+def test_keeping_an_error_keeps_no_device_memory(
+    open_fake: Callable[..., Opened], tmp_path: Path, small_parts: None
+) -> None:
+    path = write_cells(tmp_path / "cells.h5ad", fletcher32=True, **BLOSCLZ)
+    damage_a_chunk(path)
+    assert_an_error_keeps_no_memory(open_fake(path, prefetch=1, shuffle=False, **SMALL))
 
 
 @pytest.mark.parametrize("codec", [BLOSCLZ, {}], ids=["blosclz", "none"])
@@ -281,17 +288,4 @@ def test_keeping_an_error_of_a_far_source_keeps_no_device_memory(
     with start(tmp_path) as server:
         reached = {"endpoint": server.url, "region": "us-east-1", "anonymous": True}
         opened = open_fake("s3://bucket/cells.h5ad", prefetch=1, shuffle=False, storage_options=reached, **SMALL)
-        free = opened.device._left
-        gc.collect()
-        gc.disable()
-        try:
-            with pytest.raises(gpuload.CorruptDataError) as told:
-                list(opened.epoch())
-            opened.loader.close()  # does not wait for what is in transfer
-            until = time.monotonic() + 20
-            while opened.device._left != free and time.monotonic() < until:
-                time.sleep(0.01)
-            assert opened.device._left == free
-        finally:
-            gc.enable()
-    assert told.value.__traceback__ is not None
+        assert_an_error_keeps_no_memory(opened, within_s=20)  # closing does not wait for what is in transfer

@@ -5,7 +5,7 @@ of its callers, of theirs, and so on: most of the time that kernels take to comp
 once, and is optimized within the kernels: functions that Python calls, and those that native code calls by address.
 
 This replaces parts of numba that it does not document. With a version that this was not tried with, numba compiles as
-it does by itself: the same code, in twice the time.
+it does by itself: the same code, in more time.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Translation(CompilerBase):
 
     def define_pipelines(self) -> list[Any]:
         """Return the usual passes."""
-        self.state.library = _Translated(self.state.targetctx.codegen(), self.state.func_id.func_qualname)
+        self.state["library"] = _Translated(self.state.targetctx.codegen(), self.state.func_id.func_qualname)
         return [DefaultPassBuilder.define_nopython_pipeline(self.state)]
 
 
