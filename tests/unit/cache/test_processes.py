@@ -25,9 +25,8 @@ from gpuload.cache import snapshot as snapshot_module
 from gpuload.cache import store as store_module
 from gpuload.cache.asking import Settings
 from gpuload.cache.catalogue import Catalogue
-from gpuload.cache.fetchers import _keep
+from gpuload.cache.fetchers import FetcherProcess, _keep
 from gpuload.cache.files import adopt_strays
-from gpuload.cache.process import FetcherProcess
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, RemoteObject
 from tests.remotes import CountingRemote, HangingRemote, fill
