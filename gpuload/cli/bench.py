@@ -233,8 +233,8 @@ def _rounds(
                 loader.stats.reset()  # the warm-up's waits are not those of the measurement
             if (args.timeline or args.report) and number == args.repeats - 1:
                 loader.stats.keep_spans()
-            before, start = loader.stats.as_dict(), time.perf_counter()
-            while (elapsed := time.perf_counter() - start) < args.seconds:
+            before, start, elapsed = loader.stats.as_dict(), time.perf_counter(), 0.0
+            while elapsed < args.seconds:  # once at least
                 if n_batches % LOOK_EVERY == 0:  # checking each time would slow down what is measured
                     ahead.append(loader.queues())
                 n_batches += 1
@@ -243,6 +243,7 @@ def _rounds(
                     entropy.add(codes[batch["rows"].numpy()])
                 if args.step:
                     _step(args.step, loader.stats, batch["X"], gpu)
+                elapsed = time.perf_counter() - start
                 progress.reach(number * args.seconds + elapsed)
             after = loader.stats.as_dict()
             rounds.append(Round(elapsed, {k: after[k] - before[k] for k in MEASURED}))
