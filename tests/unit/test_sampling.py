@@ -204,7 +204,7 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         (Mixture({"three.h5ad": 1}), "Mixture: 'three.h5ad' is not one of the loader's paths; they are 'd/one.h5ad', "),
         (
             Mixture({"two.h5ad": 1}),
-            "Mixture: 'two.h5ad' matches several of the loader's paths; they are 'd/one.h5ad', ",
+            "Mixture: 'two.h5ad' matches several of the loader's paths; they are 'd/two.h5ad', 'e/two.h5ad'.",
         ),
         (Mixture([([True], 1)]), "Mixture: the mask has 1 entries but there are 6 cells; pass one per cell."),
         (Mixture([([0] * 6, 1)]), "Mixture: it was given an array of dtype int64 and shape (6,); expected a mask."),
