@@ -75,8 +75,8 @@ _ALL_FILTERS, _DONT_FILTER_PARTIAL_CHUNKS = np.uint32(0xFFFF_FFFF), 2
 _GZIP = b"\x1f\x8b"
 
 _MOST_CALLS, _MOST_HELD = 24, 64 << 20
-"""Calls of a function that reads an object, and bytes of it that are there, after which the last one waits for the rest:
-it would read the metadata of a huge file from the beginning too often."""
+"""Calls of a function that reads an object, and bytes of it that are there, after which a call waits for the rest: it
+would read the metadata of a huge file from the beginning too often."""
 
 T = TypeVar("T")
 
