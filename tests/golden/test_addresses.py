@@ -649,11 +649,16 @@ def test_pattern_selects_matching_files(
     assert_same(far, batches([folder / f"plate{k}.{form}" for k in (1, 2)]))
 
 
-def test_a_large_chunk_tree_is_read_a_level_at_a_time(server: Running, tmp_path: Path) -> None:
+def test_a_large_chunk_tree_is_read_a_level_at_a_time(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import h5py
 
+    from gpuload import remote_file
     from tests import writers
 
+    for name, value in (("_BLOCK", 8192), ("_WHOLE", 0), ("_BEGIN", 1), ("_END", 1)):
+        monkeypatch.setattr(remote_file, name, value)
     X = writers.counts(3000, 40)
     path = tmp_path / "many_chunks.h5ad"
     writers.write_h5ad(
