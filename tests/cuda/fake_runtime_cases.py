@@ -170,6 +170,22 @@ def test_kernels_that_do_not_compile_are_a_device_error(plain: Stored, monkeypat
         gpuload.open_loader(plain.path, device="cuda:0")
 
 
+def test_a_cupy_without_nvrtc_or_headers_is_a_device_error(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import compiler
+
+    def compile_module(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to find CUDA headers. Please install CUDA toolkit headers (e.g., pip install ...")
+
+    monkeypatch.setattr("gpuload.backends.cuda.device.source_of_kernels", lambda: "// not compiled here")
+    monkeypatch.setattr(compiler, "_compile_module_with_cache", compile_module)
+    told = (
+        r"^device='cuda': CuPy cannot compile kernels \(Failed to find CUDA headers\); install NVRTC and CUDA's "
+        r"headers with: pip install 'gpuload\[cuda13\]', or with CUDA 12 'gpuload\[cuda12\]'$"
+    )
+    with pytest.raises(gpuload.DeviceError, match=told):
+        gpuload.open_loader(plain.path, device="cuda:0")
+
+
 def test_kernels_that_cannot_be_kept_are_a_device_error(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     from cupy.cuda import compiler
 

@@ -62,7 +62,7 @@ class Device:
     MissingDependencyError
         CuPy is not installed, or older than 14.
     DeviceError
-        There is no such GPU, no driver, or the kernels cannot be compiled for it, or kept.
+        There is no such GPU, no driver, or the kernels cannot be compiled, or kept.
     """
 
     def __init__(self, number: int, memory_nbytes: int | None = None) -> None:
@@ -86,6 +86,14 @@ class Device:
                 self._kernels.compile()
             except OSError as error:
                 raise _not_kept("device='cuda'", error) from error
+            except RuntimeError as error:
+                if isinstance(error, (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)):
+                    raise
+                why = str(error).partition("\n")[0].partition(". ")[0]
+                raise DeviceError(
+                    f"device='cuda': CuPy cannot compile kernels ({why}); install NVRTC and CUDA's headers with: "
+                    "pip install 'gpuload[cuda13]', or with CUDA 12 'gpuload[cuda12]'"
+                ) from error
             self._n_blocks = 8 * cupy.cuda.Device(number).attributes["MultiProcessorCount"]
             self._functions: dict[str, Any] = {}
             # Pools of our own: memory from CuPy's default pool may still be in use by a stream unknown to us, and its
@@ -329,7 +337,8 @@ def _raise_as_device_error(name: str, error: BaseException) -> None:
     cuda = cupy.cuda
     if isinstance(error, cuda.memory.OutOfMemoryError):
         raise DeviceError(
-            f"{name}: out of memory: {error}. Lower fetch_factor, prefetch or device_cache, or set device_memory."
+            f"{name}: out of memory: {str(error).rstrip('.')}. Lower fetch_factor, prefetch or device_cache, or set "
+            "device_memory."
         ) from error
     if isinstance(error, cuda.compiler.CompileException):
         raise DeviceError(
