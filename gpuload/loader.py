@@ -221,8 +221,9 @@ class Loader:
         """Set the CUDA stream (a cudaStream_t) on which subsequent minibatches are used.
 
         Minibatches are ready for work on that stream, and their memory is reused only after the work enqueued there
-        before the last reference was dropped. The PyTorch front sets torch's current stream before each minibatch. By
-        default, without a front, it is CuPy's current stream. No effect on the CPU.
+        before the last reference was dropped. The stream must exist until the loader is closed. The PyTorch front sets
+        torch's current stream before each minibatch. By default, without a front, it is CuPy's current stream. No
+        effect on the CPU.
         """
         self._backend.use_stream(number)
 
