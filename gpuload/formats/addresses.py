@@ -343,7 +343,7 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
             return [changed(one) for one in given]
         if isinstance(given, Mapping):
             return {name: changed(one) for name, one in given.items()}
-        path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else ""
+        path = _text_of(given)
         if path.startswith("file://"):
             return path.removeprefix("file://")
         if "://" not in path:
@@ -358,6 +358,16 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
                 f"{name}: it is for addresses such as 's3://bucket/atlas.h5ad', but paths has none; leave it out."
             )
     return found
+
+
+def _text_of(given: Any) -> str:
+    """Return a path or an address as text; ``""`` if it is neither.
+
+    A path of universal_pathlib to an object is not os.PathLike.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        return os.fspath(given)
+    return str(given.as_uri()) if hasattr(given, "as_uri") and hasattr(given, "storage_options") else ""
 
 
 def check_given(paths: Any) -> None:

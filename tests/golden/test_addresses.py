@@ -187,6 +187,29 @@ def test_listing_on_a_web_server_is_refused(server: Running, tmp_path: Path, mon
         gpuload.open_loader(address)
 
 
+class ObjectPath:
+    """A path of universal_pathlib to an object, as far as it is asked: it is not os.PathLike."""
+
+    storage_options: ClassVar[dict[str, Any]] = {"anon": True}
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def as_uri(self) -> str:
+        return self.address
+
+
+def test_path_of_universal_pathlib_is_read_as_its_address(server: Running, plain: Stored) -> None:
+    address, reached = f"s3://data/{put(server, plain.path)}", options(server)
+    near = batches(plain.path)
+    assert_same(batches(ObjectPath(address), storage_options=reached), near)
+    assert_same(batches([ObjectPath(address)], storage_options=reached), near)
+    with gpuload.open_loader(ObjectPath(address), obs="source_file", storage_options=reached) as loader:
+        assert loader.categories["source_file"].tolist() == [address]
+    names = gpuload.obs_names(ObjectPath(address), storage_options=reached)
+    assert names.tolist() == gpuload.obs_names(plain.path).tolist()
+
+
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_google_and_azure_addresses_read_the_same_as_on_disk(
     server: Running, plain: Stored, zarrs: Callable[[str], Path], scheme: str

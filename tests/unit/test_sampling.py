@@ -117,6 +117,7 @@ def cells(**more: Any) -> Cells:
         ),
         (lambda: PairedNeighbor(GRAPH, alone="out"), "PairedNeighbor(alone='out'): expected 'self' or 'drop'."),
         (lambda: gpuload.split_pairs([], 0), "split_pairs(n_partners=0): expected a whole number of at least 1."),
+        (lambda: PairedControl("a", "c", pair_controls=1), "PairedControl(pair_controls=1): expected True or False."),
         (lambda: PairedControl(1, "c"), "PairedControl(column=1): expected the name of an obs column."),
         (lambda: PairedControl("a", "c", match=()), "PairedControl(match=()): expected at least one name."),
         (
@@ -660,6 +661,7 @@ def test_descriptions_are_json_and_distinguish_settings() -> None:
         Grouped("label", 1, shares={"a": 1, "b": 2}),
         Subset(mask, PairedControl("drug", "dmso", match="batch")),
         Subset(mask, PairedControl("drug", "dmso", match="batch", n_controls=3)),
+        Subset(mask, PairedControl("drug", "dmso", match="batch", pair_controls=True)),
         Subset(mask, PairedControl("drug", "x", match="batch")),
         PairedNeighbor(GRAPH),
         PairedNeighbor(GRAPH.T),
