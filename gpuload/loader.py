@@ -443,9 +443,9 @@ class Loader:
 
     def _end_live(self, *, is_final: bool = False) -> None:
         live = self._live() if self._live is not None else None
-        self._live = None
         if live is not None:
             live.end(is_final=is_final)
+        self._live = None  # not before: if another thread is iterating, it remains the one iteration
 
     def _start_of(self, epoch: int) -> Place:
         return Place(replace(self._plan, epoch=epoch))

@@ -21,6 +21,7 @@ from gpuload.formats.memory import is_anndata, is_matrix, open_memory
 from gpuload.formats.obs_table import check_obs_table, table_columns
 from gpuload.formats.progress import Progress, each_of, threads_for_parts
 from gpuload.formats.recognise import expand, is_parquet, obs_columns, open_parquet, open_path
+from gpuload.source import FileSource, replaced
 from gpuload.store import ObsColumn
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def open_matrices(
             )
         for store in stores.values():
             _check_cells(stores["X"], store)
+        _check_files(stores)
         on_error.pop_all()
     return stores
 
@@ -361,6 +363,15 @@ def _check_cells(first: Store, other: Store) -> None:
                 f"{path_too}: it has {n_rows_too} rows where {path} has {n_rows}, though both are of the same cells; "
                 "restore the files from their source."
             )
+
+
+def _check_files(stores: Mapping[str, Store]) -> None:
+    """Refuse matrices of one path that are in two files, as it was replaced after one of them was opened."""
+    known: dict[str, tuple[int, int]] = {}
+    for store in stores.values() if len(stores) > 1 else ():
+        for source in store.sources:
+            if isinstance(source, FileSource) and known.setdefault(source.name, source.identity) != source.identity:
+                raise replaced(source.name)
 
 
 def _check_cell_names(first: tuple[str, Any, str, Store], other: tuple[str, Any, str, Store]) -> None:
