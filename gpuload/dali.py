@@ -231,6 +231,9 @@ class CellIterator:
     On the CPU and without a pipeline, DALI's dynamic mode makes the tensors (``nvidia.dali.experimental.dynamic``, DALI
     2.0 or newer). If that mode is missing, or does not share the memory and keep it alive, a plain pipeline copies each
     minibatch, and the logger ``"gpuload"`` says so once.
+
+    On a GPU and with a pipeline, keep a tensor that you use in a later step too until PyTorch's stream has done that:
+    wait for an event, or synchronize, before you drop it. For work given in the tensor's own step, this is not needed.
     """
 
     def __init__(self, loader: Loader, pipeline: Pipeline | None = None, output_names: list[str] | None = None) -> None:
