@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 T = TypeVar("T")
 
@@ -25,7 +25,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def parser(
-    name: str, doc: str, *, rounds: int | None = None, results: str | None = None, also: str = ""
+    name: str,
+    doc: str,
+    *,
+    rounds: int | None = None,
+    results: str | None = None,
+    also: str = "",
+    arms: Iterable[str] = (),
 ) -> argparse.ArgumentParser:
     """Return the parser of a runner.
 
@@ -39,14 +45,23 @@ def parser(
         The file in ``benchmarks/results`` that is the default of ``--out``; None: by default nothing is recorded.
     also
         What the help of ``--out`` says besides.
+    arms
+        Those that ``--only`` chooses from; without them there is no such option.
     """
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0])
     out = ROOT / "benchmarks" / "results" / results if results else None
     default = f" (default: benchmarks/results/{results})" if results else ""
     made.add_argument("--out", type=Path, default=out, help=f"append JSON lines to this file{also}{default}")
     if rounds is not None:
-        made.add_argument("--rounds", type=int, default=rounds, help="measurements of each arm (default: %(default)s)")
+        option(made, "--rounds", rounds, "measurements of each arm")
+    if names := list(arms):
+        made.add_argument("--only", nargs="+", choices=names, default=names, help="measure only these (default: all)")
     return made
+
+
+def option(made: argparse.ArgumentParser, name: str, default: Any, what: str, **more: Any) -> None:
+    """Add an option of the type of its default, which its help gives."""
+    made.add_argument(name, type=type(default), default=default, help=f"{what} (default: %(default)s)", **more)
 
 
 def in_turns(arms: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
@@ -90,8 +105,10 @@ def said(command: Sequence[str], **environment: str) -> str:
     ).stdout
 
 
-def is_installed(package: str) -> bool:
-    """Return whether a package, or a module of one, can be imported."""
+def is_installed(package: str, python: str = sys.executable) -> bool:
+    """Return whether a package, or a module of one, can be imported by this interpreter, or by another."""
+    if python != sys.executable:
+        return bool(apart(is_installed, package, python=python))
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # its parent package is missing

@@ -419,10 +419,6 @@ def replace_between_markers(text: str, content: str) -> str:
     return f"{before}{BEGIN}\n{content}\n{END}{after}"
 
 
-def _short(runs: Sequence[list[dict[str, Any]]]) -> list[str]:
-    return [f"{headline(run, ALSO if number else ())}\n\n{conditions(run)}" for number, run in enumerate(runs)]
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; write the figure and the README if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.splitlines()[0])
@@ -436,7 +432,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(content)
     if options.plot:
         plot(runs[0], options.plot)
-    short = "\n\n".join(filter(None, [loaders(runs[0]), *_short(runs)]))
+    parts = (f"{headline(run, ALSO if number else ())}\n\n{conditions(run)}" for number, run in enumerate(runs))
+    short = "\n\n".join(filter(None, [loaders(runs[0]), *parts]))
     for path, text in ((options.readme, short), (options.details, content)):
         if path:
             path.write_text(replace_between_markers(path.read_text(), text))

@@ -86,12 +86,9 @@ def thinned(points: list[Any], n: int = 50) -> list[Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Make the screen, run the parts, print their tables, and append to the results if requested."""
-    parser = frame.parser("run_classify", __doc__, also="; a plot is written beside it")
+    parser = frame.parser("run_classify", __doc__, also="; a plot is written beside it", arms=PARTS)
     parser.add_argument("folder", type=Path, help="folder of the screens")
-    parser.add_argument(
-        "--cells", type=int, default=80_000, help="cells of a screen that is made (default: %(default)s)"
-    )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all)")
+    frame.option(parser, "--cells", 80_000, "cells of a screen that is made")
     parser.add_argument("--options", nargs=argparse.REMAINDER, default=[], help="further options for classify.py")
     options = parser.parse_args(arguments)
     start = time.perf_counter()

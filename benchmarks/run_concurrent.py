@@ -163,12 +163,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = frame.parser("run_concurrent", __doc__, rounds=1)
     parser.add_argument("folder", type=Path, help="BUCKETS/BUCKET/NAME; the server serves its grandparent")
     parser.add_argument("--make", type=int, metavar="N", help="first write N images")
-    parser.add_argument("--latency-ms", type=float, default=130.0, help="median latency; default: %(default)s")
-    parser.add_argument(
-        "--latency-sigma", type=float, default=0.3, help="standard deviation of its logarithm; default: %(default)s"
-    )
-    parser.add_argument("--batch-size", type=int, default=256, help="images per batch; default: %(default)s")
-    parser.add_argument("--batches", type=int, default=8, help="batches to time; default: %(default)s")
+    frame.option(parser, "--latency-ms", 130.0, "median latency")
+    frame.option(parser, "--latency-sigma", 0.3, "standard deviation of its logarithm")
+    frame.option(parser, "--batch-size", 256, "images per batch")
+    frame.option(parser, "--batches", 8, "batches to time")
     parser.add_argument("--full", action="store_true", help="run the whole grid, which takes about 15 minutes")
     parser.add_argument(
         "--apart", action="store_true", help="reserve one core for the server, the rest for the program"

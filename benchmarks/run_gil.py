@@ -18,13 +18,14 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from benchmarks import frame, machine
-from benchmarks.run_readers import tfrecords
+from benchmarks.run_readers import Files, tfrecords
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,25 +96,10 @@ def by_worker(folder: Path, values: np.ndarray) -> Read:
     import torch
 
     torch.save(torch.from_numpy(values), folder / "worker.pt")
-    files = [str(folder / "worker.pt")] * 100_000
-    loader = torch.utils.data.DataLoader(_Files(files), batch_size=1, num_workers=1, prefetch_factor=1)
+    files: Any = Files([folder / "worker.pt"] * 100_000, partial(torch.load, weights_only=True))
+    loader = torch.utils.data.DataLoader(files, batch_size=1, num_workers=1, prefetch_factor=1)
     batches: Iterator[Any] = iter(loader)
     return lambda: next(batches)
-
-
-class _Files:
-    """A map-style dataset of .pt files."""
-
-    def __init__(self, files: list[str]) -> None:
-        self._files = files
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, index: int) -> Any:
-        import torch
-
-        return torch.load(self._files[index], weights_only=True)
 
 
 def by_dali(folder: Path, values: np.ndarray) -> Read:
@@ -202,10 +188,9 @@ def measure(read: Callable[[], Any], seconds: float) -> tuple[float, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure each way, print a table, and append to the results if requested."""
-    parser = frame.parser("run_gil", __doc__)
-    parser.add_argument("--mib", type=float, default=64, help="size of the array (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=3, help="minimum time per way (default %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS), help="ways to measure (default: all)")
+    parser = frame.parser("run_gil", __doc__, arms=WAYS)
+    frame.option(parser, "--mib", 64.0, "size of the array")
+    frame.option(parser, "--seconds", 3.0, "minimum time per way")
     options = parser.parse_args(arguments)
     values = np.random.default_rng(0).standard_normal(int(options.mib * machine.MIB) // 4, dtype=np.float32)
     print("| way | share of a call held at one go | calls |\n| --- | ---: | ---: |")

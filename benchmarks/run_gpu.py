@@ -92,7 +92,7 @@ def ceiling_fill(options: Options) -> dict[str, Any]:
 
     out, stream = cupy.empty(1 << 30, dtype=np.uint8), cupy.cuda.Stream(non_blocking=True)
     found = _rate(lambda: out.data.memset_async(0, out.nbytes, stream), stream, out.nbytes)
-    row_nbytes = 4 * _n_vars(options.file)
+    row_nbytes = 4 * frame.describe_file(options.file)["n_vars"]
     return {**found, "cells_per_s": found["bytes_per_s"] / row_nbytes}
 
 
@@ -321,13 +321,6 @@ def _step_of(seconds: float) -> tuple[Callable[[], None], float]:
     return step, n_products * timed(20 * n_products)
 
 
-def _n_vars(file: Path) -> int:
-    import h5py
-
-    with h5py.File(file) as opened:
-        return int(opened["X"].attrs["shape"][1])
-
-
 def _has_label(file: Path) -> bool:
     """Return whether an .h5ad file of the user's has the label that made files have."""
     import h5py
@@ -378,20 +371,13 @@ def _write_gzip(group: Any, name: str, values: NDArray[Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn; print the records and append them to the results."""
-    parser = frame.parser("run_gpu", __doc__, rounds=3, results="gpu.jsonl")
+    parser = frame.parser("run_gpu", __doc__, rounds=3, results="gpu.jsonl", arms=ARMS)
     parser.add_argument("--file", type=Path, help="the .h5ad file (default: make one)")
-    parser.add_argument(
-        "--n-obs", type=int, default=400_000, help="cells in the file that is made (default: %(default)s)"
-    )
-    parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS), help="arms to run (default: all)")
-    parser.add_argument("--batch-size", type=int, default=1024, help="cells per minibatch (default: %(default)s)")
-    parser.add_argument("--fetch-factor", type=int, default=64, help="minibatches per fetch (default: %(default)s)")
-    parser.add_argument(
-        "--cache", choices=("warm", "cold"), default="warm", help="state of the page cache (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=300, help="time limit per arm, in seconds (default: %(default)s)"
-    )
+    frame.option(parser, "--n-obs", 400_000, "cells in the file that is made")
+    frame.option(parser, "--batch-size", 1024, "cells per minibatch")
+    frame.option(parser, "--fetch-factor", 64, "minibatches per fetch")
+    frame.option(parser, "--cache", "warm", "state of the page cache", choices=("warm", "cold"))
+    frame.option(parser, "--timeout", 300.0, "time limit per arm, in seconds")
     parser.add_argument(
         "--budget", type=float, default=math.inf, help="seconds after which no further arm starts (default: no limit)"
     )

@@ -61,13 +61,12 @@ def _say(found: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn, print a line each, and append to the results if requested."""
-    parser = frame.parser("run_growing", __doc__, rounds=3)
+    parser = frame.parser("run_growing", __doc__, rounds=3, arms=ARMS)
     parser.add_argument("folder", type=Path, help="folder for samples and store")
-    parser.add_argument("--samples", type=int, default=600, help="samples in the remote; default: %(default)s")
-    parser.add_argument("--sample-bytes", type=int, default=1 << 20, help="bytes per sample; default: %(default)s")
-    parser.add_argument("--budget", default="400MiB", help="size limit of the store; default: %(default)s")
-    parser.add_argument("--epochs", type=int, default=10, help="epochs per run; default: %(default)s")
-    parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS), help="arms to run (default: all)")
+    frame.option(parser, "--samples", 600, "samples in the remote")
+    frame.option(parser, "--sample-bytes", 1 << 20, "bytes per sample")
+    frame.option(parser, "--budget", "400MiB", "size limit of the store")
+    frame.option(parser, "--epochs", 10, "epochs per run")
     options = parser.parse_args(arguments)
     samples = options.folder / "buckets" / "samples"
     if not samples.exists():

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import runpy
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -107,19 +106,21 @@ def measure(arm: str, folder: str) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure every arm whose library is installed; print a line each, and append to the results if requested."""
-    parser = frame.parser("run_migration", __doc__, rounds=3)
-    parser.add_argument("--cells", type=int, default=20_000, help="cells in the file (default %(default)s)")
-    parser.add_argument("--genes", type=int, default=2_000, help="genes in the file (default %(default)s)")
-    parser.add_argument("--samples", type=int, default=4_000, help="samples to read by ID (default %(default)s)")
-    parser.add_argument(
-        "--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="scripts to run (default: all)"
-    )
+    parser = frame.parser("run_migration", __doc__, rounds=3, arms=SCRIPTS)
+    frame.option(parser, "--cells", 20_000, "cells in the file")
+    frame.option(parser, "--genes", 2_000, "genes in the file")
+    frame.option(parser, "--samples", 4_000, "samples to read by ID")
     parser.add_argument(
         "--python", action="append", default=[], metavar="ARM=PYTHON", help="interpreter for one arm; repeatable"
     )
     options = parser.parse_args(arguments)
     pythons = dict(pair.split("=", 1) for pair in options.python)
-    runnable = [arm for arm in options.only if _can_run(arm, pythons.get(arm, sys.executable))]
+    runnable = []
+    for arm in options.only:
+        if frame.is_installed(SCRIPTS[arm][1], pythons.get(arm, sys.executable)):
+            runnable.append(arm)
+        else:
+            print(f"skipped {arm}: {SCRIPTS[arm][1]} is not installed there")
     with TemporaryDirectory() as folder:
         make_cells(Path(folder) / "cells.h5ad", options.cells, options.genes)
         make_samples(Path(folder) / "samples", options.samples)
@@ -129,16 +130,6 @@ def main(arguments: list[str] | None = None) -> int:
             print(number, arm, {k: round(v) for k, v in found.items() if k.endswith("_per_s")}, flush=True)
             machine.add_records(options.out, [{**found, "round": number}])
     return 0
-
-
-def _can_run(arm: str, python: str) -> bool:
-    """Return whether an arm's library is installed; report if it is not."""
-    needed = SCRIPTS[arm][1]
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({needed!r}) is None)"
-    is_there = not subprocess.run([python, "-c", code], cwd=frame.ROOT, check=False).returncode
-    if not is_there:
-        print(f"skipped {arm}: {needed} is not installed there")
-    return is_there
 
 
 if __name__ == "__main__":

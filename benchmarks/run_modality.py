@@ -140,9 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=[name for name in here if name != "cuml" or frame.is_installed("cuml")],
         help="arms to run (default: all that can run here)",
     )
-    parser.add_argument(
-        "--landmarks", type=int, default=4000, help="landmarks for the regression; default: %(default)s"
-    )
+    frame.option(parser, "--landmarks", 4000, "landmarks for the regression")
     options = parser.parse_args(arguments)
     if options.make:
         load_program().write_synthetic(options.folder, options.make, 0)

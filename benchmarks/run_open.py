@@ -81,10 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Make the files, measure, print a table, and append to the results if requested."""
     parser = frame.parser("run_open", __doc__, rounds=5)
     parser.add_argument("folder", type=Path, help="folder for the files")
-    parser.add_argument(
-        "--cells", type=int, default=100_000_000, help="cells in all files together (default: %(default)s)"
-    )
-    parser.add_argument("--files", type=int, default=14, help="number of files; default: %(default)s")
+    frame.option(parser, "--cells", 100_000_000, "cells in all files together")
+    frame.option(parser, "--files", 14, "number of files")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     paths = [options.folder / f"plate{k + 1}.h5ad" for k in range(options.files)]

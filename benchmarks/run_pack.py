@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--annbatch-python", default=sys.executable, help="Python interpreter with annbatch (default: this one)"
     )
-    parser.add_argument("--memory", default="2GiB", help="memory limit for packing (default: %(default)s)")
+    frame.option(parser, "--memory", "2GiB", "memory limit for packing")
     options = parser.parse_args(arguments)
     set_cache(options.file, "warm")
     table = codecs(options.file)

@@ -153,11 +153,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Make the files, measure, print the results, and append to the results file if requested."""
     parser = frame.parser("run_parquet", __doc__, rounds=30)
     parser.add_argument("folder", type=Path, help="folder for the files")
-    parser.add_argument("--cells", type=int, default=20_000, help="cells per file (default: %(default)s)")
-    parser.add_argument("--files", type=int, default=20, help="number of files; default: %(default)s")
-    parser.add_argument(
-        "--groups", type=int, default=100_000, help="mock row groups for planning (default: %(default)s)"
-    )
+    frame.option(parser, "--cells", 20_000, "cells per file")
+    frame.option(parser, "--files", 20, "number of files")
+    frame.option(parser, "--groups", 100_000, "mock row groups for planning")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     paths = [options.folder / f"train-{k:05d}.parquet" for k in range(options.files)]

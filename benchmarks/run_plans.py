@@ -226,13 +226,10 @@ def table(records: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure the chosen cases in turn, print the table, and append to the results if requested."""
-    parser = frame.parser("run_plans", __doc__, rounds=3)
-    parser.add_argument("--cells", type=int, default=100_000_000, help="cells per epoch (default %(default)s)")
-    parser.add_argument("--rival-cells", type=int, default=10_000_000, help="cells for scDataset (default %(default)s)")
-    parser.add_argument(
-        "--fetches", type=int, default=600, help="maximum number of fetches to plan (default %(default)s)"
-    )
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases to run (default: all)")
+    parser = frame.parser("run_plans", __doc__, rounds=3, arms=CASES)
+    frame.option(parser, "--cells", 100_000_000, "cells per epoch")
+    frame.option(parser, "--rival-cells", 10_000_000, "cells for scDataset")
+    frame.option(parser, "--fetches", 600, "maximum number of fetches to plan")
     parser.add_argument("--without-rivals", action="store_true", help="skip scDataset")
     options = parser.parse_args(arguments)
     has_rival = not options.without_rivals and frame.is_installed("scdataset")

@@ -106,14 +106,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure all arms in turn, print their medians, and append to the results if requested."""
     parser = frame.parser("run_ranks", __doc__, rounds=5)
     parser.add_argument("--file", type=Path, help="the .h5ad file")
-    parser.add_argument("--epochs", type=int, default=20, help="epochs to time (default %(default)s)")
-    parser.add_argument(
-        "--work-dir", type=Path, default=Path("."), help="folder for the row numbers to compare (default: .)"
-    )
-    parser.add_argument("--batch-size", type=int, default=64, help="cells per minibatch (default %(default)s)")
-    parser.add_argument(
-        "--fetch-factor", type=int, default=32, help="minibatches per fetch of each rank (default %(default)s)"
-    )
+    frame.option(parser, "--epochs", 20, "epochs to time")
+    frame.option(parser, "--work-dir", Path("."), "folder for the row numbers to compare")
+    frame.option(parser, "--batch-size", 64, "cells per minibatch")
+    frame.option(parser, "--fetch-factor", 32, "minibatches per fetch of each rank")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank:

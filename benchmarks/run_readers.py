@@ -71,7 +71,7 @@ def by_workers(folder: Path, batch_size: int) -> Iterator[Epoch]:
     """PyTorch's DataLoader over .npy files, with worker processes."""
     import torch
 
-    files = Files(sorted((folder / "npy").iterdir()))
+    files = Files(sorted((folder / "npy").iterdir()), np.load)
     options: dict[str, Any] = {"batch_size": batch_size, "shuffle": True, "num_workers": N_THREADS}
 
     def epoch(number: int) -> Iterator[Any]:
@@ -83,16 +83,16 @@ def by_workers(folder: Path, batch_size: int) -> Iterator[Epoch]:
 
 
 class Files:
-    """A map-style dataset of .npy files."""
+    """A map-style dataset of files, each read by a function."""
 
-    def __init__(self, paths: list[Path]) -> None:
-        self._paths = paths
+    def __init__(self, paths: list[Path], read: Callable[[Path], Any]) -> None:
+        self._paths, self._read = paths, read
 
     def __len__(self) -> int:
         return len(self._paths)
 
     def __getitem__(self, index: int) -> Any:
-        return np.load(self._paths[index])
+        return self._read(self._paths[index])
 
 
 @contextmanager
@@ -136,13 +136,12 @@ def measure(epoch: Epoch, wanted: np.ndarray, seconds: float) -> dict[str, float
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn, print a line each, and append to the results if requested."""
-    parser = frame.parser("run_readers", __doc__, rounds=3)
+    parser = frame.parser("run_readers", __doc__, rounds=3, arms=ARMS)
     parser.add_argument("folder", type=Path, help="folder for the samples")
-    parser.add_argument("--samples", type=int, default=256, help="number of samples; default: %(default)s")
-    parser.add_argument("--sample-bytes", type=int, default=1 << 18, help="bytes per sample; default: %(default)s")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples per minibatch; default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=5, help="minimum time per arm (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS), help="arms to run (default: all)")
+    frame.option(parser, "--samples", 256, "number of samples")
+    frame.option(parser, "--sample-bytes", 1 << 18, "bytes per sample")
+    frame.option(parser, "--batch-size", 32, "samples per minibatch")
+    frame.option(parser, "--seconds", 5.0, "minimum time per arm")
     options = parser.parse_args(arguments)
     folder = options.folder / f"{options.samples}x{options.sample_bytes}"
     wanted = make(folder, options.samples, options.sample_bytes // 4)

@@ -102,13 +102,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure the arms in turn, print a table, and append to the results if requested."""
     parser = frame.parser("run_remote", __doc__, rounds=3)
     parser.add_argument("--file", type=Path, required=True, help="the .h5ad file")
-    parser.add_argument("--latency-ms", type=float, default=30.0, help="median latency; default: %(default)s")
-    parser.add_argument(
-        "--latency-sigma", type=float, default=0.3, help="standard deviation of its logarithm; default: %(default)s"
-    )
-    parser.add_argument(
-        "--n-files", type=int, default=100, help="number of files that the cells are split into; default: %(default)s"
-    )
+    frame.option(parser, "--latency-ms", 30.0, "median latency")
+    frame.option(parser, "--latency-sigma", 0.3, "standard deviation of its logarithm")
+    frame.option(parser, "--n-files", 100, "number of files that the cells are split into")
     options = parser.parse_args(arguments)
     os.environ["GPULOAD_INDEX"] = "off"  # so that each opening is a first one
     results: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}

@@ -58,16 +58,20 @@ ENVIRONMENTS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run the chosen arms; return 0, or 1 if a measurement failed."""
     options = _parse(arguments)
-    chosen = [arm for arm in arms(options.batch_size, options.fetch_factor) if _is_wanted(arm, options.only)]
+    every = arms(options.batch_size, options.fetch_factor)
+    chosen = [arm for arm in every if any(fnmatch(n, p) for n in (arm.name, arm.group) for p in options.only)]
     if not chosen:
         print(f"--only {' '.join(options.only)}: no such arm; see --list.", file=sys.stderr)
         return 2
     if options.list:
         print(*(f"{arm.group:10s} {arm.name}" for arm in chosen), sep="\n")
         return 0
-    runnable = [arm for arm in chosen if _can_run(arm, options.environments)]
+    runnable = []
     for arm in chosen:
-        if arm not in runnable:
+        python = _python(arm, options.environments)
+        if all(frame.is_installed(package, python) for package in NEEDED[arm.rival]):
+            runnable.append(arm)
+        else:
             print(f"skipped {arm.name}: {', '.join(NEEDED[arm.rival])} not all installed")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.work_dir.mkdir(parents=True, exist_ok=True)
@@ -85,28 +89,19 @@ def main(arguments: list[str] | None = None) -> int:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = frame.parser("run_rivals", __doc__, rounds=5, results="rivals.jsonl")
     parser.add_argument("--file", type=Path, help="the .h5ad file, with CSR X and a categorical obs column 'plate'")
-    parser.add_argument("--seconds", type=float, default=6.0, help="minimum time per measurement (default %(default)s)")
+    frame.option(parser, "--seconds", 6.0, "minimum time per measurement")
     parser.add_argument(
         "--only", nargs="+", default=["*"], metavar="PATTERN", help="arms or groups to run, as shell patterns"
     )
-    parser.add_argument("--batch-size", type=int, default=64, help="cells per minibatch (default %(default)s)")
-    parser.add_argument("--fetch-factor", type=int, default=256, help="minibatches per fetch (default %(default)s)")
-    parser.add_argument(
-        "--cache", choices=("warm", "cold"), default="warm", help="page cache before each measurement (default warm)"
-    )
-    parser.add_argument("--epochs", type=int, default=3, help="epochs for the memory arms (default %(default)s)")
+    frame.option(parser, "--batch-size", 64, "cells per minibatch")
+    frame.option(parser, "--fetch-factor", 256, "minibatches per fetch")
+    frame.option(parser, "--cache", "warm", "page cache before each measurement", choices=("warm", "cold"))
+    frame.option(parser, "--epochs", 3, "epochs for the memory arms")
     parser.add_argument("--work-dir", type=Path, help="folder for converted stores (default: beside the file)")
-    parser.add_argument(
-        "--timeout", type=float, default=900.0, help="time limit per measurement, in seconds (default %(default)s)"
-    )
+    frame.option(parser, "--timeout", 900.0, "time limit per measurement, in seconds")
     parser.add_argument("--list", action="store_true", help="list the arms and exit")
-    parser.add_argument(
-        "--environments",
-        type=Path,
-        default=Path(".rivals"),
-        metavar="FOLDER",
-        help="folder with a virtual environment for each library that needs its own (default: %(default)s)",
-    )
+    what = "folder with a virtual environment for each library that needs its own"
+    frame.option(parser, "--environments", Path(".rivals"), what, metavar="FOLDER")
     options = parser.parse_args(arguments)
     if options.list:
         return options
@@ -116,10 +111,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _is_wanted(arm: Arm, patterns: list[str]) -> bool:
-    return any(fnmatch(arm.name, pattern) or fnmatch(arm.group, pattern) for pattern in patterns)
-
-
 def _python(arm: Arm, environments: Path) -> str:
     """Return the interpreter that runs an arm."""
     if arm.rival in ENVIRONMENTS:
@@ -127,15 +118,6 @@ def _python(arm: Arm, environments: Path) -> str:
         if own.exists():
             return str(own)
     return sys.executable
-
-
-def _can_run(arm: Arm, environments: Path) -> bool:
-    """Return whether the rival's packages are installed in the Python that would run it."""
-    python = _python(arm, environments)
-    if python == sys.executable:
-        return all(map(frame.is_installed, NEEDED[arm.rival]))
-    done = subprocess.run([python, "-c", f"import {', '.join(NEEDED[arm.rival])}"], capture_output=True, check=False)
-    return not done.returncode
 
 
 def _run(arm: Arm, number: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -25,25 +25,21 @@ def table(rates: list[Rate]) -> str:
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",
     ]
     for rate in rates:
-        cells = "" if rate.cells_per_s is None else f"{rate.cells_per_s:,.0f}"
         notes = ", ".join(f"{name} {value:,.3g}" for name, value in (rate.notes or {}).items())
         lines.append(
             f"| {rate.stage} | {rate.what} | {rate.rate:,.0f} {rate.unit}/s | {rate.ceiling:,.0f} ({rate.ceiling_is}) "
-            f"| {rate.fraction:.2f} | {cells} | {notes} |"
+            f"| {rate.fraction:.2f} | {rate.cells_per_s:,.0f} | {notes} |"
         )
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure the chosen stages, print the table, and append to the results if requested."""
-    parser = frame.parser("run_stages", __doc__)
+    parser = frame.parser("run_stages", __doc__, arms=STAGES)
     parser.add_argument("--file", type=Path, required=True, help="the .h5ad file")
-    parser.add_argument(
-        "--only", nargs="+", choices=STAGES, default=list(STAGES), help="stages to measure (default: all)"
-    )
-    parser.add_argument("--batch-size", type=int, default=64, help="cells per minibatch (default %(default)s)")
-    parser.add_argument("--fetch-factor", type=int, default=256, help="minibatches per fetch (default %(default)s)")
-    parser.add_argument("--block-size", default="chunk", help='rows to read together, or "chunk" (default %(default)s)')
+    frame.option(parser, "--batch-size", 64, "cells per minibatch")
+    frame.option(parser, "--fetch-factor", 256, "minibatches per fetch")
+    frame.option(parser, "--block-size", "chunk", 'rows to read together, or "chunk"')
     options = parser.parse_args(arguments)
     set_cache(options.file, "warm")
     block_size = options.block_size if options.block_size == "chunk" else int(options.block_size)

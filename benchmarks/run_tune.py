@@ -85,15 +85,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Tune, sweep, compare; print the table, and append to the results if requested."""
     parser = frame.parser("run_tune", __doc__)
     parser.add_argument("--file", type=Path, required=True, help="the .h5ad file")
-    parser.add_argument("--label", default="drug", help="obs column to assess mixing by (default %(default)s)")
-    parser.add_argument("--memory", default="2GiB", help="memory limit for the loader (default %(default)s)")
-    parser.add_argument(
-        "--min-entropy", type=float, default=0.98, help="minimum relative entropy (default %(default)s)"
-    )
-    parser.add_argument("--batch-size", type=int, default=64, help="cells per minibatch (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="time for tuning (default %(default)s)")
-    parser.add_argument("--sweep-seconds", type=float, default=1.0, help="minimum time per turn (default %(default)s)")
-    parser.add_argument("--turns", type=int, default=3, help="turns per setting (default %(default)s)")
+    frame.option(parser, "--label", "drug", "obs column to assess mixing by")
+    frame.option(parser, "--memory", "2GiB", "memory limit for the loader")
+    frame.option(parser, "--min-entropy", 0.98, "minimum relative entropy")
+    frame.option(parser, "--batch-size", 64, "cells per minibatch")
+    frame.option(parser, "--seconds", 20.0, "time for tuning")
+    frame.option(parser, "--sweep-seconds", 1.0, "minimum time per turn")
+    frame.option(parser, "--turns", 3, "turns per setting")
     options = parser.parse_args(arguments)
     set_cache(options.file, "warm")
     wish = Wish(

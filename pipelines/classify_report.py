@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from gpuload.program import table
@@ -45,14 +44,7 @@ PAPER_TITLE = "paper: linear, Tahoe-100M"
 def summary(results: Sequence[Mapping[str, Any]], loaders: Mapping[str, float], n_train: int) -> list[dict[str, Any]]:
     """Return a row for each model and order: means over the seeds, and the standard deviations of the scores.
 
-    Parameters
-    ----------
-    results
-        Results of the runs.
-    loaders
-        Cells per second of an order's loader alone; may lack some.
-    n_train
-        Number of training cells.
+    `loaders` has cells per second of an order's loader alone, and may lack some.
     """
     rows = []
     for model, order in dict.fromkeys((r["model"], r["order"]) for r in results):
@@ -72,17 +64,7 @@ def summary(results: Sequence[Mapping[str, Any]], loaders: Mapping[str, float], 
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], mixes: Sequence[str]) -> str:
-    """Return the summary as text, followed by the paper's findings.
-
-    Parameters
-    ----------
-    rows
-        As returned by `summary`.
-    labels
-        The labels learned.
-    mixes
-        Columns whose entropy in the minibatches is reported.
-    """
+    """Return what `summary` did as text, with the entropy of some columns, followed by the paper's findings."""
     header = ["model, order", *labels, *(f"{name}, bits" for name in mixes), "training, cells/s", "loader, cells/s"]
     lines = []
     for row in rows:
@@ -105,7 +87,6 @@ def draw(
     shown = [*_of_paper(labels), *rows]
     models = list(dict.fromkeys(row["model"] for row in shown))
     figure = Figure(figsize=(3.0 * len(labels) + 5, 3.2 * len(models)), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(len(models), len(labels) + 1, squeeze=False, width_ratios=[1] * len(labels) + [1.8])
     for model, axes in zip(models, grid, strict=True):
         for label, axis in zip(labels, axes, strict=False):

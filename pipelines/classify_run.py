@@ -286,13 +286,7 @@ def check_settings(path: Path, args: argparse.Namespace) -> None:
 
 
 def check_contents(path: Path, args: argparse.Namespace, contents: dict[str, str]) -> None:
-    """Refuse data that differ from those whose fingerprints are stored in a file, if it exists.
-
-    Parameters
-    ----------
-    contents
-        A fingerprint of each file, from `Cells.contents`.
-    """
+    """Refuse data whose fingerprints, from `Cells.contents`, differ from those stored in a file, if it exists."""
     before = kept(path, *SETTINGS)
     known = contents if before is None else before.get("contents", {})
     changed = [name for name in {**known, **contents} if known.get(name) != contents.get(name)]

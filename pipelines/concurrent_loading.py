@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ except ImportError as missing:
     sys.exit(f"concurrent_loading.py: {missing}. From the checkout: pip install '.[samples,remote]' installs it.")
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 EPILOG = """\
 Credentials come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...). The vanilla, threads and asyncio
@@ -97,9 +98,8 @@ class Profile:
     def save(self, path: str, words: str) -> None:
         """Draw it all."""
         from gpuload.cli.figure import SAMPLE_LANES, draw_timeline
-        from gpuload.cli.page import save
 
-        save(Path(path), draw_timeline(self.spans(), words, lanes=SAMPLE_LANES))
+        Path(path).write_bytes(draw_timeline(self.spans(), words, lanes=SAMPLE_LANES))
 
 
 def note(log: Path | None, timer: str, start: float) -> None:
@@ -119,12 +119,14 @@ class Pictures(torch.utils.data.Dataset):
         An address ``s3://bucket/prefix``, or a folder.
     names
         Keys below it.
+    in_flight
+        Pictures of a batch that are requested concurrently, for the classes below.
     log
         Where to record when pictures were read and decoded.
     """
 
-    def __init__(self, place: str, names: list[str], log: Path | None = None) -> None:
-        self._place, self._names, self._log = place, names, log
+    def __init__(self, place: str, names: list[str], in_flight: int, log: Path | None) -> None:
+        self._place, self._names, self.in_flight, self._log = place, names, in_flight, log
         self._client: Any = None
 
     def __len__(self) -> int:
@@ -159,10 +161,6 @@ class Pictures(torch.utils.data.Dataset):
 class ThreadedPictures(Pictures):
     """The same, with the pictures of a batch requested by threads."""
 
-    def __init__(self, place: str, names: list[str], in_flight: int, log: Path | None = None) -> None:
-        super().__init__(place, names, log)
-        self.in_flight = in_flight
-
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
         """Return a batch."""
         if "://" in self._place:
@@ -186,63 +184,46 @@ class AsyncPictures(ThreadedPictures):
             return await asyncio.gather(*(loop.run_in_executor(pool, self.__getitem__, i) for i in indices))
 
 
-def workers_over(pictures: Pictures, args: argparse.Namespace) -> Iterator[Any]:
-    """Yield batches of a PyTorch DataLoader, epoch after epoch."""
-    settings = {"num_workers": args.workers, "prefetch_factor": 2, "persistent_workers": True} if args.workers else {}
-    loader = DataLoader(pictures, args.batch_size, shuffle=True, drop_last=True, **settings)
+def endless(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches of a loader, epoch after epoch."""
     while True:
-        yield from loader
+        yield from batches
 
 
-def vanilla(names: list[str], args: argparse.Namespace, profile: Profile | None = None) -> Iterator[Any]:
-    """One object at a time in each worker."""
-    return workers_over(Pictures(args.place, names, profile and profile.log), args)
+def workers_over(kind: type[Pictures], names: list[str], args: argparse.Namespace, profile: Profile | None) -> Any:
+    """Return batches of a PyTorch DataLoader over pictures, requested in its worker processes."""
+    settings = {"num_workers": args.workers, "prefetch_factor": 2, "persistent_workers": True} if args.workers else {}
+    pictures = kind(args.place, names, args.in_flight, profile and profile.log)
+    return endless(DataLoader(pictures, args.batch_size, shuffle=True, drop_last=True, **settings))
 
 
-def threads(names: list[str], args: argparse.Namespace, profile: Profile | None = None) -> Iterator[Any]:
-    """A batch at a time in each worker, by threads."""
-    return workers_over(ThreadedPictures(args.place, names, args.in_flight, profile and profile.log), args)
-
-
-def by_asyncio(names: list[str], args: argparse.Namespace, profile: Profile | None = None) -> Iterator[Any]:
-    """A batch at a time in each worker, by an event loop."""
-    return workers_over(AsyncPictures(args.place, names, args.in_flight, profile and profile.log), args)
-
-
-def ours(names: list[str], args: argparse.Namespace, profile: Profile | None = None) -> Iterator[Any]:
-    """Batches ahead of time, in this process."""
-    samples = SampleSet(names, {name: label_of(name) for name in names}, source_of(args.place), decode)
+def samples_of(
+    names: list[str], args: argparse.Namespace, profile: Profile | None, decoding: Any = decode, collate_fn: Any = None
+) -> Iterator[Any]:
+    """Return batches of our loader, requested ahead of time in this process."""
+    samples = SampleSet(names, {name: label_of(name) for name in names}, args.place, decoding)
     loader = SampleLoader(
-        samples, args.batch_size, shuffle=True, drop_last=True, num_workers=args.threads, in_flight=args.in_flight
-    )
+        samples, args.batch_size, shuffle=True, drop_last=True, num_workers=args.threads, in_flight=args.in_flight,
+        collate_fn=collate_fn,
+    )  # fmt: skip
     if profile is not None:
         profile.watch(loader)
-    while True:
-        yield from loader
+    return endless(loader)
 
 
-def dali(names: list[str], args: argparse.Namespace, profile: Profile | None = None) -> Iterator[Any]:
+def dali(names: list[str], args: argparse.Namespace, profile: Profile | None) -> Iterator[Any]:
     """Bytes ahead of time, in this process; DALI's threads decode (on a GPU, its JPEG decoder)."""
     from nvidia.dali import fn, pipeline_def, types
 
-    samples = SampleSet(names, {name: label_of(name) for name in names}, source_of(args.place), "bytes")
-    loader = SampleLoader(
-        samples, args.batch_size, shuffle=True, drop_last=True, num_workers=args.threads, in_flight=args.in_flight,
-        collate_fn=lambda batch: ([x.numpy() for x, _ in batch], np.array([y for _, y in batch], dtype=np.int64)),
+    encoded = samples_of(
+        names, args, profile, "bytes",
+        lambda batch: ([x.numpy() for x, _ in batch], np.array([y for _, y in batch], dtype=np.int64)),
     )  # fmt: skip
-
-    if profile is not None:
-        profile.watch(loader)
-
-    def batches() -> Iterator[Any]:
-        while True:
-            yield from loader
-
     has_gpu = torch.cuda.is_available()
 
     @pipeline_def(batch_size=args.batch_size, num_threads=args.threads, device_id=0 if has_gpu else None)
     def pipeline() -> Any:
-        jpegs, labels = fn.external_source(batches(), num_outputs=2, batch=True)
+        jpegs, labels = fn.external_source(encoded, num_outputs=2, batch=True)
         pictures = fn.decoders.image(jpegs, device="mixed" if has_gpu else "cpu")
         pictures = fn.crop(pictures, crop=(CROP, CROP), rounding="truncate", dtype=types.UINT8)
         pictures = fn.transpose(pictures, perm=[2, 0, 1])
@@ -256,7 +237,14 @@ def dali(names: list[str], args: argparse.Namespace, profile: Profile | None = N
         yield next(both), next(both).reshape(-1)
 
 
-LOADERS = {"vanilla": vanilla, "threads": threads, "asyncio": by_asyncio, "ours": ours, "dali": dali}
+LOADERS = {
+    "vanilla": partial(workers_over, Pictures),
+    "threads": partial(workers_over, ThreadedPictures),
+    "asyncio": partial(workers_over, AsyncPictures),
+    "ours": samples_of,
+    "dali": dali,
+}
+"""Each returns endless batches of some pictures, and notes in a profile, if there is one, when it read and decoded."""
 
 
 def label_of(name: str) -> int:
@@ -265,11 +253,6 @@ def label_of(name: str) -> int:
     if not stem.isdecimal():
         raise gpuload.StoreError(f"{name}: its name must be a number, which says its class, as --make writes them.")
     return int(stem) % N_CLASSES
-
-
-def source_of(place: str) -> Any:
-    """Return the source of the samples: a remote, or a folder."""
-    return open_remote(place) if "://" in place else place
 
 
 def names_in(place: str) -> list[str]:

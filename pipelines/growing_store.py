@@ -128,11 +128,6 @@ class StallMeter:
     thread that waits for a lock yields the processor voluntarily, a preempted one does not. If it waited for the GIL,
     its holder may have been preempted too, on a machine busy with other programs; so no more of such a wait is
     attributed to this program than the CPU time of all its threads together.
-
-    Parameters
-    ----------
-    seconds
-        Length of each measurement.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -60,13 +60,6 @@ examples:
 """
 
 
-def model_of(args: argparse.Namespace) -> ProteinModel:
-    """Return the model selected on the command line."""
-    return ProteinModel(
-        args.engine, solver=args.solver, n_landmarks=args.landmarks, device=args.device, random_state=args.seed
-    )
-
-
 def run(args: argparse.Namespace) -> None:
     """Make example files if requested, predict, compare, write and draw."""
     check_one_process("start one, since several would write the same files")
@@ -77,7 +70,9 @@ def run(args: argparse.Namespace) -> None:
             raise gpuload.PlanError(f"--out {out}: the prediction would replace {path}; name another folder.")
     if args.model:
         return predict_new(args, out)
-    model = model_of(args)
+    model = ProteinModel(
+        args.engine, solver=args.solver, n_landmarks=args.landmarks, device=args.device, random_state=args.seed
+    )
     if args.save and not args.save.absolute().parent.is_dir():
         raise gpuload.PlanError(f"--save {args.save}: there is no folder {args.save.parent}; make it first.")
     if args.make:

@@ -31,13 +31,7 @@ SOLVERS = ("auto", "exact", "nystrom")
 
 
 class Engine:
-    """Ours: apart from the scores, nothing as long as the matrix is held in memory.
-
-    Attributes
-    ----------
-    device
-        Where models are fitted.
-    """
+    """Ours: apart from the scores, nothing as long as the matrix is held in memory."""
 
     name = "ours"
 

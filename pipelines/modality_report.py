@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
@@ -43,19 +42,7 @@ References
 
 @dataclass(frozen=True)
 class Row:
-    """The result of a method.
-
-    Attributes
-    ----------
-    name
-        Name of the method.
-    seconds
-        Time for the gene scores and the method itself; None: not measured.
-    measures
-        As returned by `measures_of`.
-    device
-        Where the method itself ran.
-    """
+    """The result of a method, its time with that for the gene scores (None: not measured), and where it itself ran."""
 
     name: str
     seconds: float | None
@@ -152,7 +139,7 @@ def draw_methods(path: Path, rows: Sequence[Row], title: str) -> None:
 
     Zeros appear only in the table: far above all others, they would compress the scale.
     """
-    figure = _figure((11, 4.6))
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
     here, there = figure.subplots(1, 2, width_ratios=(1.25, 1))
     points = []
     for row in rows:
@@ -194,15 +181,15 @@ def _draw_error_and_time(axes: Any, points: Sequence[tuple[str, float | None, fl
 
 
 def draw_proteins(
-    path: Path, predicted: NDArray[np.float32], wanted: NDArray[np.float32], names: Sequence[str], n_shown: int = 12
+    path: Path, predicted: NDArray[np.float32], wanted: NDArray[np.float32], names: Sequence[str]
 ) -> None:
     """Draw predicted against measured proteins, from the best predicted one to the worst."""
     found = correlations(predicted, wanted, 0)
     order = np.argsort(-found)
-    shown = order[np.linspace(0, len(order) - 1, min(n_shown, len(order))).round().astype(int)]
+    shown = order[np.linspace(0, len(order) - 1, min(12, len(order))).round().astype(int)]
     n_columns = min(6, len(shown))
     n_lines = -(-len(shown) // n_columns)
-    figure = _figure((2.1 * n_columns, 2.2 * n_lines + 0.4))
+    figure = Figure(figsize=(2.1 * n_columns, 2.2 * n_lines + 0.4), layout="constrained")
     grid = figure.subplots(n_lines, n_columns, squeeze=False)
     for axes in grid.flat[len(shown) :]:
         axes.axis("off")
@@ -216,9 +203,3 @@ def draw_proteins(
     figure.supxlabel("measured", fontsize=9)
     figure.supylabel("predicted", fontsize=9)
     figure.savefig(path, dpi=120)
-
-
-def _figure(size: tuple[float, float]) -> Any:
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure

@@ -27,13 +27,21 @@ try:
 
     import gpuload
     from gpuload.dali import CellIterator, cells
-    from gpuload.program import check_one_process, read_names
+    from gpuload.program import (
+        check_one_process,
+        exit_code,
+        fraction,
+        positive_or_0,
+        read_names,
+        whole_number,
+        whole_number_or_0,
+    )
     from gpuload.scores import macro_f1
 except ImportError as missing:
     sys.exit(f"train_dali.py: {missing}. From the checkout, pip install '.[dali]' installs what this program needs.")
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 EPILOG = """\
 Every tenth cell is held out: it is read along with its neighbours, but not used for training. Afterwards the model is
@@ -273,19 +281,6 @@ def per(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 0 else 0.0
 
 
-def number(kind: Callable[[str], Any], least: float, most: float = math.inf) -> Callable[[str], Any]:
-    """Return a parser of numeric options from `least` to `most`."""
-
-    def read(text: str) -> Any:
-        value = kind(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text}: expected a number from {least} to {most}")
-        return value
-
-    read.__name__ = "number"  # used in argparse's message on invalid numbers
-    return read
-
-
 def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(
@@ -294,20 +289,13 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    at_least_1 = number(int, 1)
     add = parser.add_argument
     add("paths", nargs="+", metavar="FILE", help="an .h5ad file; several with the same genes are read as one")
     add("--label", required=True, metavar="COLUMN", help="obs column to predict, such as cell_line")
     add("--device", default="auto", help="cpu, cuda:0 or auto (default: auto)")
-    add("--epochs", type=at_least_1, default=1, metavar="N", help="passes over the cells (default: 1)")
-    add(
-        "--seconds",
-        type=number(float, 0),
-        default=math.inf,
-        metavar="S",
-        help="training time limit in seconds (default: none)",
-    )
-    add("--batch-size", type=at_least_1, default=64, metavar="N", help="cells per minibatch (default: 64)")
+    add("--epochs", type=whole_number, default=1, metavar="N", help="passes over the cells (default: 1)")
+    add("--seconds", type=positive_or_0, default=math.inf, metavar="S", help="time limit in seconds (default: none)")
+    add("--batch-size", type=whole_number, default=64, metavar="N", help="cells per minibatch (default: 64)")
     add(
         "--block-size",
         type=block_size,
@@ -315,23 +303,31 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="consecutive cells to read together, or 'chunk' for the file's own chunks (default: chunk)",
     )
-    add("--fetch-factor", type=at_least_1, default=256, metavar="N", help="minibatches per fetch (default: 256)")
+    add("--fetch-factor", type=whole_number, default=256, metavar="N", help="minibatches per fetch (default: 256)")
     add("--genes", metavar="FILE", help="use only the genes named in this text file, one per line (default: all)")
-    add("--mask", type=number(float, 0, 1), default=0.1, metavar="P", help="fraction of genes to mask (default: 0.1)")
+    add("--mask", type=fraction, default=0.1, metavar="P", help="fraction of genes to mask (default: 0.1)")
     add(
-        "--hidden", type=number(int, 0), default=0, metavar="N", help="width of a hidden layer; 0 for none (default: 0)"
+        "--hidden",
+        type=whole_number_or_0,
+        default=0,
+        metavar="N",
+        help="width of a hidden layer; 0 for none (default: 0)",
     )
-    add("--lr", type=number(float, 0, 1), default=1e-3, metavar="R", help="learning rate of Adam (default: 0.001)")
+    add("--lr", type=fraction, default=1e-3, metavar="R", help="learning rate of Adam (default: 0.001)")
     add("--bf16", action="store_true", help="train in bfloat16 mixed precision")
     add(
         "--held-out",
-        type=number(int, 0),
+        type=whole_number_or_0,
         default=2_000,
         metavar="N",
         help="held-out cells to evaluate on; ten times as many are read (default: 2000)",
     )
     add(
-        "--seed", type=number(int, 0), default=0, metavar="N", help="random seed of order, masks and model (default: 0)"
+        "--seed",
+        type=whole_number_or_0,
+        default=0,
+        metavar="N",
+        help="random seed of order, masks and model (default: 0)",
     )
     return parser.parse_args(argv)
 
@@ -361,19 +357,15 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
     args = read_arguments(argv)
-    try:
-        run(args)
-    except (gpuload.GpuloadError, OSError) as error:
-        print(f"train_dali.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, gpuload.PlanError) else 1
-    except torch.OutOfMemoryError as error:
-        cure = "use a smaller --batch-size, --fetch-factor or --hidden, or fewer --genes"
-        print(f"train_dali.py: the GPU's memory is full; {cure} ({error})", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("train_dali.py: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code("train_dali.py", lambda: run(args), sentence_of=said_of_memory)
+
+
+def said_of_memory(error: Exception) -> str | None:
+    """Return a sentence if the GPU's memory ran out."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return None
+    cure = "use a smaller --batch-size, --fetch-factor or --hidden, or fewer --genes"
+    return f"the GPU's memory is full; {cure} ({error})"
 
 
 if __name__ == "__main__":

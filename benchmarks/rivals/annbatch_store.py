@@ -17,7 +17,7 @@ from annbatch import DatasetCollection, Loader
 
 from benchmarks import rivals
 from benchmarks.job import LABEL, Job
-from benchmarks.rivals.normalise import normalised
+from benchmarks.rivals.matrices import normalised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

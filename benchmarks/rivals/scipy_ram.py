@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.job import LABEL, Job
-from benchmarks.rivals.normalise import normalised
-from benchmarks.rivals.tensors import torch_csr
+from benchmarks.rivals.matrices import normalised, torch_csr
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -2,9 +2,9 @@
 
     python -m benchmarks.s3server --root DIR --latency-ms 130 --latency-sigma 0.4 --p-503 0.01 --p-truncate 0.01
 
-serves the folders in DIR as buckets, with the standard library alone: GET, HEAD, ranges, conditions, PUT, DELETE, COPY,
-ListObjectsV2, multipart uploads. Its faults (latency, bandwidth, 503, 429, reset, truncation, corruption, stall) are
-drawn from a seed per request and attempt, so they do not depend on the order in which requests arrive. In Python:
+serves the folders in DIR as buckets, to be read, with the standard library alone: GET, HEAD, ranges, conditions,
+ListObjectsV2. Its faults (latency, bandwidth, 503, 429, reset, truncation, corruption, stall) are drawn from a seed per
+request and attempt, so they do not depend on the order in which requests arrive. In Python:
 
     with start(folder, latency_ms=130, p_503=0.1, seed=1) as server:
         client(endpoint=server.url)
@@ -28,17 +28,7 @@ if TYPE_CHECKING:
 
 
 class Running:
-    """A server in a process of its own.
-
-    Attributes
-    ----------
-    url
-        Its address.
-    root
-        The folder of its buckets.
-    pid
-        The process, as long as it runs.
-    """
+    """A server in a process of its own: its address, the folder of its buckets, the process."""
 
     def __init__(self, url: str, root: Path, pid: int) -> None:
         self.url, self.root, self.pid = url, root, pid

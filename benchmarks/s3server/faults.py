@@ -103,17 +103,7 @@ class Fate:
 
 
 def fate_of(faults: Faults, request: str, attempt: int) -> Fate:
-    """Return what befalls the `attempt`-th (from 0) of equal requests.
-
-    Parameters
-    ----------
-    faults
-        The knobs.
-    request
-        What tells a request from others: its method, address and range.
-    attempt
-        How often it was made before.
-    """
+    """Return what befalls the `attempt`-th (from 0) of equal requests: those of one method, address and range."""
     drawn, most = _draws(faults.seed, request, attempt), faults.most_in_a_row
     kind = _kind(faults, drawn[1])
     if kind and 0 < most <= attempt:

@@ -17,15 +17,15 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from benchmarks.s3server.faults import Fate, Faults, fate_of
-from benchmarks.s3server.http import PIECE, Answer, BadRequestError, Request, read_request
+from benchmarks.s3server.http import Answer, BadRequestError, Request, read_request
 from benchmarks.s3server.objects import Objects
 from benchmarks.s3server.service import Service
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SMALL = 1 << 16
-"""Bytes that are sent at a time where there is a bandwidth to keep."""
+PIECE, SMALL = 1 << 18, 1 << 16
+"""Bytes that are sent at a time, and where there is a bandwidth to keep."""
 
 AT_ONCE = 1 << 20
 """Bytes that a socket takes before it has to be waited for."""
@@ -81,8 +81,6 @@ class Server:
         try:
             while (request := await read_request(reader, writer)) is not None:
                 await self._answer(request, own)
-                if not request.is_read and int(request.headers.get("content-length") or 0):
-                    break  # a body that nobody wants
                 if request.headers.get("connection", "").lower() == "close":
                     break
         except (
@@ -99,7 +97,7 @@ class Server:
 
     async def _answer(self, request: Request, own: Pace) -> None:
         if request.target.startswith("/-/"):
-            answer = await self._control(request)
+            answer = self._control(request)
             request.writer.write(answer.head() + answer.body)
             await request.writer.drain()
             return
@@ -124,7 +122,7 @@ class Server:
             answer = Answer(int(fate.kind), {"Content-Type": "application/xml"}, body.encode())
             fate = Fate()
         else:
-            answer = await self._service.answer(request)
+            answer = self._service.answer(request)
         is_object = answer.file is not None and answer.length > 0
         if not is_object and fate.kind in ("truncate", "corrupt"):
             fate = replace(fate, kind=None)
@@ -189,10 +187,10 @@ class Server:
                 await writer.drain()
                 done = upto
 
-    async def _control(self, request: Request) -> Answer:
+    def _control(self, request: Request) -> Answer:
         try:
             if request.method == "PUT":
-                self._set(Faults.of(asdict(self._faults) | json.loads(await request.whole_body())))
+                self._set(Faults.of(asdict(self._faults) | json.loads(request.body)))
         except (ValueError, TypeError) as error:
             return Answer(400, body=str(error).encode())
         found = dict(self._counts) if request.path == "/-/counts" else asdict(self._faults)

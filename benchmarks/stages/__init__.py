@@ -41,7 +41,7 @@ class Rate:
     ceiling_is
         What the ceiling is: an operation that any way of doing the stage must do at least, or the best library for it.
     cells_per_s
-        The rate in cells; None where that has no meaning.
+        The rate in cells.
     notes
         Further figures.
     """
@@ -52,7 +52,7 @@ class Rate:
     rate: float
     ceiling: float
     ceiling_is: str
-    cells_per_s: float | None = None
+    cells_per_s: float
     notes: dict[str, float] | None = None
 
     @property

@@ -7,7 +7,7 @@
                     train(torch.from_numpy(batch.data))
 
 The modules, each depending only on those before it: `order` (pure), `leases`, `database`, `catalogue` (rows), `files`
-(disk), `fetch`, `process`, `fetchers`, `reading`, `reads` (totals), `copies`, `snapshot`, `room`, `store`, `blocks`.
+(disk), `fetch`, `fetchers`, `reading`, `reads` (totals), `copies`, `snapshot`, `room`, `store`, `blocks`.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class Catalogue(Database):
             key_id, wanted = row[0], RemoteObject(*row[1:])
             cost = cost_of(wanted.nbytes)
             if cost > budget:
-                fault = f"it has {wanted.nbytes} bytes, but the whole budget is {budget}"
+                fault = f"it takes {cost} bytes, whole blocks of the disk, but the whole budget is {budget}"
                 db.execute("UPDATE keys SET fault = ?, is_too_large = 1 WHERE id = ?", (fault, key_id))
                 return Full(0)
             lacking = self.held_nbytes + cost - budget

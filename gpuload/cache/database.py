@@ -20,15 +20,6 @@ if TYPE_CHECKING:
 VERSION = 2
 """Version of the schema."""
 
-_TO_THE_NEXT = {
-    1: (
-        "ALTER TABLE keys ADD COLUMN is_too_large INTEGER NOT NULL DEFAULT 0",
-        "UPDATE keys SET is_too_large = 1 WHERE fault GLOB 'it has * bytes, but the whole budget is *'",
-        "UPDATE meta SET value = 2 WHERE name = 'version'",
-    ),
-}
-"""Statements that make a catalogue of each older version one of the next."""
-
 _BUSY_S = 60.0
 """Longest wait for another process's transaction, which takes milliseconds."""
 
@@ -45,7 +36,7 @@ class Database:
     Raises
     ------
     StoreError
-        It has a later version, or is not a database.
+        It has another version, or is not a database.
     ReadError
         It cannot be opened or written to.
     """
@@ -65,7 +56,7 @@ class Database:
             raise
 
     def _begin(self) -> None:
-        """Configure the database; create its tables if it has none, and bring those of an older version up to date."""
+        """Configure the database, and create its tables if it has none."""
         try:
             self._write_ahead()
             for pragma in ("synchronous = NORMAL", "cache_size = -16000"):
@@ -74,15 +65,13 @@ class Database:
                 if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
                     for statement in _statements():
                         db.execute(statement)
-                while (found := self.meta("version")) in _TO_THE_NEXT:
-                    for statement in _TO_THE_NEXT[found]:
-                        db.execute(statement)
+            found = self.meta("version")
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise _told(error, self.path) from error
         if found != VERSION:
             raise StoreError(
-                f"{self.path}: it has version {found}, but this gpuload reads up to version {VERSION}; use another "
-                "folder."
+                f"{self.path}: it has version {found}, but this gpuload reads version {VERSION}; use another folder, "
+                "or remove it, and the store makes a new one from the files that are there."
             )
 
     def _write_ahead(self) -> None:

@@ -1,26 +1,210 @@
-"""Those who download for a store: threads of this process, or processes that a thread of it watches."""
+"""Those who download for a store: threads of this process, or processes that a thread of it watches.
+
+Processes do not share the training process's GIL, and they can be killed. A child is a plain ``python -c``, not a fork
+(threads and CUDA do not survive one) and not multiprocessing's spawn (which imports the training script again). It
+receives its instructions on standard input and ends when that closes, hence with its parent, however that ends. Every
+half second it reports how long its slowest download has been stuck.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
 import threading
-from typing import TYPE_CHECKING
+import time
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
 
+from gpuload.cache.catalogue import Catalogue
 from gpuload.cache.fetch import Fetcher
-from gpuload.cache.process import FetcherProcess
-from gpuload.errors import ReadError
+from gpuload.cache.files import Folders, Local
+from gpuload.cache.leases import Lease
+from gpuload.errors import PlanError, ReadError
+from gpuload.threads import PATIENCE_S
 
 if TYPE_CHECKING:
-    from gpuload.cache.files import Local
+    from gpuload.cache.asking import Settings
     from gpuload.remote import Remote
 
 _log = logging.getLogger("gpuload.cache")
+
+_START = """import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
+from gpuload.cache.fetchers import main
+main()"""
+_REPORT_S = 0.5
 
 _MAX_DEATHS = 3
 """Number of ends of a fetcher process after which those waiting for it get an error."""
 
 _MAX_FAILED_STARTS = 10
 """Number of attempts to start one, over most of a minute, after which they get another."""
+
+
+def main() -> None:
+    """Fetch until standard input ends."""
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c is for the parent
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    root, remote, settings = cast("tuple[str, Remote, Settings]", pickle.load(sys.stdin.buffer))  # noqa: S301
+    folders = Folders(root)
+    lease = Lease(folders.leases)
+    fetcher = Fetcher(Local(folders, Catalogue(folders.catalogue), lease.name, settings), remote)
+    fetcher.start()
+    ended = threading.Event()
+
+    def wait_for_end() -> None:
+        while sys.stdin.buffer.read(1):
+            pass
+        ended.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
+    parent = os.getppid()
+    while not ended.wait(_REPORT_S) and os.getppid() == parent:
+        try:
+            print(json.dumps({"busy_s": fetcher.longest_busy_s()}), flush=True)
+        except BrokenPipeError:
+            break
+    os._exit(0)  # at once: downloads in progress are in the catalogue, and the next process undoes them
+
+
+class FetcherProcess:
+    """A fetcher process, seen from its parent; without any progress for `hung_s` it is killed and replaced.
+
+    Raises
+    ------
+    PlanError
+        The remote cannot be sent to another process.
+    """
+
+    def __init__(self, root: str, remote: Remote, settings: Settings, hung_s: float) -> None:
+        if type(remote).__module__ == "__main__":
+            raise PlanError(
+                f"remote: {type(remote).__name__} is defined in the main script, which a fetcher process cannot "
+                "import; move it into a module of its own, or use n_processes=0."
+            )
+        try:
+            self._orders = pickle.dumps(list(sys.path)) + pickle.dumps((root, remote, settings))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise PlanError(
+                f"remote: it cannot be sent to a fetcher process ({error}); make it picklable, or use n_processes=0."
+            ) from error
+        self._hung_s = hung_s
+        self.n_killed = 0
+        self.n_died = 0
+        self.n_died_in_a_row = 0
+        """Number of ends since it last reported work."""
+        self.n_failed_starts = 0
+        """Number of times in a row that no process could be started."""
+        self.start_error: Exception | None = None
+        """Why not, the last time."""
+        self._last_words: deque[str] = deque(maxlen=200)
+        self._process: subprocess.Popen[bytes]
+        self._start_at: float | None
+        self._busy_s: float
+        self._heard_at: float
+        self._start()
+
+    def check(self) -> None:
+        """Log the stacks of a hung process and kill it; restart a dead one.
+
+        Raises the system's error if no process can be started; a later call tries again, at growing intervals.
+        """
+        if self._process.poll() is None:
+            if max(self._busy_s, time.monotonic() - self._heard_at - _REPORT_S) <= self._hung_s:
+                return
+            self.n_killed += 1
+            self._last_words.clear()
+            self._process.send_signal(signal.SIGUSR2)
+            time.sleep(0.5)
+            self._process.kill()
+            self._process.wait()
+            _log.error(
+                "a fetcher process made no progress for %.0f s; it is killed and replaced by another:\n%s",
+                self._hung_s,
+                "\n".join(self._last_words),
+            )
+        elif self._start_at is None:
+            self.n_died += 1
+            self.n_died_in_a_row += 1
+            _log.error(
+                "a fetcher process ended with %s and is replaced by another. Its last output:\n%s",
+                self._process.returncode,
+                "\n".join(self._last_words),
+            )
+        if self._start_at is None:
+            self._start_at = time.monotonic() + min(10.0, 0.1 * 2**self.n_died_in_a_row)
+        if time.monotonic() >= self._start_at:
+            self.close()
+            self._last_words.clear()
+            try:
+                self._start()
+            except Exception as error:
+                self.n_failed_starts, self.start_error = self.n_failed_starts + 1, error
+                self._start_at = time.monotonic() + min(10.0, 0.1 * 2**self.n_failed_starts)
+                raise
+            self.n_failed_starts = 0
+
+    def last_words(self) -> str:
+        """Return the last report of the process."""
+        return self._last_words[-1] if self._last_words else "none"
+
+    def tell_to_end(self) -> None:
+        """Let the process end, without waiting."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+    def close(self) -> None:
+        """End the process; may be called twice."""
+        self.tell_to_end()
+        try:
+            self._process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._listener.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _start(self) -> None:
+        process = subprocess.Popen(  # noqa: S603  (our own code)
+            [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        listener = threading.Thread(target=self._listen, args=(process,), daemon=True)
+        try:
+            listener.start()
+        except BaseException:
+            process.kill()
+            process.communicate()  # waits, and closes its pipes
+            raise
+        self._process, self._listener = process, listener
+        self._start_at = None  # not before: a start that failed is tried again
+        self._busy_s = 0.0
+        self._heard_at = time.monotonic() + 30.0  # time to import what the remote needs
+        assert self._process.stdin is not None  # noqa: S101
+        with suppress(BrokenPipeError):  # it is already dead, which `check` will report
+            self._process.stdin.write(self._orders)
+            self._process.stdin.flush()
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None  # noqa: S101
+        for line in process.stdout:
+            text = line.decode(errors="replace").rstrip()
+            if text.startswith('{"busy_s"'):
+                said: dict[str, Any] = json.loads(text)
+                self._busy_s, self._heard_at = said["busy_s"], time.monotonic()
+                self.n_died_in_a_row = 0
+            else:
+                self._last_words.append(text)
+                _log.warning("%s", text)
 
 
 class Fetchers:

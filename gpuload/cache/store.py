@@ -125,7 +125,7 @@ class SampleStore:
     PlanError
         An option is invalid; or the folder and that of the remote overlap.
     StoreError
-        The folder holds samples of another remote, a catalogue of a later version, or one that is damaged.
+        The folder holds samples of another remote, a catalogue of another version, or one that is damaged.
     ReadError
         The folder cannot be created or used: a file has its name, or the system refuses it.
     """

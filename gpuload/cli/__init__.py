@@ -50,18 +50,7 @@ For help on a command: gpuload COMMAND --help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Parameters
-    ----------
-    argv
-        Arguments without the program's name; None takes the process's.
-
-    Returns
-    -------
-    int
-        The exit code.
-    """
+    """Run the command line, by default with the process's arguments; return the exit code."""
     given = sys.argv[1:] if argv is None else argv
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
@@ -160,13 +149,10 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gpuload {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
+        sentence = summary[0].upper() + summary[1:] + "."
         command = commands.add_parser(
-            name, help=summary, description=_sentence(summary), formatter_class=argparse.RawDescriptionHelpFormatter
+            name, help=summary, description=sentence, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if name in argv:
             import_module(f"gpuload.cli.{name}").add_arguments(command)
     return parser
-
-
-def _sentence(summary: str) -> str:
-    return summary[0].upper() + summary[1:] + "."

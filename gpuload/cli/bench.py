@@ -132,7 +132,7 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Bu
         codes = label_codes(loader.store.obs[args.label], f"--label {args.label}") if args.label else np.empty(0)
         entropy = MinibatchEntropy(int(codes.max()) + 1) if args.label else None
         text.say_of_compiling(is_quiet=args.quiet)
-        epochs: list[bench_cache.Epoch] = []
+        epochs: list[dict[str, Any]] = []
         batches = _endless(CellDataset(loader), loader, epochs)
         next(batches)
         first_batch_s = time.perf_counter() - opened
@@ -176,7 +176,7 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Bu
             "folder": args.cache,
             "budget": args.cache_budget,
             "hit_ratio": hit_ratio,
-            "epochs": [epoch.as_dict() for epoch in epochs],
+            "epochs": epochs,
         }
     gpus = [gpu for gpu in busy.gpus if gpu.percent]
     if gpus:
@@ -199,9 +199,9 @@ def _draw(args: argparse.Namespace, result: dict[str, Any], spans: list[Span], g
         page.save(Path(args.report), page.page(result, versions(PACKAGES), pictures["png"]).encode())
 
 
-def _endless(dataset: CellDataset, loader: Loader, epochs: list[bench_cache.Epoch]) -> Generator[Any, None, None]:
+def _endless(dataset: CellDataset, loader: Loader, epochs: list[dict[str, Any]]) -> Generator[Any, None, None]:
     """Yield the minibatches of all epochs; of each note what a cache had of it, when it ends or is left."""
-    for epoch in count():
+    for number in count():
         local, missed = loader.cache_nbytes or (0, 0)
         is_whole = False
         try:
@@ -209,7 +209,7 @@ def _endless(dataset: CellDataset, loader: Loader, epochs: list[bench_cache.Epoc
             is_whole = True
         finally:
             now_local, now_missed = loader.cache_nbytes or (0, 0)
-            epochs.append(bench_cache.Epoch(epoch, now_local - local, now_missed - missed, is_whole))
+            epochs.append(bench_cache.epoch_of(number, now_local - local, now_missed - missed, is_whole=is_whole))
 
 
 def _rounds(
@@ -233,8 +233,8 @@ def _rounds(
                 loader.stats.reset()  # the warm-up's waits are not those of the measurement
             if (args.timeline or args.report) and number == args.repeats - 1:
                 loader.stats.keep_spans()
-            before, start = loader.stats.as_dict(), time.perf_counter()
-            while (elapsed := time.perf_counter() - start) < args.seconds:
+            before, start, elapsed = loader.stats.as_dict(), time.perf_counter(), 0.0
+            while elapsed < args.seconds:  # once at least
                 if n_batches % LOOK_EVERY == 0:  # checking each time would slow down what is measured
                     ahead.append(loader.queues())
                 n_batches += 1
@@ -243,6 +243,7 @@ def _rounds(
                     entropy.add(codes[batch["rows"].numpy()])
                 if args.step:
                     _step(args.step, loader.stats, batch["X"], gpu)
+                elapsed = time.perf_counter() - start
                 progress.reach(number * args.seconds + elapsed)
             after = loader.stats.as_dict()
             rounds.append(Round(elapsed, {k: after[k] - before[k] for k in MEASURED}))
@@ -280,12 +281,14 @@ def _ceilings_and_random_entropy(args: argparse.Namespace, batch_nbytes: int, de
 
 
 def _report(result: dict[str, Any]) -> str:
-    found, entropy = result["stages"], result["entropy_bits"]
-    pairs = [("end to end", _rates(result["cells_per_s"]))]
+    found, entropy, rates, ahead = (result[key] for key in ("stages", "entropy_bits", "cells_per_s", "ahead"))
+    median, low, high = (text.number(round(rates[key])) for key in ("median", "min", "max"))
+    pairs = [("end to end", f"{median} cells/s (median of {len(rates['repeats'])}, {low} to {high})")]
     if entropy is not None:
         mean, sd, random = (text.bits(entropy[key]) for key in ("mean", "sd", "true_random"))
         pairs.append((f"{result['label']} entropy", f"{mean} +- {sd} bits; true random order {random}"))
     partial = text.share(found["chunks_inflated_in_part"])
+    ready = (f"{ahead[f'{name}_ready']:.1f} of {ahead[name]:.1f} {name}" for name in ("minibatches", "fetches"))
     pairs += [
         ("all stages at their ceilings", _bound(found)),
         (
@@ -297,8 +300,8 @@ def _report(result: dict[str, Any]) -> str:
             f"{text.size(found['decoded_nbytes_per_cell'])}; {partial} of chunks only as far as needed",
         ),
         ("peak memory", _memory(result["peak_memory_nbytes"], result["memory_parts_nbytes"], result["device"])),
-        ("waits for a minibatch", _waits(result["waits_s"])),
-        ("ready when it is asked for", _ahead(result["ahead"])),
+        ("waits for a minibatch", ", ".join(f"{name[:-2]} {1e3 * s:.2f} ms" for name, s in result["waits_s"].items())),
+        ("ready when it is asked for", f"{' and '.join(ready)} that are under way (means)"),
         *([("cache", bench_cache.told(result["cache"]))] if "cache" in result else []),
         ("verdict", result["verdict"]),
         *((gpu["name"], _busy(gpu)) for gpu in result.get("gpus", ())),
@@ -347,24 +350,10 @@ def _memory(peak: float, parts: dict[str, int], device: str) -> str:
     return f"{text.size(peak)}, of it {named}; the rest is Python and its packages"
 
 
-def _ahead(ahead: dict[str, float]) -> str:
-    parts = (f"{ahead[f'{name}_ready']:.1f} of {ahead[name]:.1f} {name}" for name in ("minibatches", "fetches"))
-    return f"{' and '.join(parts)} that are under way (means)"
-
-
 def _busy(gpu: dict[str, Any]) -> str:
     return (
         f"busy {gpu['mean_percent'] / 100:.0%} of the time; idle at {gpu['idle_share']:.0%} of {gpu['n_samples']} looks"
     )
-
-
-def _waits(waits: dict[str, float]) -> str:
-    return ", ".join(f"{name[:-2]} {1e3 * seconds:.2f} ms" for name, seconds in waits.items())
-
-
-def _rates(rates: dict[str, Any]) -> str:
-    median, low, high = (text.number(round(rates[key])) for key in ("median", "min", "max"))
-    return f"{median} cells/s (median of {len(rates['repeats'])}, {low} to {high})"
 
 
 def _bound(found: dict[str, Any]) -> str:

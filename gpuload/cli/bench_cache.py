@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpuload.checks import parse_nbytes
@@ -21,29 +20,11 @@ _MOST_TOLD = 6
 """Epochs listed in text: the first ones, and the last."""
 
 
-@dataclass(frozen=True, slots=True)
-class Epoch:
-    """An epoch's bytes from the cache and from elsewhere, and whether the epoch was read to its end."""
-
-    epoch: int
-    local_nbytes: int
-    missed_nbytes: int
-    is_whole: bool
-
-    @property
-    def hit_ratio(self) -> float:
-        """Share of the bytes that came from the cache."""
-        asked = self.local_nbytes + self.missed_nbytes
-        return self.local_nbytes / asked if asked else 1.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as a record."""
-        return {
-            "epoch": self.epoch,
-            "hit_ratio": self.hit_ratio,
-            "nbytes": self.local_nbytes + self.missed_nbytes,
-            "is_whole": self.is_whole,
-        }
+def epoch_of(number: int, local_nbytes: int, missed_nbytes: int, *, is_whole: bool) -> dict[str, Any]:
+    """Return the record of an epoch: how much of it came from the cache, and whether it was read to its end."""
+    nbytes = local_nbytes + missed_nbytes
+    ratio = local_nbytes / nbytes if nbytes else 1.0
+    return {"epoch": number, "hit_ratio": ratio, "nbytes": nbytes, "is_whole": is_whole}
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import sys
 import tempfile
 from contextlib import suppress
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import gpuload
 from gpuload.cli import machine, text
-from gpuload.machine import usable_cores
+from gpuload.machine import memory_nbytes, usable_cores
 
 if TYPE_CHECKING:
     import argparse
@@ -147,12 +148,12 @@ def _on_host(X: Any) -> Any:
 
 def _machine() -> list[Finding]:
     memory = machine.available_memory()
-    limit = machine.open_file_limit()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return [
         Finding("cores", f"{usable_cores()} usable of {os.cpu_count()}"),
         _noted(
             "memory",
-            f"{text.size(memory)} available of {text.size(machine.total_memory())}",
+            f"{text.size(memory)} available of {text.size(memory_nbytes())}",
             "" if memory >= LOW_MEMORY else "Choose a smaller fetch_factor; `gpuload inspect` advises one.",
         ),
         Finding("pages", f"{os.sysconf('SC_PAGESIZE')} bytes; transparent huge pages: {machine.huge_pages()}"),

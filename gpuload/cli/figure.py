@@ -142,12 +142,9 @@ def check_matplotlib(feature: str) -> None:
 
 def _figure(width: float, height: float, feature: str) -> Any:
     check_matplotlib(feature)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
 def _drawn(figure: Any, form: str = "png") -> bytes:

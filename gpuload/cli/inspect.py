@@ -222,42 +222,34 @@ def _filter(step: Filter) -> str:
 
 def obs_kinds(path: str, layer: str, join: Join) -> dict[str, str]:
     """Return the obs columns of a path, and the type that each is returned as."""
-    from gpuload.formats import open_store
-    from gpuload.formats.recognise import obs_columns
+    from gpuload.formats.frames import columns_by_part
+    from gpuload.formats.recognise import expand, obs_columns
 
     names = tuple(obs_columns(path))
-    try:
-        with closing(open_store(path, layer=layer, obs=names, join=join)) as store:
-            return {name: _kind(store.obs[name]) for name in names}
-    except StoreError:
-        return _kinds_one_by_one(path, layer, join, names)
-
-
-def _kinds_one_by_one(path: str, layer: str, join: Join, names: tuple[str, ...]) -> dict[str, str]:
-    """Return what `obs_kinds` does where one of the columns cannot be delivered."""
-    from gpuload.formats.frames import columns_by_part
-    from gpuload.formats.recognise import expand
-
+    if (together := _delivered(path, layer, join, names)) is not None:
+        return together
     files = expand(path)
+    kinds: dict[str, str] = {}
     parts = [set(known) for file in files for _, known in columns_by_part(file)]
-    kinds = {}
     for name in names:
-        kind = _delivered(path, layer, join, name)
-        if kind is None and not all(name in known for known in parts):
-            kind = "in some of its data sets only"
-        elif kind is None and len(files) > 1 and all(_delivered(file, layer, join, name) for file in files):
-            kind = "cannot be delivered: its type differs between files"
-        kinds[name] = kind or "cannot be delivered: not one category, text, number or boolean per cell"
+        if found := _delivered(path, layer, join, (name,)):
+            kinds |= found
+        elif not all(name in known for known in parts):
+            kinds[name] = "in some of its data sets only"
+        elif len(files) > 1 and all(_delivered(file, layer, join, (name,)) for file in files):
+            kinds[name] = "cannot be delivered: its type differs between files"
+        else:
+            kinds[name] = "cannot be delivered: not one category, text, number or boolean per cell"
     return kinds
 
 
-def _delivered(path: str, layer: str, join: Join, name: str) -> str | None:
-    """Return how an obs column is delivered; None if it cannot be."""
+def _delivered(path: str, layer: str, join: Join, names: tuple[str, ...]) -> dict[str, str] | None:
+    """Return how obs columns are delivered; None if one of them cannot be."""
     from gpuload.formats import open_store
 
     try:
-        with closing(open_store(path, layer=layer, obs=(name,), join=join)) as store:
-            return _kind(store.obs[name])
+        with closing(open_store(path, layer=layer, obs=names, join=join)) as store:
+            return {name: _kind(store.obs[name]) for name in names}
     except StoreError:
         return None
 

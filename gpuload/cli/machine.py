@@ -9,16 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 def available_memory() -> int:
     """Return the bytes that could be allocated now, within the control group's limit; 0 if unknown."""
-    limits = [_meminfo("MemAvailable")]
+    lines = _read("/proc/meminfo").splitlines()
+    limits = [next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)]
     limit, used = (_read_int(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     if limit is not None and used is not None:
         limits.append(max(0, limit - used))
     return min(limits)
-
-
-def total_memory() -> int:
-    """Return the total memory in bytes; 0 if unknown."""
-    return _meminfo("MemTotal")
 
 
 def peak_memory() -> int:
@@ -30,11 +26,6 @@ def huge_pages() -> str:
     """Return the kernel's setting of transparent huge pages, or "unknown"."""
     words = _read("/sys/kernel/mm/transparent_hugepage/enabled").split()
     return next((w.strip("[]") for w in words if w.startswith("[")), "unknown")
-
-
-def open_file_limit() -> int:
-    """Return the maximum number of files that this process may hold open."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
@@ -51,13 +42,6 @@ def version_of(*packages: str) -> str | None:
         except PackageNotFoundError:
             continue
     return None
-
-
-def _meminfo(name: str) -> int:
-    for line in _read("/proc/meminfo").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _read_int(path: str) -> int | None:

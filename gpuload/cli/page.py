@@ -70,7 +70,7 @@ def save(path: Path, content: bytes) -> None:
 
 def page(result: Mapping[str, Any], versions: Mapping[str, str], timeline: bytes | None = None) -> str:
     """Return the page of what `gpuload.cli.bench.bench` returned, with the versions of packages and a timeline, PNG."""
-    title = "gpuload bench"
+    title, picture = "gpuload bench", base64.b64encode(timeline or b"").decode()
     parts = [
         f"<h1>{title}</h1>",
         f'<p class="what">{_escaped(", ".join(map(str, result["paths"])))}</p>',
@@ -87,9 +87,9 @@ def page(result: Mapping[str, Any], versions: Mapping[str, str], timeline: bytes
         *_cache(result.get("cache")),
         "<h2>Memory</h2>",
         _memory(result["peak_memory_nbytes"], result["memory_parts_nbytes"], result["device"]),
-        *(["<h2>Timeline</h2>", _picture(timeline)] if timeline is not None else []),
+        *(["<h2>Timeline</h2>", f'<img alt="timeline" src="data:image/png;base64,{picture}">'] if picture else []),
         "<h2>Settings and versions</h2>",
-        _pairs({**_settings(result), **versions}),
+        _table(("", ""), {**_settings(result), **versions}.items()),
     ]
     body = "\n".join(parts)
     return (
@@ -198,18 +198,10 @@ def _settings(result: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _pairs(pairs: Mapping[str, str]) -> str:
-    return _table(("", ""), [(name, value) for name, value in pairs.items()])
-
-
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{_escaped(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{_escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _picture(png: bytes) -> str:
-    return f'<img alt="timeline" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
 def _svg(height: int, drawn: Sequence[str]) -> str:

@@ -85,7 +85,7 @@ def count(n: int, noun: str, plural: str | None = None) -> str:
 class Progress:
     """A progress bar on stderr, in a terminal or notebook; silent in a pipe or a file, or if `is_quiet`."""
 
-    def __init__(self, total: float | None, label: str, *, is_quiet: bool, unit: str = "cell") -> None:
+    def __init__(self, total: float, label: str, *, is_quiet: bool, unit: str = "cell") -> None:
         from tqdm import tqdm
 
         self._bar = tqdm(
@@ -100,7 +100,7 @@ class Progress:
 
     def reach(self, n: float) -> None:
         """Set the count."""
-        self._bar.update((min(n, self._bar.total) if self._bar.total else n) - self._bar.n)
+        self._bar.update(min(n, self._bar.total) - self._bar.n)
 
     def __enter__(self) -> Self:
         return self

@@ -50,15 +50,6 @@ class Engine:
     of_bits: Callable[[Any], Any]
     device: str
 
-    def orthonormal(self, columns: Any) -> Any:
-        """Return an orthonormal basis of the span of the columns, (n, k) of (n, k)."""
-        return self.xp.linalg.qr(columns)[0]
-
-    def eigh(self, symmetric: Any) -> tuple[Any, Any]:
-        """Return the eigenvalues, ascending, and eigenvectors."""
-        values, vectors = self.xp.linalg.eigh(symmetric)
-        return values, vectors
-
     def cholesky(self, positive: Any) -> Any:
         """Return the lower factor of a positive matrix; raise ``xp.linalg.LinAlgError`` if it is not positive."""
         if self.name != "cupy":

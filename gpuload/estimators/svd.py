@@ -156,7 +156,7 @@ class TruncatedSVD(Estimator):
             if keeps_scores:
                 scores[rows] = to_host(engine.put(projected, "float32"))
         checked_finite(to_host(square))
-        values, turn = (to_host(found) for found in engine.eigh(square))
+        values, turn = (to_host(found) for found in engine.xp.linalg.eigh(square))
         values, turn = np.maximum(values[::-1][:k], 0), turn[:, ::-1][:, :k]
         components = (to_host(engine.put(basis, "float64")) @ turn).T
         signs = np.sign(components[np.arange(k), np.argmax(np.abs(components), axis=1)])
@@ -175,15 +175,15 @@ class TruncatedSVD(Estimator):
             for numbers, part in passes:
                 rows[numbers] = to_host(part)
             largest = float(np.abs(rows).max())
-            return engine.orthonormal(engine.put((rows / (largest or 1)).T, "float32"))
+            return engine.xp.linalg.qr(engine.put((rows / (largest or 1)).T, "float32"))[0]
         start = self._random().standard_normal((p, width)).astype(np.float32)
-        basis = engine.orthonormal(engine.put(start, "float32"))
+        basis = engine.xp.linalg.qr(engine.put(start, "float32"))[0]
         few = max(self.sample, min(1.0, SAMPLE_ROWS * width / n))
         scale = 1.0
         for number in range(1, self.n_passes):
             share = few if number < self.n_passes - 1 else 1.0
             image, scale = self._image(engine, passes, share, basis, dtype, scale)
-            basis = engine.orthonormal(image)
+            basis = engine.xp.linalg.qr(image)[0]
         return basis
 
     def _image(

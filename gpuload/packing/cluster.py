@@ -109,7 +109,7 @@ def _check_versions(client: Client, address: str) -> bool:
 
 
 class Cluster:
-    """The workers of a Dask scheduler; see `passes.Workers`."""
+    """Runs the tasks of a pass on the workers of a Dask scheduler, as `passes.Local` does in threads."""
 
     def __init__(self, job: Job, client: Client, num_threads: int | None) -> None:
         self._client = client
@@ -117,15 +117,15 @@ class Cluster:
         self._num_threads = num_threads
 
     def write_parts(self, numbers: Sequence[int]) -> Generator[Any, None, None]:
-        """See `Workers.write_parts`."""
+        """See `Local.write_parts`."""
         return self._each(_write_part, (), numbers)
 
     def write_buckets(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> Generator[Any, None, None]:
-        """See `Workers.write_buckets`."""
+        """See `Local.write_buckets`."""
         return self._each(_write_bucket, (dtype,), numbers)
 
     def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Generator[int, None, None]:
-        """See `Workers.digests`."""
+        """See `Local.digests`."""
         return self._each(_digest_span, (tuple(file_rows),), spans)
 
     def _each(

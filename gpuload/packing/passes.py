@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gpuload.formats import SOURCE_FILE
 from gpuload.packing.parts import Part, PartFile, kept_open, make_part, part_path, write_part
@@ -27,21 +27,8 @@ Span = tuple[int, int]
 """First row, and end."""
 
 
-class Workers(Protocol):
-    """Runs the tasks of a pass, in any order; yields whenever one is done, and stops them when it is closed."""
-
-    def write_parts(self, numbers: Sequence[int]) -> Generator[Any, None, None]:
-        """Write parts to disk."""
-
-    def write_buckets(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> Generator[Any, None, None]:
-        """Write the shards of buckets to disk."""
-
-    def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Generator[int, None, None]:
-        """Read rows of the target back, and yield the digest of each span."""
-
-
 class Local:
-    """The threads of this process.
+    """Runs the tasks of a pass in threads of this process, in any order; those under way end when it is closed.
 
     Parameters
     ----------
@@ -56,18 +43,18 @@ class Local:
         self._parts = parts
 
     def write_parts(self, numbers: Sequence[int]) -> Generator[Any, None, None]:
-        """See `Workers.write_parts`."""
+        """Write parts to disk, unless they are kept in memory; yield as each is done."""
         return each(self._write_part, numbers)
 
     def write_buckets(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> Generator[Any, None, None]:
-        """See `Workers.write_buckets`."""
+        """Write the shards of buckets to disk; yield as each is done."""
         on_disk = all_parts(self._job) if self._parts is None else []
         parts = on_disk if self._parts is None else self._parts.values()
         with kept_open(on_disk):
             yield from each(lambda number: fill_bucket(self._job, self._reader, number, parts, dtype), numbers)
 
     def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Generator[int, None, None]:
-        """See `Workers.digests`."""
+        """Read rows of the target back, and yield the digest of each span."""
         with result_reader(self._job, self._num_threads) as reader:
             yield from each(lambda span: digest_span(reader, span, file_rows), spans)
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from gpuload.packing.job import Job
     from gpuload.packing.matrices import Matrix
     from gpuload.packing.parts import Part, Summary
-    from gpuload.packing.passes import Workers
 
 _SHARES = (0.55, 0.25, 0.2)
 """Fraction of the time that each pass takes, for progress."""
@@ -159,7 +158,7 @@ class Work:
         """Return whether the parts may be kept in memory."""
         return self.client is None and job.nbytes <= self.memory // 4
 
-    def _workers(self, matrix: Matrix, in_memory: dict[int, Part] | None) -> Workers:
+    def _workers(self, matrix: Matrix, in_memory: dict[int, Part] | None) -> Local | Cluster:
         if self.client is None:
             return Local(matrix.job, matrix.reader, self.num_threads, in_memory)
         return Cluster(matrix.job, self.client, self.num_threads)

@@ -1,4 +1,4 @@
-"""Samples by ID, as a map-style dataset."""
+"""Samples by ID, as a map-style dataset, and where they are: in a folder, or with a remote; each is read whole."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from gpuload.checks import check_order, check_whole
-from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, shown
-from gpuload.samples.sources import RemoteSamples, open_source
+from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, ReadError, shown
+from gpuload.object_errors import check_length
+from gpuload.remote import OUTAGE_S, Patience, as_remote
 from gpuload.samples.tensor_files import FORMATS, Descriptions, Span, bytes_of, load
+from gpuload.source import read_at
 from gpuload.threads import MOST_IN_FLIGHT, DaemonThreads
 
 if TYPE_CHECKING:
@@ -87,14 +89,14 @@ class SampleSet:
         self._decode = decode
         self._suffix = suffix if suffix is not None else f".{decode}" if decode in FORMATS[:3] else ""
         self._in_flight = in_flight
-        self._source = open_source(source)
+        self._source = _open_source(source)
         self._descriptions = Descriptions(decode) if isinstance(decode, str) else None
         self._pool: tuple[int, DaemonThreads] | None = None
 
     @property
     def is_remote(self) -> bool:
         """Whether samples come over a network, so that many must be in flight at a time."""
-        return isinstance(self._source, RemoteSamples)
+        return isinstance(self._source, _Remote)
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -144,3 +146,58 @@ class SampleSet:
                 f"sample {id_!r}: its {data.size} bytes cannot be decoded: {reason}. Rewrite it, or check decode=."
             ) from error
         return values
+
+
+class _Folder:
+    """Files of a folder, read whole."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def read(self, key: str) -> NDArray[np.uint8]:
+        """Return all bytes of a file."""
+        path = os.path.join(self._folder, key)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the ID and the suffix.") from error
+        try:
+            data = np.empty(os.fstat(fd).st_size, dtype=np.uint8)
+            got = read_at(fd, data, 0, path)
+            if got < data.size:
+                raise ReadError(f"{path}: short read: wanted {data.size} bytes, got {got}. Was it truncated?")
+        finally:
+            os.close(fd)
+        return data
+
+
+class _Remote:
+    """Objects of a remote, read whole, with retries."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+        self._patience = Patience(at_least_s=OUTAGE_S)
+
+    def read(self, key: str) -> NDArray[np.uint8]:
+        """Return all bytes of an object; retry while the remote is busy."""
+        return np.frombuffer(self._patience.ask(lambda: self._get(key)), dtype=np.uint8)
+
+    def _get(self, key: str) -> Any:
+        whole = getattr(self._remote, "get_whole", None)
+        if whole is not None:
+            return whole(key)  # one request instead of two
+        found = self._remote.head(key)
+        if found is None:
+            raise ReadError(f"{self._remote.name}/{key}: no such object. Check the ID and the suffix.")
+        whole = self._remote.get(found, 0, found.nbytes)
+        check_length(whole, found.nbytes, f"{self._remote.name}/{key}")
+        return whole
+
+
+def _open_source(source: Remote | str | os.PathLike[str]) -> _Folder | _Remote:
+    """Return the source at an address, in a folder, or over a remote."""
+    if not isinstance(source, (str, os.PathLike)) or "://" in os.fspath(source):
+        return _Remote(as_remote("source", source))
+    if not os.path.isdir(source):
+        raise ReadError(f"{os.fspath(source)}: no such folder. Check the path.")
+    return _Folder(os.fspath(source))

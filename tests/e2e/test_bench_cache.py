@@ -98,7 +98,7 @@ def test_invalid_cache_use_is_refused(
 
 
 def test_summary_of_many_epochs_is_abbreviated() -> None:
-    epochs = [bench_cache.Epoch(k, 100 if k else 25, 0 if k else 75, k < 9).as_dict() for k in range(10)]
+    epochs = [bench_cache.epoch_of(k, 100 if k else 25, 0 if k else 75, is_whole=k < 9) for k in range(10)]
     assert bench_cache.told({"folder": "here", "hit_ratio": 0.925, "epochs": epochs}) == (
         "92 % of the bytes from here: epoch 0 25 %, epoch 1 100 %, epoch 2 100 %, epoch 3 100 %, epoch 4 100 %, ..., "
         "epoch 9 (part) 100 %"

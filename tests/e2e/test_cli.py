@@ -437,6 +437,12 @@ def test_bench_reports_every_stage(run, path):
         assert part in out
 
 
+def test_bench_measures_a_minibatch_however_short_a_repeat_is(run, path):
+    code, out, err = run("bench", path, "--fetch-factor", 2, "--seconds", 1e-9, "--repeats", 1, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["cells_per_s"]["min"] > 0
+
+
 @pytest.mark.parametrize(("rate", "is_above"), [(1.0, True), (1e15, False)])
 def test_bench_explains_a_rate_above_its_ceiling(run, path, monkeypatch, rate, is_above):
     from gpuload.cli import ceilings

@@ -61,7 +61,7 @@ def test_every_loader_gives_every_picture_once(server: Running, loader: str, pla
     args = settings_of(server, place)
     names = program.names_in(args.place)
     assert len(names) == N
-    batches = list(islice(program.LOADERS[loader](names, args), N // 8))
+    batches = list(islice(program.LOADERS[loader](names, args, None), N // 8))
     found = torch.cat([pictures for pictures, _ in batches]).to(torch.int32)
     assert found.shape == (N, 3, 224, 224)
     folder = server.root / "data" / "pictures"
@@ -81,7 +81,7 @@ def test_sample_loader_keeps_order_and_reports_faults(server: Running) -> None:
     labels = {**{i: int(i) for i in ids}, "gone": 0, "broken": 0}
 
     def loader(chosen: list[str]) -> SampleLoader:
-        samples = SampleSet(chosen, labels, program.source_of(place), program.decode, suffix=".jpg")
+        samples = SampleSet(chosen, labels, place, program.decode, suffix=".jpg")
         return SampleLoader(samples, 4, in_flight=8)
 
     batches = list(loader(ids))

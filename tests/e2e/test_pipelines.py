@@ -255,8 +255,12 @@ def test_help_has_examples(run):
     ("arguments", "code", "message"),
     [
         ((), 2, "the following arguments are required: --label"),
-        (("--label", "cell_line", "--mask", "1.5"), 2, "argument --mask: 1.5: expected a number from 0 to 1"),
-        (("--label", "cell_line", "--epochs", "few"), 2, "argument --epochs: invalid number value: 'few'"),
+        (("--label", "cell_line", "--mask", "1.5"), 2, "argument --mask: '1.5' is not a number from 0 to 1"),
+        (
+            ("--label", "cell_line", "--epochs", "few"),
+            2,
+            "argument --epochs: 'few' is not a whole number of at least 1",
+        ),
         (("--label", "cell_line", "--block-size", "rows"), 2, "train_dali.py: block_size='rows': expected "),
         (("--label", "line"), 1, "obs has no column 'line'; did you mean 'cell_line'? It has 'plate', 'cell_line'"),
         (("--label", "pass_filter"), 2, "--label pass_filter: expected cells, and an obs column of two categories"),
@@ -265,7 +269,7 @@ def test_help_has_examples(run):
             1,
             "nowhere.txt: cannot be opened: ",
         ),
-        (("--label", "cell_line", "--lr", "10"), 2, "argument --lr: 10: expected a number from 0 to 1"),
+        (("--label", "cell_line", "--lr", "10"), 2, "argument --lr: '10' is not a number from 0 to 1"),
         (("--label", "cell_line", "--device", "cuda:99"), 1, "--device cuda:99: PyTorch "),
         (("--label", "cell_line", "--device", "tpu"), 2, "device='tpu': expected 'auto', 'cpu'"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import io
 import os
 import statistics
 import time
@@ -96,21 +95,30 @@ def test_ranges_and_conditions(quiet: Running) -> None:
     assert (status, body, headers["Content-Length"]) == (200, b"", str(len(DATA)))
 
 
-def test_keys_that_are_invalid_file_names_work(quiet: Running) -> None:
-    for key in ("a%2F..%2Fb", "deep//x", "100%25", "end/"):
-        assert ask(quiet, f"/data/odd/{key}", "PUT", b"value")[0] == 200
-        assert ask(quiet, f"/data/odd/{key}")[2] == b"value"
-    listed = ask(quiet, "/data?list-type=2&prefix=odd/")[2].decode()
-    for key in ("odd/a/../b", "odd/deep//x", "odd/100%", "odd/end/"):
-        assert f"<Key>{key}</Key>" in listed
+def test_a_key_is_the_path_of_a_file_in_one_way_only(quiet: Running) -> None:
+    (quiet.root / "aside").write_bytes(b"in no bucket")
+    (quiet.root / "data" / "100% & ü").write_bytes(b"value")
+    assert ask(quiet, "/data/100%25%20%26%20%C3%BC")[2] == b"value"
+    assert b"<Key>100% &amp; \xc3\xbc</Key>" in ask(quiet, "/data?list-type=2&prefix=100")[2]
+    for path in ("/data/../aside", "/data/./deep/one", "/data//deep/one", "/data/deep/", "/../data/001", "/data/%00"):
+        assert ask(quiet, path)[0] == 404
+
+
+def test_nothing_can_be_written(quiet: Running) -> None:
+    address = urlparse(quiet.url)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=10)
+    for method in ("PUT", "POST", "DELETE"):
+        connection.request(method, "/data/001", b"a body, which is passed over")
+        answer = connection.getresponse()
+        assert (answer.status, b"MethodNotAllowed" in answer.read()) == (405, True)
+    connection.close()
+    assert ask(quiet, "/data/001")[2] == DATA[1:5_001]
 
 
 def test_a_file_replaced_by_hand_has_another_etag(quiet: Running) -> None:
-    ask(quiet, "/data/hand", "PUT", b"first", Content_Type="text/plain")
-    assert ask(quiet, "/data/hand")[1]["Content-Type"] == "text/plain"
-    (quiet.root / "data" / "hand").write_bytes(b"second")
-    _, headers, body = ask(quiet, "/data/hand")
-    assert (body, headers["ETag"]) == (b"second", f'"{hashlib.md5(b"second").hexdigest()}"')
+    for body in (b"first", b"second"):
+        (quiet.root / "data" / "hand").write_bytes(body)
+        assert ask(quiet, "/data/hand")[1]["ETag"] == f'"{hashlib.md5(body).hexdigest()}"'
 
 
 def test_a_file_truncated_while_being_sent_ends_the_connection(quiet: Running) -> None:
@@ -125,12 +133,6 @@ def test_a_file_truncated_while_being_sent_ends_the_connection(quiet: Running) -
     with pytest.raises(http.client.IncompleteRead):
         answer.read()
     connection.close()
-
-
-def test_a_body_with_a_wrong_digest_is_refused(quiet: Running) -> None:
-    status, _, body = ask(quiet, "/data/sum", "PUT", b"x", Content_MD5="AAAAAAAAAAAAAAAAAAAAAA==")
-    assert (status, b"BadDigest" in body) == (400, True)
-    assert ask(quiet, "/data/sum")[0] == 404
 
 
 # --- the faults ---
@@ -232,6 +234,9 @@ def test_invalid_knobs_are_refused() -> None:
 # --- against moto ---
 
 
+OBJECTS = {"a/one": DATA, **{key: key.encode() for key in ("a/two", "a/b/three", "bb", "b/c", "é ü+&<", "z")}}
+
+
 def calls(client, bucket: str) -> list[object]:
     """Return what a client sees of a fixed sequence of calls; times and names that a server draws are left out."""
     seen: list[object] = []
@@ -247,19 +252,12 @@ def calls(client, bucket: str) -> list[object]:
             kept["Error"] = answer["Error"]["Code"]
         if "Body" in kept:
             kept["Body"] = hashlib.md5(kept["Body"].read()).hexdigest()
-        for name_ in ("Contents", "Parts"):
-            kept[name_] = [{k: v for k, v in e.items() if k in KEPT} for e in answer.get(name_, [])]
+        kept["Contents"] = [{k: v for k, v in e.items() if k in KEPT} for e in answer.get("Contents", [])]
         seen.append((name, sorted(arguments.keys()), kept))
         return answer
 
     b = {"Bucket": bucket}
     call("head_bucket", **b)
-    call("create_bucket", **b)
-    call("head_bucket", **b)
-    call("list_objects_v2", **b)
-    call("put_object", **b, Key="a/one", Body=DATA, ContentType="text/x", Metadata={"who": "me"})
-    for key in ("a/two", "a/b/three", "b", "b/c", "é ü+&<", "z"):
-        call("put_object", **b, Key=key if key != "b" else "bb", Body=key.encode())
     for method in ("get_object", "head_object"):
         call(method, **b, Key="a/one")
         call(method, **b, Key="none")
@@ -284,32 +282,9 @@ def calls(client, bucket: str) -> list[object]:
             if not answer.get("NextContinuationToken"):
                 break
             token = {"ContinuationToken": answer["NextContinuationToken"]}
-    five = bytes(5 << 20)
-    for parts, wanted in (([five, b"end"], [1, 2]), ([b"small", b"end"], [1, 2]), ([five], [1, 2])):
-        key = {**b, "Key": "big"}
-        upload = client.create_multipart_upload(**key, ContentType="text/y")["UploadId"]
-        etags = [
-            client.upload_part(**key, UploadId=upload, PartNumber=n, Body=part)["ETag"]
-            for n, part in enumerate(parts, 1)
-        ]
-        call("list_parts", **key, UploadId=upload)
-        listed = [{"PartNumber": n, "ETag": etags[min(n, len(etags)) - 1]} for n in wanted]
-        call("complete_multipart_upload", **key, UploadId=upload, MultipartUpload={"Parts": listed})
-        call("head_object", **key)
-    upload = client.create_multipart_upload(**key)["UploadId"]
-    call("abort_multipart_upload", **key, UploadId=upload)
-    call("list_parts", **key, UploadId=upload)
-    call("copy_object", **b, Key="copy", CopySource={"Bucket": bucket, "Key": "a/one"})
-    call("head_object", **b, Key="copy")
-    client.upload_fileobj(io.BytesIO(DATA * 40), bucket, "managed")  # several parts, by boto3's own rules
-    call("get_object", **b, Key="managed")
-    call("delete_object", **b, Key="a/two")
-    call("delete_object", **b, Key="a/two")
-    call("delete_objects", **b, Delete={"Objects": [{"Key": "z"}, {"Key": "never"}]})
-    call("list_objects_v2", **b)
     call("get_object", Bucket="nobucket", Key="x")
     call("list_objects_v2", Bucket="nobucket")
-    call("delete_bucket", **b)
+    call("head_bucket", Bucket="nobucket")
     return seen
 
 
@@ -326,8 +301,7 @@ KEPT = {
         "Delimiter",
         "StartAfter",
     ),
-    *("EncodingType", "ContentLength", "ContentRange", "ContentType", "Metadata", "AcceptRanges", "Body", "PartNumber"),
-    "Deleted",
+    *("EncodingType", "ContentLength", "ContentRange", "ContentType", "AcceptRanges", "Body"),
 }
 
 
@@ -352,9 +326,17 @@ def test_responses_equal_those_of_moto(tmp_path: Path, monkeypatch: pytest.Monke
     oracle.start()
     try:
         _, port = oracle.get_host_and_port()
-        wanted = calls(client(f"http://127.0.0.1:{port}"), "bucket")
+        writer = client(f"http://127.0.0.1:{port}")
+        writer.create_bucket(Bucket="bucket")
+        for key, body in OBJECTS.items():
+            writer.put_object(Bucket="bucket", Key=key, Body=body)
+        wanted = calls(writer, "bucket")
     finally:
         oracle.stop()
+    for key, body in OBJECTS.items():
+        path = tmp_path / "bucket" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
     with start(tmp_path) as server:
         found = calls(client(server.url), "bucket")
     assert len(found) == len(wanted)

@@ -17,7 +17,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from gpuload.cache import SampleStore, fetchers, files
@@ -25,9 +24,8 @@ from gpuload.cache import snapshot as snapshot_module
 from gpuload.cache import store as store_module
 from gpuload.cache.asking import Settings
 from gpuload.cache.catalogue import Catalogue
-from gpuload.cache.fetchers import _keep
+from gpuload.cache.fetchers import FetcherProcess, _keep
 from gpuload.cache.files import adopt_strays
-from gpuload.cache.process import FetcherProcess
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, RemoteObject
 from tests.remotes import CountingRemote, HangingRemote, fill
@@ -571,36 +569,10 @@ def test_a_catalogue_of_another_version_is_reported(tmp_path: Path, remote: Coun
     with closing(sqlite3.connect(path)) as db, db:
         db.execute("UPDATE meta SET value = 7 WHERE name = 'version'")
     with (
-        pytest.raises(StoreError, match=rf"^{path}: it has version 7, but this gpuload reads up to version 2; use a"),
+        pytest.raises(StoreError, match=rf"^{path}: it has version 7, but this gpuload reads version 2; use another"),
         opened(tmp_path, remote),
     ):
         pass
-
-
-def test_a_version_1_catalogue_is_upgraded(tmp_path: Path, remote: CountingRemote) -> None:
-    """It recognised a sample that was too large by the text of its fault."""
-    np.save(tmp_path / "remote" / "huge.npy", np.zeros(100_000, dtype=np.float32))
-    with opened(tmp_path, remote, n_held=N, max_bad=0.5) as store:
-        full(store, N)
-        until(store.quarantine)
-        store.quarantine_sample(store.copies.samples(np.array([1]))[0], "it smells")
-    columns = "SELECT name, type, \"notnull\", dflt_value FROM pragma_table_info('keys')"
-    fault = "it has 400128 bytes, but the whole budget is 327680"
-    with closing(sqlite3.connect(tmp_path / "store" / "catalogue.sqlite")) as db, db:
-        wanted = db.execute(columns).fetchall()
-        db.execute("ALTER TABLE keys DROP COLUMN is_too_large")
-        db.execute("UPDATE keys SET fault = ? WHERE key = 'huge.npy'", (fault,))
-        db.execute("UPDATE meta SET value = 1 WHERE name = 'version'")
-    remote.gets.clear()
-    for _ in range(2):
-        with opened(tmp_path, remote, n_held=N, fetch=False) as store:
-            assert store._catalogue.rows(columns) == wanted
-            assert store.coverage().n_held == N
-            assert set(store.quarantine().values()) == {"it smells", fault}
-    with opened(tmp_path, remote, n_held=N + 100, max_bad=0.5) as store:
-        full(store, N)
-        assert list(store.quarantine().values()) == ["it smells"]
-        assert set(remote.gets) == {"huge.npy"}
 
 
 @pytest.mark.parametrize("is_new", [False, True])
