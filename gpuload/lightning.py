@@ -60,10 +60,10 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
     epoch is the first, from its start, so the model sees the same minibatches in each.
 
     Checkpoints store the position in the training epoch, so a run resumed with ``ckpt_path`` gets exactly the
-    minibatches it had not yet seen; but if ``max_steps`` or ``limit_train_batches`` ended an epoch, Lightning continues
-    with the next one. If a run resumes mid-epoch with another number of processes, the remaining cells are divided
-    again among them, and this epoch's number of minibatches differs from that of later ones. Lightning
-    counts the minibatches of an epoch once and truncates all later epochs to that count, so this requires
+    minibatches it had not yet seen; but if ``max_steps``, ``max_time`` or ``limit_train_batches`` ended an epoch,
+    Lightning continues with the next one. If a run resumes mid-epoch with another number of processes, the remaining
+    cells are divided again among them, and this epoch's number of minibatches differs from that of later ones.
+    Lightning counts the minibatches of an epoch once and truncates all later epochs to that count, so this requires
     ``Trainer(reload_dataloaders_every_n_epochs=1)``, which recounts each epoch; without it, PlanError is raised.
     """
 

@@ -234,7 +234,7 @@ def test_missing_genes_are_reported_with_some_that_exist(plain: Stored) -> None:
 
 
 def test_lists_of_genes_are_no_list_of_genes(plain: Stored) -> None:
-    with pytest.raises(gpuload.PlanError, match=r"^genes: it was given something that is no array \(.*; pass a flat list"):
+    with pytest.raises(gpuload.PlanError, match=r"^genes: it was given something that is no array \(.*; pass a flat"):
         gpuload.open_loader(plain.path, genes=[["gene_000"], ["gene_001", "gene_002"]])
 
 
