@@ -21,12 +21,12 @@ def files(job: Job) -> list[Path]:
         return [job.path]
     folder = job.work_dir / f"{job.path.stem}-{n_files}-files"
     if not folder.exists():
-        _split(job.path, n_files, folder)
+        split(job.path, n_files, folder)
     return sorted(folder.glob("*.h5ad"))
 
 
-def _split(path: Path, n_files: int, folder: Path) -> None:
-    """Write adjacent cells into one file each, under a temporary name until all are done."""
+def split(path: Path, n_files: int, folder: Path) -> None:
+    """Write adjacent cells into one file each, in a new folder, which is under a temporary name until all are done."""
     import anndata
 
     unfinished = folder.with_name(f"{folder.name}.part")

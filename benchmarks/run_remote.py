@@ -3,9 +3,9 @@
 ``python -m benchmarks.run_remote --file cells.h5ad [--latency-ms 30] [--out benchmarks/results/remote.jsonl]``
 
 The object store is `benchmarks.s3server` on this machine, so it takes CPU time from the loader that it serves. Arms:
-``local``, the file on disk, page cache warm; ``remote``, the file in the store; ``cached``, the same with a
-`SampleStore` that keeps its blocks. Each runs two epochs; beforehand, the first minibatches of each epoch are compared
-with those of the local file.
+``local``, the file on disk, page cache warm; ``remote``, the file in the store; ``files``, its cells in many files
+there; ``cached``, the file with a `SampleStore` that keeps its blocks. Each runs two epochs; beforehand, the first
+minibatches of each epoch are compared with those of the local file.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 
 import gpuload
 from benchmarks import frame, machine
+from benchmarks.parts import split
 from benchmarks.s3server import start
 from gpuload.cache import BlockRemote, SampleStore
 from gpuload.remote import open_remote
@@ -31,7 +32,8 @@ from gpuload.remote import open_remote
 if TYPE_CHECKING:
     from benchmarks.s3server import Running
 
-ARMS = ("local", "remote", "cached")
+ARMS = ("local", "remote", "files", "cached")
+FILES = "files"
 PACKAGES = ("gpuload", "numpy", "obstore", "h5py")
 SETTINGS: dict[str, Any] = {
     "batch_size": 64,
@@ -45,11 +47,15 @@ SETTINGS: dict[str, Any] = {
 def measure(arm: str, path: Path, server: Running, folder: Path) -> dict[str, Any]:
     """Open a loader, run two epochs; return seconds to open and cells per second of each epoch, and requests."""
     reached = {"endpoint": server.url, "region": "us-east-1", "anonymous": True}
+    paths: str | list[str]
+    options: dict[str, Any]
     with ExitStack() as held:
         if arm == "local":
             paths, options = str(path), {}
         else:
-            paths, options = f"s3://data/{path.name}", {"storage_options": reached}
+            names = sorted(part.name for part in (server.root / "data" / FILES).iterdir())
+            paths = [f"s3://data/{FILES}/{name}" for name in names] if arm == "files" else f"s3://data/{path.name}"
+            options = {"storage_options": reached}
         if arm == "cached":
             blocks = BlockRemote(open_remote("s3://data", **reached))
             store = held.enter_context(
@@ -100,6 +106,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--latency-sigma", type=float, default=0.3, help="standard deviation of its logarithm; default: %(default)s"
     )
+    parser.add_argument(
+        "--n-files", type=int, default=100, help="number of files that the cells are split into; default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     os.environ["GPULOAD_INDEX"] = "off"  # so that each opening is a first one
     results: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
@@ -107,6 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder = Path(name)
         (folder / "s3" / "data").mkdir(parents=True)
         shutil.copy(options.file, folder / "s3" / "data")
+        split(options.file, options.n_files, folder / "s3" / "data" / FILES)
         with start(folder / "s3") as server:
             check(options.file, server)
             server.set(latency_ms=options.latency_ms, latency_sigma=options.latency_sigma)
@@ -117,6 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
         "file_nbytes": options.file.stat().st_size,
         "latency_ms": options.latency_ms,
         "latency_sigma": options.latency_sigma,
+        "n_files": options.n_files,
         "settings": SETTINGS,
         **machine.origin(PACKAGES),
         "io_mode": "posix",

@@ -22,6 +22,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 TITLES = {
     "rivals_epyc": "Beside other loaders",
+    "rivals_epyc_before": "Beside other loaders, an earlier run",
     "rivals": "Beside other loaders, on another machine",
     "gpu": "On a GPU",
     "stages": "Each stage beside what the machine allows",

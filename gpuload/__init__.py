@@ -158,7 +158,7 @@ def open_loader(
         is copied once), so do not modify it while the loader is open. A plain matrix has no obs, and its genes are
         named ``"0"``, ``"1"``, ... X and raw.X of a backed AnnData, and an X that is a matrix of an open .h5ad file or
         zarr folder, are read from there; names and obs are those in memory. A mapping names modalities of the same
-        cells: ``{"rna": adata, "prot": "prot.h5ad"}``. A URL (``s3://``, ``gs://``, ``az://``, ``hf://``,
+        cells: ``{"rna": adata, "prot": "prot.h5ad"}``. A URL or UPath (``s3://``, ``gs://``, ``az://``, ``hf://``,
         ``http(s)://``) of an HDF5 or Parquet file, a zarr store or a SOMA experiment is read over the network with many
         concurrent byte-range requests, which a web server must support. A URL may also be a folder of files, a pattern
         or a SOMA experiment where objects can be listed, which a web server does not allow; of its addresses, what

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from gpuload.errors import PlanError, shown
+from gpuload.errors import PlanError, first_line, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -160,6 +160,18 @@ def check_unmasked(name: str, given: Any) -> None:
     if isinstance(given, np.ma.MaskedArray) and np.any(np.ma.getmaskarray(given)):
         at = int(np.argmax(np.ma.getmaskarray(given).ravel()))
         raise PlanError(f"{name}: it was given a masked array, whose value {at} is hidden; pass its .filled(value).")
+
+
+def as_array(name: str, given: Any) -> NDArray[Any]:
+    """Return values given by the user as an array; raise PlanError if they cannot be one, or are partly masked."""
+    check_unmasked(name, given)
+    try:
+        return np.asarray(given)
+    except (RuntimeError, TypeError, ValueError) as error:  # lists of different lengths, an array on a GPU
+        raise PlanError(
+            f"{name}: it was given something that is no array ({first_line(error)}); pass a flat list, or an array in "
+            "host memory."
+        ) from error
 
 
 def check_obs_names(name: str, given: Any, *, least: int = 0, sampler: str = "", also: str = "") -> tuple[str, ...]:

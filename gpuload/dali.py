@@ -17,6 +17,7 @@ import functools
 import logging
 import sys
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -230,6 +231,9 @@ class CellIterator:
     On the CPU and without a pipeline, DALI's dynamic mode makes the tensors (``nvidia.dali.experimental.dynamic``, DALI
     2.0 or newer). If that mode is missing, or does not share the memory and keep it alive, a plain pipeline copies each
     minibatch, and the logger ``"gpuload"`` says so once.
+
+    On a GPU and with a pipeline, keep a tensor that you use in a later step too until PyTorch's stream has done that:
+    wait for an event, or synchronize, before you drop it. For work given in the tensor's own step, this is not needed.
     """
 
     def __init__(self, loader: Loader, pipeline: Pipeline | None = None, output_names: list[str] | None = None) -> None:
@@ -263,6 +267,8 @@ class CellIterator:
                 auto_reset=False,
                 prepare_first_batch=False,
             )
+            if loader.device != "cpu":
+                self._iterator = _Held(self._iterator, _depth(pipeline))
         self._has_ended = False
 
     def __len__(self) -> int:
@@ -397,6 +403,36 @@ class _HostTensor:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0  # kDLCPU
+
+
+class _Held:
+    """Iterates over a pipeline on a GPU, and keeps the last minibatches alive.
+
+    DALI reuses the memory of a dropped tensor at once, on its own stream, even if PyTorch's has yet to read it. What an
+    iteration of the pipeline writes that begins after the step was given to PyTorch's stream waits for that, as its
+    input is copied there. An iteration that has begun before has its memory once its minibatch is delivered, at most
+    `depth` minibatches later; until then, the tensors are kept here.
+    """
+
+    def __init__(self, iterator: Any, depth: int) -> None:
+        self._iterator = iterator
+        self._held: deque[list[Any]] = deque(maxlen=depth)
+
+    def __next__(self) -> list[dict[str, Any]]:
+        batch: list[dict[str, Any]] = next(self._iterator)
+        self._held.append([list(outputs.values()) for outputs in batch])
+        return batch
+
+    def reset(self) -> None:
+        """Start the next epoch; of the last one, no iteration is under way."""
+        self._held.clear()
+        self._iterator.reset()
+
+
+def _depth(pipeline: Pipeline) -> int:
+    """Return how many iterations of a pipeline are under way at a time."""
+    depth = pipeline.prefetch_queue_depth
+    return int(max(depth.values()) if isinstance(depth, dict) else depth)
 
 
 class _DynamicIterator:

@@ -67,7 +67,7 @@ class FolderSource:
 
     def __init__(self, root: str, names: Sequence[str], nbytes: NDArray[np.int64], stamps: NDArray[np.int64]) -> None:
         self.name = root
-        self._root = os.path.abspath(root)  # the working directory may change
+        self._root = os.path.realpath(root)  # the working directory may change, and so may links
         self._names = names
         self._nbytes = nbytes
         self._stamps = stamps

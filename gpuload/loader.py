@@ -221,8 +221,9 @@ class Loader:
         """Set the CUDA stream (a cudaStream_t) on which subsequent minibatches are used.
 
         Minibatches are ready for work on that stream, and their memory is reused only after the work enqueued there
-        before the last reference was dropped. The PyTorch front sets torch's current stream before each minibatch. By
-        default, without a front, it is CuPy's current stream. No effect on the CPU.
+        before the last reference was dropped. The stream must exist until the loader is closed. The PyTorch front sets
+        torch's current stream before each minibatch. By default, without a front, it is CuPy's current stream. No
+        effect on the CPU.
         """
         self._backend.use_stream(number)
 
@@ -442,9 +443,9 @@ class Loader:
 
     def _end_live(self, *, is_final: bool = False) -> None:
         live = self._live() if self._live is not None else None
-        self._live = None
         if live is not None:
             live.end(is_final=is_final)
+        self._live = None  # not before: if another thread is iterating, it remains the one iteration
 
     def _start_of(self, epoch: int) -> Place:
         return Place(replace(self._plan, epoch=epoch))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload import machine
-from gpuload.checks import check_order
+from gpuload.checks import as_array, check_order
 from gpuload.errors import PlanError, StoreError, listing, shown
 from gpuload.plan import DEFAULT_BLOCK_SIZE, chunks_per_block
 from gpuload.sampling import Cells, Subset, block_size_of, plain
@@ -75,7 +75,7 @@ def check_batches(tables: Sequence[Table], batch_size: int, takes_ahead: int) ->
 
 def check_row_numbers(given: Any, n_obs: int) -> NDArray[np.int64]:
     """Return row numbers as int64; raise PlanError if they are not of a loader's cells."""
-    rows = np.asarray(given)
+    rows = as_array("take", given)
     if rows.ndim != 1 or not rows.size or rows.dtype.kind not in "iu":
         raise PlanError(
             f"take: rows of dtype {rows.dtype} and shape {rows.shape}; expected a list of row numbers, at least one "

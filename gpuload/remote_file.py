@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -18,12 +18,30 @@ if TYPE_CHECKING:
 _BLOCK, _BLOCKS_AHEAD, _MAX_BLOCKS_AHEAD, _MAX_BLOCKS = 64 << 10, 4, 128, 4096
 """Cache of a file: bytes per block; minimum blocks per read, and maximum in sequential reading; blocks kept."""
 
+_BEGIN, _END, _WHOLE = 4, 16, 64
+"""Blocks at the begin and at the end of a file that are fetched before it is read; a file of so few is fetched whole.
+
+HDF5 puts its first groups at the begin, and what anndata writes last, such as var, at the end."""
+
+_BEHIND, _BEYOND = 4, 12
+"""Blocks fetched before and after one that was missing, as metadata are scattered around it."""
+
+
+class MissingError(Exception):
+    """A file that does not wait was read where its bytes are not there yet."""
+
 
 class RemoteFile(io.RawIOBase):
     """An object as a readable file with a block cache, for libraries that read metadata in small pieces.
 
     Sequential reads grow their requests; ranges known to be needed are prefetched (`bring`). HDF5 would read the trees
     that hold chunk addresses node by node: all nodes of a level are prefetched as soon as one above them is read.
+
+    Attributes
+    ----------
+    can_wait
+        Whether a read waits for bytes that are not there. Otherwise it raises MissingError, and `bring_missing` fetches
+        them: for a library that lets no other thread in while it reads.
 
     References
     ----------
@@ -37,6 +55,9 @@ class RemoteFile(io.RawIOBase):
         self._blocks: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
         self._nodes: dict[int, bytes] = {}
         self._next_block, self._ahead = 0, _BLOCKS_AHEAD
+        self.can_wait = True
+        self._missing: list[tuple[int, int]] = []
+        self._trees: list[tuple[list[int], int]] = []
 
     def readable(self) -> bool:
         """Return True."""
@@ -62,8 +83,10 @@ class RemoteFile(io.RawIOBase):
         elif n:
             self._fill(out[:n], self._at)
             children = _children(out[:n].tobytes()) if n < _BLOCK else []
-            if children:
+            if children and self.can_wait:
                 self._read_nodes(children, n)
+            elif not self._nodes.keys() >= set(children):
+                self._trees.append((children, n))
         self._at += n
         return n
 
@@ -71,6 +94,9 @@ class RemoteFile(io.RawIOBase):
         """Fill `out` from cached blocks, reading those that are missing first."""
         first, last = at // _BLOCK, (at + out.size - 1) // _BLOCK + 1
         missing = [number for number in range(first, last) if number not in self._blocks]
+        if missing and not self.can_wait:
+            self._missing.append((missing[0], missing[-1] + 1))
+            raise MissingError(f"{self.name}: bytes from {at} on are not there yet.")
         if missing:
             self._read_blocks(missing[0], missing[-1] + 1)
         for number in range(first, last):
@@ -78,18 +104,54 @@ class RemoteFile(io.RawIOBase):
             start = number * _BLOCK
             lo, hi = max(at, start), min(at + out.size, start + block.size)
             out[lo - at : hi - at] = block[lo - start : hi - start]
-        while len(self._blocks) > _MAX_BLOCKS:
+        while self.can_wait and len(self._blocks) > _MAX_BLOCKS:
             self._blocks.popitem(last=False)
 
-    def _read_blocks(self, first: int, last: int) -> None:
-        """Read blocks and some that follow: the longer the sequential run, the more."""
-        self._ahead = min(2 * self._ahead, _MAX_BLOCKS_AHEAD) if first == self._next_block else _BLOCKS_AHEAD
+    def _read_blocks(self, first: int, last: int, ahead: int = _BLOCKS_AHEAD, behind: int = 0) -> None:
+        """Read blocks and some around them: the longer the sequential run, the more that follow."""
+        is_next = first == self._next_block
+        self._ahead = min(2 * self._ahead, _MAX_BLOCKS_AHEAD) if is_next else ahead
         self._next_block = max(last, first + self._ahead)
-        start, stop = first * _BLOCK, min(self._next_block * _BLOCK, self._source.nbytes)
-        run = np.empty(stop - start, dtype=np.uint8)
-        self._source.read_into(run, start)
-        for at in range(0, run.size, _BLOCK):
-            self._blocks[first + at // _BLOCK] = run[at : at + _BLOCK]
+        self._fetch([(first if is_next else max(0, first - behind), self._next_block)])
+
+    def _fetch(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Read runs of blocks, each a first block and that after its last, by concurrent requests."""
+        step, nbytes = self._source.max_extent, self._source.nbytes
+        spans = [(first * _BLOCK, min(last * _BLOCK, nbytes)) for first, last in runs]
+        pieces = [(at, min(step, stop - at)) for start, stop in spans for at in range(start, stop, step)]
+        offset, length = np.array(pieces, dtype=np.int64).reshape(-1, 2).T
+        place = np.cumsum(length) - length
+        buffer = np.empty(int(length.sum()), dtype=np.uint8)
+        self._source.read_many(offset, length, place, buffer)
+        for start, stop in spans:
+            span, buffer = buffer[: stop - start], buffer[stop - start :]
+            for at in range(0, span.size, _BLOCK):
+                self._blocks[(start + at) // _BLOCK] = span[at : at + _BLOCK]
+
+    @property
+    def nbytes_held(self) -> int:
+        """Bytes of the blocks that are there."""
+        return len(self._blocks) * _BLOCK
+
+    def bring_ends(self) -> None:
+        """Prefetch the begin and the end of the file, where most metadata are; a small file whole."""
+        n = -(-self._source.nbytes // _BLOCK)
+        self._fetch([(0, n)] if n <= _WHOLE else [(0, _BEGIN), (n - _END, n)])
+
+    def bring_missing(self) -> bool:
+        """Fetch what was missing when it was read, and what will be read with it; return whether anything was.
+
+        Must not be called while a library reads the file.
+        """
+        missing, trees = self._missing, self._trees
+        self._missing, self._trees = [], []
+        if not missing:
+            return False
+        for children, nbytes in trees:
+            self._read_nodes(children, nbytes)
+        for first, last in () if trees else missing:  # or else it was a node
+            self._read_blocks(first, last, _BEYOND, _BEHIND)
+        return True
 
     def bring(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Prefetch ranges, each a first byte and a length, many at a time.

@@ -95,13 +95,18 @@ class FileSource:
         except OSError:
             is_same = False
         if not is_same:
-            raise ReadError(f"{self.name}: the file was replaced while it was being opened; open it again.")
+            raise replaced(self.name)
 
     def close(self) -> None:
         """Close the descriptor; may be called twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def replaced(name: str) -> ReadError:
+    """Return the error for a file that was replaced by another while it was being opened."""
+    return ReadError(f"{name}: the file was replaced while it was being opened; open it again.")
 
 
 def change(nbytes: int, now: int) -> str:

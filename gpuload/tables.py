@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import check_index, check_names, check_order
+from gpuload.checks import as_array, check_index, check_names, check_order
 from gpuload.errors import PlanError, listing, shown
 from gpuload.types import Form, Transform
 
@@ -146,7 +146,7 @@ def select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, ND
             f"genes={shown(genes)}: expected a list of gene names, whose order is that of the columns, or a mask with "
             "one entry per gene; make a list of it."
         )
-    wanted = np.asarray(genes)
+    wanted = as_array("genes", genes)
     if wanted.ndim != 1:
         raise PlanError(
             f"genes has {wanted.ndim} dimensions; expected a list of gene names or a mask with one entry per gene."

@@ -9,6 +9,7 @@ from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -192,6 +193,29 @@ def test_waiting_for_workers_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: 
     monkeypatch.setattr(distributed, "Client", partial(Places, "here", {}))
     with cluster.connect("there"):
         assert "scheduler='there': it has no workers; packing waits until some have come" in caplog.text
+
+
+def test_loss_of_all_workers_is_logged_each_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dask keeps the tasks of workers that have gone for others, which may never come."""
+    from gpuload.packing import cluster
+
+    looks = [{"a": 1}, {}, {}, {"b": 1}, {}]
+    all_seen = Event()
+
+    def nthreads(_: Places) -> dict[str, int]:
+        if not looks:
+            all_seen.set()
+            raise OSError("closed")
+        return looks.pop(0)
+
+    monkeypatch.setattr(cluster, "LOOK_S", 0.01)
+    monkeypatch.setattr(Places, "nthreads", nthreads, raising=False)
+    monkeypatch.setattr(distributed, "Client", partial(Places, "here", {"a": "here"}))
+    with cluster.connect("there"):
+        assert all_seen.wait(10)
+    assert caplog.text.count("scheduler='there': its last worker has gone; packing waits until others come") == 2
 
 
 class Places:

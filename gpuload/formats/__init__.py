@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,14 @@ import numpy as np
 
 from gpuload.concat import concat, join_arrays, stored_columns, with_columns
 from gpuload.errors import CorruptDataError, StoreError
-from gpuload.formats.addresses import check_given, child_of
+from gpuload.formats.addresses import Address, check_given, child_of
 from gpuload.formats.arrays import OBSM, as_strings, numbered
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
 from gpuload.formats.obs_table import check_obs_table, table_columns
-from gpuload.formats.progress import Progress
+from gpuload.formats.progress import Progress, each_of, threads_for_parts
 from gpuload.formats.recognise import expand, is_parquet, obs_columns, open_path
-from gpuload.source import closed_on_error
+from gpuload.source import FileSource, closed_on_error, replaced
 from gpuload.store import ObsColumn
-from gpuload.threads import DaemonThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,9 +37,6 @@ Join = str | tuple[str, ...] | None
 
 SOURCE_FILE = "source_file"
 """Column of obs that every cell has, stored or not: the path of its file."""
-
-AT_A_TIME = 4
-"""Number of files opened concurrently."""
 
 
 def open_matrices(
@@ -110,6 +107,7 @@ def open_matrices(
             )
         for store in stores.values():
             _check_cells(stores["X"], store)
+        _check_files(stores)
     return stores
 
 
@@ -168,8 +166,7 @@ def read_obs_names(paths: Any, modality: str | None, layer: str) -> NDArray[np.o
         A matrix of these cells, whose number of rows the names must have.
     """
     parts = _parts(paths if modality is None else _of_modality(paths, modality))
-    with closing(DaemonThreads(min(AT_A_TIME, len(parts)), "gpuload-names")) as pool:
-        found = pool.map(lambda part: _cell_names(part, layer), parts)
+    found = each_of(parts, lambda part: _cell_names(part, layer), is_far=_is_far(parts))
     names: list[NDArray[np.object_]] = []
     first = 0
     for of_part in found:
@@ -204,7 +201,7 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -
 
     With ``"outer"``, a column that only some of them have becomes missing values in the others.
     """
-    pool = DaemonThreads(AT_A_TIME, "gpuload-open")
+    pool = threads_for_parts(is_far=_is_far(each))
     opening: deque[Future[Store]] = deque()
     stores: list[Store] = []
     names, progress = _Names(), Progress(len(each), "%d of %d files were opened", "")
@@ -307,12 +304,21 @@ def _parts(paths: Any) -> list[Any]:
     check_given(paths)
     is_one = isinstance(paths, (str, os.PathLike)) or is_anndata(paths) or is_matrix(paths)
     is_list = hasattr(paths, "__iter__") and len(getattr(paths, "shape", ())) < 2
-    parts: list[Any] = []
-    for one in [paths] if is_one or not is_list else paths:
-        parts += expand(os.fspath(one)) if isinstance(one, (str, os.PathLike)) else [one]
+    given = [paths] if is_one or not is_list else list(paths)
+
+    def stands_for(one: Any) -> list[Any]:
+        return expand(os.fspath(one)) if isinstance(one, (str, os.PathLike)) else [one]
+
+    is_far = _is_far(given)
+    parts = list(chain.from_iterable(each_of(given, stands_for, is_far=True) if is_far else map(stands_for, given)))
     if not parts:
         raise StoreError("paths=[]: expected at least one file or folder.")
     return parts
+
+
+def _is_far(parts: Sequence[Any]) -> bool:
+    """Return whether some parts are at addresses."""
+    return any(isinstance(one, Address) for part in parts for one in (part if isinstance(part, tuple) else (part,)))
 
 
 def _of_modality(paths: Any, name: str) -> Any:
@@ -343,6 +349,15 @@ def _check_cells(first: Store, other: Store) -> None:
                 f"{path_too}: it has {n_rows_too} rows where {path} has {n_rows}, though both are of the same cells; "
                 "restore the files from their source."
             )
+
+
+def _check_files(stores: Mapping[str, Store]) -> None:
+    """Refuse matrices of one path that are in two files, as it was replaced after one of them was opened."""
+    known: dict[str, tuple[int, int]] = {}
+    for store in stores.values() if len(stores) > 1 else ():
+        for source in store.sources:
+            if isinstance(source, FileSource) and known.setdefault(source.name, source.identity) != source.identity:
+                raise replaced(source.name)
 
 
 def _check_cell_names(first: tuple[str, Any, str, Store], other: tuple[str, Any, str, Store]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Mapping
 from functools import cached_property
 from glob import has_magic
@@ -31,6 +32,24 @@ _NOT_THERE = "gpuload-looks-whether-this-is-there"
 """A name that nothing has."""
 
 
+class _Clients:
+    """The remotes of addresses that are given together: one for all objects of a folder, with its connections."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._remotes: dict[str, Remote] = {}
+
+    def remote(self, url: str, options: Mapping[str, Any]) -> Remote:
+        """Return the remote of a folder, the same each time."""
+        with self._lock:
+            if url not in self._remotes:
+                self._remotes[url] = open_remote(url, **options)
+            return self._remotes[url]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Clients, ()
+
+
 class Address(str):  # noqa: SLOT000 - caches what it has found
     """The address of an object, or of a folder of objects, with what is needed to reach it.
 
@@ -46,23 +65,33 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
         A store over a `BlockRemote` that caches what is read; or None.
     options
         Options of `gpuload.remote.ObjectRemote`.
+    clients
+        The remotes through which this and the addresses given with it are reached.
     """
 
     base: str
     query: str
     cache: SampleStore | None = None
     options: Mapping[str, Any] = {}
+    clients: _Clients
     denied: ReadError | None = None
     """The error of a web server that denies it, once it was asked for."""
 
     @classmethod
-    def of(cls, url: str, cache: SampleStore | None = None, options: Mapping[str, Any] | None = None) -> Self:
-        """Return an address that is reached through a cache, or with options."""
+    def of(
+        cls,
+        url: str,
+        cache: SampleStore | None = None,
+        options: Mapping[str, Any] | None = None,
+        clients: _Clients | None = None,
+    ) -> Self:
+        """Return an address that is reached through a cache, or with options; and as others are, through `clients`."""
         base, query = split_query(url)
         scheme, _, rest = base.partition("://")
         base = f"{scheme}://{rest.rstrip('/')}"
         address = cls(base + named_query(query))
         address.base, address.query, address.cache, address.options = base, query, cache, options or {}
+        address.clients = clients or _Clients()
         return address
 
     @property
@@ -78,11 +107,11 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
     def parent(self) -> Self:
         """Return the address of the parent folder."""
         scheme, _, rest = self.base.partition("://")
-        return self.of(f"{scheme}://{rest.rpartition('/')[0]}{self.query}", self.cache, self.options)
+        return self.of(f"{scheme}://{rest.rpartition('/')[0]}{self.query}", self.cache, self.options, self.clients)
 
     def child(self, name: str) -> Self:
         """Return the address of something in this folder, reached in the same way."""
-        child = self.of(f"{self.base}/{name}{self.query}", self.cache, self.options)
+        child = self.of(f"{self.base}/{name}{self.query}", self.cache, self.options, self.clients)
         key = unquote(name) if self.startswith("http") else name
         vars(child)["_reached"] = self.remote, self.key_of(key)
         known = vars(self).get("listed") or {}
@@ -111,15 +140,15 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
         scheme, _, rest = self.base.partition("://")
         if scheme == "hf":
             repository, key = split_address(self)
-            return open_remote(repository, **self.options), key
+            return self.clients.remote(repository, self.options), key
         if not rest:
             raise PlanError(f"{self}: it has no bucket or host; expected, for example, s3://bucket/atlas.h5ad.")
         folder, _, key = rest.rpartition("/")
         if not folder:
-            return open_remote(self.base + self.query, **self.options), ""
+            return self.clients.remote(self.base + self.query, self.options), ""
         if scheme.startswith("http"):
             key = unquote(key)
-        return open_remote(f"{scheme}://{folder}{self.query}", **self.options), key
+        return self.clients.remote(f"{scheme}://{folder}{self.query}", self.options), key
 
     @property
     def remote(self) -> Remote:
@@ -281,6 +310,7 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
     Raise PlanError if a cache or options are given, but no address.
     """
     addresses: list[Address] = []
+    clients = _Clients()
 
     def changed(given: Any) -> Any:
         check_given(given)
@@ -288,12 +318,12 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
             return [changed(one) for one in given]
         if isinstance(given, Mapping):
             return {name: changed(one) for name, one in given.items()}
-        path = os.fspath(given) if isinstance(given, (str, os.PathLike)) else ""
+        path = _text_of(given)
         if path.startswith("file://"):
             return path.removeprefix("file://")
         if "://" not in path:
             return given
-        addresses.append(Address.of(path, cache, options))
+        addresses.append(Address.of(path, cache, options, clients))
         return addresses[-1]
 
     found = changed(paths)
@@ -303,6 +333,16 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
                 f"{name}: it is for addresses such as 's3://bucket/atlas.h5ad', but paths has none; leave it out."
             )
     return found
+
+
+def _text_of(given: Any) -> str:
+    """Return a path or an address as text; ``""`` if it is neither.
+
+    A path of universal_pathlib to an object is not os.PathLike.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        return os.fspath(given)
+    return str(given.as_uri()) if hasattr(given, "as_uri") and hasattr(given, "storage_options") else ""
 
 
 def check_given(paths: Any) -> None:

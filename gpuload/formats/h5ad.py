@@ -43,8 +43,8 @@ def open_hdf5(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
     CorruptDataError
         indptr is not monotonic, or byte ranges lie outside the file.
     """
-    with hdf5.opened(path) as (file, source):
 
+    def take(file: Any, source: hdf5.Hdf5Source) -> Store:
         def read(root: Any, own: Sequence[str], name: str) -> Store:
             matrix, var_names, columns = read_members(root, name, layer, own, hdf5.Access(source))
             return Store((matrix,), (name,), var_names, columns, (source,))
@@ -55,25 +55,37 @@ def open_hdf5(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
             return read(file, obs, path)
         return tenx.read_tenx(file, hdf5.Access(source), layer, obs)
 
+    return hdf5.read(path, take)[0]
+
 
 def open_by_columns(path: str, *, layer: str, modality: str = "") -> Store | None:
     """Open a CSC matrix as a store of genes x cells, without names; None if it is not CSC."""
-    with hdf5.opened(path) as (file, source):
+
+    def take(file: Any, source: hdf5.Hdf5Source) -> Store | None:
         for name, group in _groups(file, path, modality):
             matrix = read_by_columns(group, name, layer, hdf5.Access(source))
             if matrix is not None:
                 return Store((matrix,), (name,), np.empty(matrix.n_vars, dtype=object), {}, (source,))
-        source.close()
         return None
+
+    store, source = hdf5.read(path, take)
+    if store is None:
+        source.close()
+    return store
 
 
 def obs_columns(path: str, modality: str = "") -> list[str]:
     """Return the names of the columns of obs."""
-    with hdf5.opened(path) as (file, source), closing(source):
+
+    def take(file: Any, _: hdf5.Hdf5Source) -> list[str]:
         if mudata.is_mudata(file):
             return mudata.obs_columns(file, path, modality)
         is_anndata = bool(_groups(file, path, modality))
         return column_names(member(file, "obs", path)) if is_anndata else tenx.obs_columns(file)
+
+    names, source = hdf5.read(path, take)
+    source.close()
+    return names
 
 
 @contextmanager

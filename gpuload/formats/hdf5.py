@@ -20,9 +20,9 @@ import math
 import os
 import threading
 from array import array
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import h5py
 import numpy as np
@@ -38,7 +38,7 @@ from gpuload.remote_source import RemoteSource
 from gpuload.source import BufferSource, FileSource, closed_on_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -60,6 +60,12 @@ _ALL_FILTERS, _DONT_FILTER_PARTIAL_CHUNKS = np.uint32(0xFFFF_FFFF), 2
 """A mask that skips every filter; HDF5's H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS."""
 
 _GZIP = b"\x1f\x8b"
+
+_MOST_CALLS, _MOST_HELD = 24, 64 << 20
+"""Calls of a function that reads an object, and bytes of it that are there, after which a call waits for the rest: it
+would read the metadata of a huge file from the beginning too often."""
+
+T = TypeVar("T")
 
 _Chunks = tuple["NDArray[Any]", "NDArray[Any]", "NDArray[Any]"]
 
@@ -95,13 +101,8 @@ class RemoteHdf5(RemoteSource):
 
     @contextmanager
     def content(self) -> Iterator[_OneFile]:
-        """Yield the file object that h5py reads within the block.
-
-        h5py holds its lock while it waits for a read, which other threads carry out. Collecting garbage that contains
-        an h5py object also waits for that lock. So garbage collection is suspended meanwhile, or the threads would
-        deadlock.
-        """
-        with _no_collection, closing(RemoteSource(self.name, self._uncached, self.objects)) as source:
+        """Yield the file object that h5py reads within the block."""
+        with closing(RemoteSource(self.name, self._uncached, self.objects)) as source:
             yield _OneFile(source)
 
 
@@ -125,7 +126,11 @@ class _OneFile(RemoteFile):
 
 
 class _NoCollection:
-    """Suspend automatic garbage collection while any thread is in the block."""
+    """Suspend automatic garbage collection while any thread is in the block.
+
+    h5py holds its lock while it waits for a read, which other threads carry out. Collecting garbage that contains an
+    h5py object also waits for that lock, so the threads would deadlock.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -171,17 +176,74 @@ def opened(path: str) -> Iterator[tuple[h5py.File, Hdf5Source]]:
     CorruptDataError
         h5py or anndata raised anything else inside the block: the metadata is damaged.
     """
-    address = as_address(path)
-    source = LocalHdf5(path) if address is None else RemoteHdf5(address)
+    source = _source(path)
     with closed_on_error(source):
-        with source.content() as content, _open_file(path, content) as file, arrays.damage_to_metadata(path):
-            if isinstance(source, LocalHdf5):
-                source.check_in_place()
-            if content is not None:
-                content.is_opened = True
-            source.file_name = file.filename  # h5py's name for the file of everything not behind an external link
+        with source.content() as content, _opened(path, source, content) as file:
             yield file, source
         source.index.save()
+
+
+def read(path: str, take: Callable[[h5py.File, Hdf5Source], T]) -> tuple[T, Hdf5Source]:
+    """Return what a function takes from a file, or from an object at an address, and the open source of its bytes.
+
+    h5py lets no other thread in while it waits for a remote, so thousands of objects would be opened one after another.
+    So the function is first called with what is there, and called again when what it missed has been fetched.
+
+    Raises
+    ------
+    ReadError, StoreError, CorruptDataError
+        As for `opened`.
+    """
+    source = _source(path)
+    with closed_on_error(source):
+        with source.content() as content:
+
+            def call() -> T:
+                with _opened(path, source, content) as file:
+                    return take(file, source)
+
+            found = call() if content is None else _call_when_there(call, content)
+        source.index.save()
+    return found, source
+
+
+def _call_when_there(call: Callable[[], T], content: _OneFile) -> T:
+    """Return what a function returns that reads an object, as soon as it misses nothing; see `read`."""
+    content.bring_ends()
+    n_calls = 0
+    while True:
+        n_calls += 1
+        content.can_wait = n_calls == _MOST_CALLS or content.nbytes_held > _MOST_HELD
+        try:
+            found = call()
+        except Exception:
+            if not content.bring_missing():
+                raise
+        else:
+            if not content.bring_missing():
+                return found
+
+
+def _source(path: str) -> Hdf5Source:
+    address = as_address(path)
+    return LocalHdf5(path) if address is None else RemoteHdf5(address)
+
+
+@contextmanager
+def _opened(path: str, source: Hdf5Source, content: _OneFile | None) -> Iterator[h5py.File]:
+    """Yield the file of a source, open for its metadata."""
+    is_waiting = content is not None and content.can_wait
+    with (
+        _no_collection if is_waiting else nullcontext(),
+        _open_file(path, content) as file,
+        arrays.damage_to_metadata(path),
+    ):
+        if isinstance(source, LocalHdf5):
+            source.check_in_place()
+        if content is not None:
+            content.is_opened = True
+        source.file_name = file.filename  # h5py's name for the file of everything not behind an external link
+        yield file
 
 
 def is_array(node: Any) -> bool:
@@ -196,6 +258,8 @@ def is_group(node: Any) -> bool:
 
 def _open_file(path: str, content: _OneFile | None) -> h5py.File:
     """Open a file for reading; without HDF5's lock if it cannot be had (read-only and network file systems)."""
+    if content is not None:
+        content.is_opened = False
     try:
         return h5py.File(content or path, "r")
     except ReadError:

@@ -109,7 +109,7 @@ class Files(FolderSource):
     def __init__(self, files: Sequence[Cells]) -> None:
         self._paths = paths = [file.path for file in files]  # as given, for error messages
         nbytes, stamps = (np.array([getattr(f, name) for f in files], dtype=np.int64) for name in ("nbytes", "stamp"))
-        root, names = paths[0] if len(paths) == 1 else os.path.dirname(paths[0]), [os.path.abspath(p) for p in paths]
+        root, names = paths[0] if len(paths) == 1 else os.path.dirname(paths[0]), [os.path.realpath(p) for p in paths]
         super().__init__(root, names, nbytes, stamps)
 
     def _path(self, number: int) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Part = TypeVar("Part")
 
-_AT_A_TIME, _FAR_AT_A_TIME = 8, 16
+_AT_A_TIME, _FAR_AT_A_TIME = 8, 32
 """Parts that are worked on concurrently; more if each has latency."""
 
 _LONG_S = 10.0
@@ -56,5 +56,10 @@ def each_of(parts: Iterable[Part], work: Callable[[Part], T], *, is_far: bool) -
 
     If some calls fail, the error of the first of their parts is raised.
     """
-    with closing(DaemonThreads(_FAR_AT_A_TIME if is_far else _AT_A_TIME, "gpuload-files")) as pool:
+    with closing(threads_for_parts(is_far=is_far)) as pool:
         return pool.map(work, parts)
+
+
+def threads_for_parts(*, is_far: bool) -> DaemonThreads:
+    """Return threads for work of parts."""
+    return DaemonThreads(_FAR_AT_A_TIME if is_far else _AT_A_TIME, "gpuload-files")

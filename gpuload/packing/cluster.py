@@ -6,7 +6,7 @@ import logging
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pydoc import locate
-from threading import Lock
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 CONNECT_S = 10
 """Timeout in seconds for the scheduler to answer."""
 
+LOOK_S = 30
+"""Seconds from one look for workers to the next."""
+
 _VERSION = "gpuload.__version__"
 
 _log = logging.getLogger("gpuload")
@@ -41,7 +44,7 @@ _LOCK = Lock()
 
 @contextmanager
 def connect(address: str) -> Iterator[Client]:
-    """Yield a client of a scheduler, closed at the end of the with-block.
+    """Yield a client of a scheduler, closed at the end of the with-block; log when its last worker goes meanwhile.
 
     Raises
     ------
@@ -58,13 +61,34 @@ def connect(address: str) -> Iterator[Client]:
         client = Client(address, timeout=CONNECT_S, set_as_default=False)
     except (OSError, ValueError) as error:
         raise ReadError(f"scheduler={address!r}: no Dask scheduler answers there; check the address.") from error
+    is_over = Event()
     with closing(client):
-        _check_versions(client, address)
-        yield client
+        has_workers = _check_versions(client, address)
+        Thread(target=_look, args=(client, address, is_over, has_workers), name="gpuload-workers", daemon=True).start()
+        try:
+            yield client
+        finally:
+            is_over.set()
 
 
-def _check_versions(client: Client, address: str) -> None:
-    """Raise ReadError unless gpuload is the same everywhere.
+def _look(client: Client, address: str, is_over: Event, has_workers: bool) -> None:
+    """Log each time that the last worker has gone: Dask keeps its tasks, without a word, for workers that may come."""
+    while not is_over.wait(LOOK_S):
+        had_workers = has_workers
+        try:
+            has_workers = bool(client.nthreads())
+        except Exception:  # noqa: BLE001 - the scheduler is lost, which the tasks report, or the client was closed
+            return
+        if had_workers and not has_workers:
+            _log.warning(
+                "scheduler=%r: its last worker has gone; packing waits until others come. If none will, interrupt it; "
+                "the same command continues where it stopped.",
+                address,
+            )
+
+
+def _check_versions(client: Client, address: str) -> bool:
+    """Raise ReadError unless gpuload is the same everywhere; return whether there are workers.
 
     Dask would give a task to workers that cannot import it for ever. They are asked with a function of Python's.
     """
@@ -81,6 +105,7 @@ def _check_versions(client: Client, address: str) -> None:
             has = f"cannot import gpuload: {first_line(version)}"
         but = "" if isinstance(version, Exception) else f", but here it is {here!r}"
         raise ReadError(f"scheduler={address!r}: {place} {has}{but}; install the same version there, with its extras.")
+    return bool(workers)
 
 
 class Cluster:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from gpuload.checks import check_index, check_obs_names, is_number, is_whole
+from gpuload.checks import as_array, check_index, check_obs_names, is_number, is_whole
 from gpuload.errors import PlanError, first_line, nearest, shown
 from gpuload.sampling.classes import coded, factorize, joint, names_of
 from gpuload.sampling.rows import row_list
@@ -273,7 +273,7 @@ def _labels(given: Any) -> tuple[NDArray[np.integer], Names]:
 def check_mask(sampler: str, given: Any, cells: Cells) -> NDArray[np.bool_]:
     """Return a mask over all cells of the store; raise PlanError if it is not one."""
     n_rows = cells.n_store_rows
-    mask: NDArray[np.bool_] = np.asarray(given)
+    mask: NDArray[np.bool_] = as_array(sampler, given)
     if mask.dtype != bool or mask.ndim != 1:
         raise PlanError(
             f"{sampler}: it was given an array of dtype {mask.dtype} and shape {mask.shape}; expected a mask."

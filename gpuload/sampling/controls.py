@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import check_obs_names, is_number
+from gpuload.checks import check_bool, check_obs_names, is_number
 from gpuload.errors import PlanError, nearest, shown
 from gpuload.sampling.base import check_number, check_rows
 from gpuload.sampling.blocks import BlockShuffle
@@ -60,6 +60,9 @@ class PairedControl:
         cells are shuffled individually.
     n_controls
         Controls for each perturbed cell.
+    pair_controls
+        Whether controls are paired too, as cells to which nothing was done: each with one of its own group, now and
+        then itself. With `size`, they are in sets of their own.
 
     Raises
     ------
@@ -75,6 +78,7 @@ class PairedControl:
     size: int | None = None
     remainder: str = "drop"
     n_controls: int = 1
+    pair_controls: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.column, str) or not self.column:
@@ -88,6 +92,7 @@ class PairedControl:
             check_number("PairedControl", "size", self.size)
         check_remainder("PairedControl", self.remainder)
         check_number("PairedControl", "n_controls", self.n_controls)
+        check_bool("pair_controls", self.pair_controls, "PairedControl")
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -160,7 +165,7 @@ class PairedControl:
             )
 
     def _controls(self, cells: Cells) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return masks of the control cells and of the perturbed cells."""
+        """Return masks of the control cells and of the cells to pair with them."""
         column = cells.obs[self.column]
         values = cells.take(column.values)
         is_one = isinstance(self.control, (str, bytes)) or not hasattr(self.control, "__iter__")
@@ -173,6 +178,8 @@ class PairedControl:
             is_control, is_labelled = is_wanted[values], values >= 0
         if not is_control.any():
             raise self._no_control(column, wanted)
+        if self.pair_controls:
+            return is_control, is_labelled
         if not (is_labelled & ~is_control).any():
             raise PlanError(
                 f"PairedControl({self.column!r}): all cells are controls; there are none to pair them with."

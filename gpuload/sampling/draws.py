@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from gpuload.checks import check_bool
-from gpuload.errors import PlanError, shown
+from gpuload.errors import PlanError, listing, shown
 from gpuload.sampling.base import (
     about_column,
     check_mask,
@@ -252,8 +252,9 @@ class _Files:
         """Return the row range of a file, (1, 2), given its path or file name; raise PlanError if it is not one."""
         found = self._named.get(name) or self._based.get(name, [])
         if len(found) != 1:
+            names = [self._cells.names[number] for number in found] or self._cells.names
             wrong = "matches several of the loader's" if found else "is not one of the loader's"
-            raise PlanError(f"Mixture: {name!r} {wrong} paths; they are {', '.join(map(repr, self._cells.names))}.")
+            raise PlanError(f"Mixture: {name!r} {wrong} paths; they are {listing(names)}.")
         rows: NDArray[np.int64] = self._edges[found[0] : found[0] + 2].reshape(1, 2)
         return rows
 

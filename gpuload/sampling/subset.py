@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.checks import as_array
 from gpuload.errors import PlanError
 from gpuload.order import MappedOrder
 from gpuload.sampling.base import as_sampler, check_mask, digest
@@ -67,7 +68,7 @@ class Subset:
         return Part(inner, within, part.file_rows)
 
     def _mask(self, cells: Cells) -> NDArray[np.bool_]:
-        n_rows, given = cells.n_store_rows, np.asarray(self.rows)
+        n_rows, given = cells.n_store_rows, as_array("Subset", self.rows)
         if given.dtype == bool:
             return check_mask("Subset", self.rows, cells)
         if not given.size:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.checks import as_array
 from gpuload.errors import PlanError
 from gpuload.order import MappedOrder, shuffled_blocks
 from gpuload.permute import hash64, log_hash, random_keys, unit_hash
@@ -34,7 +35,7 @@ _STEP_BITS = 48
 
 def check_weights(given: Any, cells: Cells) -> NDArray[Any]:
     """Return the weights of the cells; raise PlanError if they are invalid."""
-    weights = np.asarray(given)
+    weights = as_array("Weighted", given)
     if weights.ndim != 1 or weights.dtype.kind not in "biuf":
         raise PlanError(
             f"Weighted: weights of dtype {weights.dtype} and shape {weights.shape}; expected one number per cell "

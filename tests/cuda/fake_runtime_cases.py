@@ -120,6 +120,41 @@ def test_current_stream_stays_current(store_variant: StoreVariant, kind: str) ->
     theirs.synchronize()
 
 
+def test_a_stream_of_cupys_lives_as_long_as_memory_used_on_it(store_variant: StoreVariant) -> None:
+    import cupy
+
+    stored = store_variant("csr-gzip4")
+    with gpuload.open_loader(stored.path, device="cuda:0", batch_size=7) as loader:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            loader.use_stream(stream.ptr)
+            assert sum(len(batch.rows) for batch in loader) == len(stored.dense)
+        del stream
+        gc.collect()
+        loader.use_stream(0)
+        for batch in loader:
+            np.testing.assert_array_equal(batch.X.get(), stored.dense[batch.rows])
+
+
+def test_on_a_per_thread_default_stream_minibatches_are_made_on_the_default_one(plain: Stored) -> None:
+    """Its number is another stream's in a loader's thread, which would reuse memory without waiting for this one."""
+    import cupy
+
+    cupy.cuda.Stream.ptds.use()
+    try:
+        with gpuload.open_loader(plain.path, device="cuda:0", batch_size=7) as loader:
+            device = loader._backend._device  # type: ignore[attr-defined]
+            assert device.stream_number(device.current_stream()) == 0
+            for is_named in (False, True):
+                if is_named:
+                    loader.use_stream(cupy.cuda.get_current_stream().ptr)
+                for batch in loader:
+                    np.testing.assert_array_equal(batch.X.get(), plain.dense[batch.rows])
+                assert device.stream_number(loader._backend._stream) == 0  # type: ignore[attr-defined]
+    finally:
+        cupy.cuda.Stream.null.use()
+
+
 def test_doctor_reads_a_file_and_compares() -> None:
     from gpuload.cli import doctor
 
@@ -131,6 +166,22 @@ def test_doctor_reads_a_file_and_compares() -> None:
 def test_kernels_that_do_not_compile_are_a_device_error(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuload.backends.cuda.device.source_of_kernels", lambda: "__global__ void fill(")
     told = r"^cuda:0: the kernels do not compile for this device: (?s:.*) See `gpuload doctor`\.$"
+    with pytest.raises(gpuload.DeviceError, match=told):
+        gpuload.open_loader(plain.path, device="cuda:0")
+
+
+def test_a_cupy_without_nvrtc_or_headers_is_a_device_error(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupy.cuda import compiler
+
+    def compile_module(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to find CUDA headers. Please install CUDA toolkit headers (e.g., pip install ...")
+
+    monkeypatch.setattr("gpuload.backends.cuda.device.source_of_kernels", lambda: "// not compiled here")
+    monkeypatch.setattr(compiler, "_compile_module_with_cache", compile_module)
+    told = (
+        r"^device='cuda': CuPy cannot compile kernels \(Failed to find CUDA headers\); install NVRTC and CUDA's "
+        r"headers with: pip install 'gpuload\[cuda13\]', or with CUDA 12 'gpuload\[cuda12\]'$"
+    )
     with pytest.raises(gpuload.DeviceError, match=told):
         gpuload.open_loader(plain.path, device="cuda:0")
 

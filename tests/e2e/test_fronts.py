@@ -95,6 +95,22 @@ def test_both_fronts_give_the_same_minibatches(
             assert_same(other, batch)
 
 
+def test_minibatches_of_one_cell_keep_their_first_dimension(plain: Stored, CellDataset: Any, CellIterator: Any) -> None:
+    settings = {**SETTINGS, "batch_size": 1, "obs": ["cell_line"]}
+    found = []
+    with gpuload.open_loader(plain.path, **settings) as loader:
+        found.append(list(CellDataset(loader)))
+    with gpuload.open_loader(plain.path, **settings, output="csr") as loader:
+        found.append([{**batch, "X": batch["X"].to_dense()} for batch in CellDataset(loader)])
+    with gpuload.open_loader(plain.path, **settings) as loader:
+        found.append([{name: values.clone() for name, values in batch[0].items()} for batch in CellIterator(loader)])
+    for batches in found:
+        assert len(batches) == len(plain.dense)
+        for batch in batches:
+            assert [tuple(values.shape) for values in batch.values()] == [(1, 53), (1,), (1,)]
+            np.testing.assert_array_equal(batch["X"].numpy(), plain.dense[batch["rows"].numpy()])
+
+
 # --- torch
 
 

@@ -233,6 +233,11 @@ def test_missing_genes_are_reported_with_some_that_exist(plain: Stored) -> None:
         gpuload.open_loader(plain.path, genes=["CD3E"])
 
 
+def test_lists_of_genes_are_no_list_of_genes(plain: Stored) -> None:
+    with pytest.raises(gpuload.PlanError, match=r"^genes: it was given something that is no array \(.*; pass a flat list"):
+        gpuload.open_loader(plain.path, genes=[["gene_000"], ["gene_001", "gene_002"]])
+
+
 def test_batch_holds_arrays_of_the_documented_form(loader: gpuload.Loader, plain: Stored) -> None:
     batch = next(iter(loader))
     assert isinstance(batch, gpuload.Batch)

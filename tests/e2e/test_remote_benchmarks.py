@@ -27,12 +27,15 @@ def test_cell_benchmark_runs(
     monkeypatch.setenv("GPULOAD_INDEX", "off")
     path = tmp_path / "cells.h5ad"
     path.write_bytes(plain.path.read_bytes())
-    options = ["--file", str(path), "--rounds", "1", "--latency-ms", "1", "--out", str(tmp_path / "out.jsonl")]
+    options = ["--file", str(path), "--rounds", "1", "--latency-ms", "1", "--n-files", "3"]
+    options += ["--out", str(tmp_path / "out.jsonl")]
     assert run_remote.main(options) == 0
     found = {record["arm"]: record for record in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
     assert list(found) == list(run_remote.ARMS)
     assert found["local"]["epoch1_requests"] == 0 < found["remote"]["epoch2_requests"]
     assert found["cached"]["epoch2_requests"] == 0
+    assert found["files"]["n_files"] == 3
+    assert found["files"]["open_requests"] >= 3 * 2, "at least metadata and content of each"
     assert "cells/s" in capsys.readouterr().out
 
 

@@ -99,6 +99,8 @@ def test_an_iteration_is_not_affected(plain: Stored) -> None:
             "take: row 1000000000 is outside the data, of {n} cells numbered from 0; pass row numbers of these.",
         ),
         (np.array([1 << 63], np.uint64), "take: row 9223372036854775808 is outside the data, of {n} cells"),
+        ([[0], [0, 1]], "take: it was given something that is no array (setting an array element with a sequence."),
+        (np.ma.masked_equal([3, 4], 4), "take: it was given a masked array, whose value 1 is hidden; pass its .filled"),
     ],
 )
 def test_something_other_than_a_list_of_rows(plain: Stored, rows: Any, message: str) -> None:

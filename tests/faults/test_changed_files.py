@@ -14,9 +14,11 @@ import pytest
 from scipy.sparse import csr_matrix, save_npz
 
 import gpuload
+from gpuload import formats
 from gpuload.backends import host
 from gpuload.formats.arrays import damage_to_metadata
 from gpuload.source import FileSource
+from tests import several
 from tests.mutants import by_gpuload, by_h5py, is_same, write_base
 from tests.variants import read_matrix
 from tests.writers import counts, write_csr, write_h5ad
@@ -101,6 +103,27 @@ def test_file_replaced_during_opening_is_reported(
     told = rf"^{path}: the file was replaced while it was being opened; open it again\.$"
     with pytest.raises(gpuload.ReadError, match=told):
         gpuload.open_loader(path)
+
+
+def test_file_replaced_between_the_opening_of_its_matrices_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each matrix is opened by itself: those of two states of a file must not be taken for the same cells'."""
+    path, other = several.write(tmp_path, [several.part(seed, genes=["a", "b", "c"]) for seed in (0, 1)])
+    real = formats.open_store
+
+    def replace_after(*args: Any, **kwargs: Any) -> Any:
+        store = real(*args, **kwargs)
+        if other.exists():
+            other.replace(path)
+        return store
+
+    monkeypatch.setattr(formats, "open_store", replace_after)
+    told = rf"^{path}: the file was replaced while it was being opened; open it again\.$"
+    with pytest.raises(gpuload.ReadError, match=told):
+        gpuload.open_loader(path, layer=["X", "spliced"])
+    with gpuload.open_loader(path, layer=["X", "spliced"]) as loader:
+        assert loader.n_obs == 23
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz"])

@@ -280,7 +280,7 @@ def test_use_during_iteration_in_another_thread_is_refused(store: Store) -> None
         other.start()
         while not backend.recipes:
             time.sleep(0.001)
-        for call in (lambda: next(batches), batches.close, lambda: iter(loader)):
+        for call in (lambda: next(batches), batches.close, lambda: iter(loader), lambda: iter(loader)):
             with pytest.raises(gpuload.PlanError, match=r"^the loader is being iterated in another thread; only one "):
                 call()
         gate.set()

@@ -362,6 +362,26 @@ def test_a_file_changed_while_the_store_is_open(tmp_path: Path, when: str, is_re
     assert_says(caught.value, str(path / "X/data/c"), "changed")
 
 
+def test_a_link_that_changes_while_the_store_is_open(tmp_path: Path) -> None:
+    """Of files unpacked with fixed times and of equal sizes, only the folder tells which store they are of."""
+    one, two, link = (tmp_path / name for name in ("one.zarr", "two.zarr", "current.zarr"))
+    writers.csr(one)
+    shutil.copytree(one, two)
+    for file in files(two / "X/data/c"):
+        file.write_bytes((2 * np.frombuffer(file.read_bytes(), np.float32)).tobytes())
+    for file in [*files(one), *files(two)]:
+        os.utime(file, (1, 1))
+    link.symlink_to(one)
+    expected = counts().toarray()
+    with gpuload.open_loader(link, batch_size=4, fetch_factor=1, block_size=1, prefetch=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        link.unlink()
+        link.symlink_to(two)
+        for batch in batches:
+            np.testing.assert_array_equal(batch.X, expected[batch.rows])
+
+
 def test_iterating_a_closed_loader_raises(tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"
     writers.csr(path, compressors=LZ4_SHUFFLED)

@@ -187,6 +187,29 @@ def test_listing_on_a_web_server_is_refused(server: Running, tmp_path: Path, mon
         gpuload.open_loader(address)
 
 
+class ObjectPath:
+    """A path of universal_pathlib to an object, as far as it is asked: it is not os.PathLike."""
+
+    storage_options: ClassVar[dict[str, Any]] = {"anon": True}
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def as_uri(self) -> str:
+        return self.address
+
+
+def test_path_of_universal_pathlib_is_read_as_its_address(server: Running, plain: Stored) -> None:
+    address, reached = f"s3://data/{put(server, plain.path)}", options(server)
+    near = batches(plain.path)
+    assert_same(batches(ObjectPath(address), storage_options=reached), near)
+    assert_same(batches([ObjectPath(address)], storage_options=reached), near)
+    with gpuload.open_loader(ObjectPath(address), obs="source_file", storage_options=reached) as loader:
+        assert loader.categories["source_file"].tolist() == [address]
+    names = gpuload.obs_names(ObjectPath(address), storage_options=reached)
+    assert names.tolist() == gpuload.obs_names(plain.path).tolist()
+
+
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_google_and_azure_addresses_read_the_same_as_on_disk(
     server: Running, plain: Stored, zarrs: Callable[[str], Path], scheme: str
@@ -617,7 +640,7 @@ def test_folder_needs_one_client_and_one_listing(
     real = addresses.open_remote
     monkeypatch.setattr(addresses, "open_remote", lambda url, **o: opened.append(url) or real(url, **o))
     batches(f"s3://{there.parent}", storage_options=options(server))
-    assert len(opened) == 3, "a client of the folder, and two to look for the table of genes"
+    assert len(opened) == 2, "a client of the folder, and one to look for the table of genes"
     assert server.counts().get("HEAD 200", 0) - heads <= 1, "a question for each file"
 
 
@@ -649,11 +672,16 @@ def test_pattern_selects_matching_files(
     assert_same(far, batches([folder / f"plate{k}.{form}" for k in (1, 2)]))
 
 
-def test_a_large_chunk_tree_is_read_a_level_at_a_time(server: Running, tmp_path: Path) -> None:
+def test_a_large_chunk_tree_is_read_a_level_at_a_time(
+    server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import h5py
 
+    from gpuload import remote_file
     from tests import writers
 
+    for name, value in (("_BLOCK", 8192), ("_WHOLE", 0), ("_BEGIN", 1), ("_END", 1)):
+        monkeypatch.setattr(remote_file, name, value)
     X = writers.counts(3000, 40)
     path = tmp_path / "many_chunks.h5ad"
     writers.write_h5ad(
@@ -678,6 +706,67 @@ def test_a_large_chunk_tree_is_read_a_level_at_a_time(server: Running, tmp_path:
     n_first = n_requests_to_open()
     assert n_first < n_chunks / 32, "a request for each node"
     assert n_requests_to_open() < n_first, "the index of the first opening was not used"
+
+
+@pytest.mark.parametrize("blocks", ["one of the whole file", "small ones"])
+def test_files_are_waited_for_together(
+    server: Running, plain: Stored, blocks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """h5py lets no other thread in while it waits, and there may be thousands of files."""
+    from gpuload import remote_file
+    from gpuload.remote_source import RemoteSource
+
+    if blocks == "small ones":
+        for name, value in (("_BLOCK", 1024), ("_WHOLE", 0), ("_BEGIN", 1), ("_END", 1)):
+            monkeypatch.setattr(remote_file, name, value)
+    names = [f"{blocks.replace(' ', '-')}-{number}.h5ad" for number in range(4)]
+    for name in names:
+        shutil.copy(plain.path, server.root / "data" / name)
+    meeting, n_met = threading.Barrier(len(names)), threading.local()
+    read_many = RemoteSource.read_many
+
+    def read_together(self: RemoteSource, *args: Any) -> None:
+        n_met.n = getattr(n_met, "n", 0) + 1
+        if n_met.n <= (2 if blocks == "small ones" else 1):
+            meeting.wait(10)
+        read_many(self, *args)
+
+    monkeypatch.setattr(RemoteSource, "read_many", read_together)
+    far = gpuload.open_loader(
+        [f"s3://data/{name}" for name in names], obs=["cell_line"], storage_options=options(server)
+    )
+    monkeypatch.setattr(RemoteSource, "read_many", read_many)
+    near = gpuload.open_loader([plain.path] * len(names), obs=["cell_line"])
+    with far, near:
+        for one, two in zip(far, near, strict=True):
+            np.testing.assert_array_equal(one.X, two.X)
+            np.testing.assert_array_equal(one.obs["cell_line"], two.obs["cell_line"])
+
+
+def test_list_of_files_needs_one_client(server: Running, plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpuload.formats import addresses
+
+    name, opened, real = put(server, plain.path), [], addresses.open_remote
+    monkeypatch.setattr(addresses, "open_remote", lambda url, **o: opened.append(url) or real(url, **o))
+    batches([f"s3://data/{name}"] * 3, storage_options=options(server))
+    assert opened == ["s3://data"]
+
+
+@pytest.mark.parametrize(("n_calls", "most_held"), [(1, 1 << 20), (2, 1 << 20), (24, 0), (24, 1 << 20)])
+def test_file_of_many_steps_is_waited_for_in_the_end(
+    server: Running, plain: Stored, n_calls: int, most_held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpuload import remote_file
+    from gpuload.formats import hdf5
+
+    for name, value in (("_BLOCK", 512), ("_WHOLE", 0), ("_BEGIN", 1), ("_END", 0), ("_BEHIND", 0), ("_BEYOND", 1)):
+        monkeypatch.setattr(remote_file, name, value)
+    monkeypatch.setattr(remote_file, "_MAX_BLOCKS_AHEAD", 1)
+    monkeypatch.setattr(hdf5, "_MOST_CALLS", n_calls)
+    monkeypatch.setattr(hdf5, "_MOST_HELD", most_held)
+    address = f"s3://data/{put(server, plain.path)}"
+    far = batches(address, obs=["cell_line"], storage_options=options(server))
+    assert_same(far, batches(plain.path, obs=["cell_line"]))
 
 
 def test_shard_index_is_not_reused_after_a_change(server: Running, tmp_path: Path) -> None:

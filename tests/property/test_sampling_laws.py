@@ -369,6 +369,7 @@ def every_sampler(n: int) -> dict[str, Any]:
         "triples-of-sets": PairedControl("drug", "dmso", match="batch", size=2, n_controls=3),
         "pairs-of-sets": PairedControl("drug", "dmso", match="batch", size=4),
         "pairs-of-sets-fill": PairedControl("drug", "dmso", match=["batch"], size=2, remainder="fill"),
+        "pairs-with-controls": PairedControl("drug", "dmso", match="batch", size=2, pair_controls=True),
         "neighbors": PairedNeighbor(graph_of(n), 3, alone="drop"),
         "subset-neighbors": Subset(mask, PairedNeighbor(graph_of(n))),
         "subset-pairs": Subset(np.arange(n // 8, n), PairedControl("drug", "dmso", match="batch")),
@@ -739,6 +740,34 @@ def test_pairs_can_form_sets(n_ranks: int, remainder: str) -> None:
     assert n_sets - n_ranks < shown.sum() / 4 <= n_sets
     orders = {tuple(rows_of(strategy, cells, (1, epoch, 1))[:8]) for epoch in range(5)}
     assert len(orders) == 5
+
+
+@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("n_controls", [1, 3])
+def test_controls_can_be_paired_too(n_controls: int, size: int | None) -> None:
+    each = 1 + n_controls
+    cells = some_cells(batch_size=4 * each, fetch_rows=12 * each)
+    drug, batch = cells.obs["drug"].values, cells.obs["batch"].values
+    dmso = list(cells.obs["drug"].categories).index("dmso")
+    sampler = PairedControl("drug", "dmso", match="batch", size=size, n_controls=n_controls, pair_controls=True)
+    first, theirs = partners(sampler.over(cells), cells, n_controls)
+    shown = np.bincount(first, minlength=drug.size)
+    left = 0 if size is None else len(set(drug)) * len(set(batch))  # at most one of each kind is in no set of two
+    assert shown.max() == 1
+    assert drug.size - left <= shown.sum()
+    assert np.all(drug[theirs] == dmso)
+    assert np.all(batch[theirs] == batch[first][:, None])
+    assert np.mean(theirs[:, 0] == first) < 0.05
+    if size is None:
+        uses = np.bincount(theirs.ravel(), minlength=drug.size)
+        for kind in range(2):
+            of_kind = uses[(drug == dmso) & (batch == kind)]
+            assert of_kind.max() - of_kind.min() <= 1
+    else:
+        for codes in (drug, batch):
+            assert np.all(codes[first.reshape(-1, 2)] == codes[first.reshape(-1, 2)[:, :1]])
+    alone = Subset(drug == dmso, sampler).over(cells)
+    assert set(drug[partners(alone, cells, n_controls)[0]]) == {dmso}
 
 
 def partners(strategy: Any, cells: Cells, n_partners: int, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:

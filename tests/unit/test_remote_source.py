@@ -17,7 +17,7 @@ from gpuload.backends.reading import read_each
 from gpuload.errors import BusyError, PlanError, ReadError
 from gpuload.object_remote import aws_profile
 from gpuload.remote import Patience, RemoteObject
-from gpuload.remote_file import RemoteFile
+from gpuload.remote_file import MissingError, RemoteFile
 from gpuload.remote_source import RemoteSource, Requests, _Piece
 
 if TYPE_CHECKING:
@@ -314,6 +314,57 @@ def test_chunk_trees_are_read_level_by_level(tmp_path: Path, ndim: int, no_leaks
         assert n_found == [3000]
         assert len(content._nodes) > 40, "the nodes were not found among the bytes"
         np.testing.assert_array_equal(file["x"][()].reshape(-1), values)
+    source.close()
+
+
+def test_file_that_does_not_wait_says_what_it_lacks(tmp_path: Path, no_leaks: None) -> None:
+    """As many reads are tried as there are steps to what is wanted, and the last returns what a patient one does."""
+    with h5py.File(tmp_path / "tree.h5", "w") as file:
+        file.create_dataset("before", data=np.arange(500_000))
+        file.create_dataset("x", data=np.arange(60_000), chunks=(20,), compression="gzip")
+        file.create_dataset("after", data=np.arange(500_000))
+    content = (tmp_path / "tree.h5").read_bytes()
+    source = source_of(FakeRemote({"a": content}))
+    impatient = RemoteFile(source)
+    impatient.can_wait = False
+    assert not impatient.bring_missing(), "nothing was read yet"
+    with pytest.raises(MissingError, match="fake://bucket"):
+        impatient.read(1)
+    assert impatient.bring_missing()
+    assert impatient.read(1) == content[:1]
+    n_tries, found = 0, None
+    while found is None:
+        n_tries += 1
+        assert n_tries < 20
+        try:
+            with h5py.File(impatient, "r") as file:
+                n_found = [0]
+                file["x"].id.chunk_iter(lambda _, n=n_found: n.__setitem__(0, n[0] + 1))
+                found = file["x"][()]
+        except MissingError:
+            assert impatient.bring_missing()
+        else:
+            assert not impatient.bring_missing()
+    assert n_tries > 1
+    assert n_found == [3000]
+    np.testing.assert_array_equal(found, np.arange(60_000))
+    source.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 70_000, 64 << 16, (64 << 16) + 1, 9_000_000])
+def test_ends_of_a_file_are_fetched_at_once(nbytes: int, no_leaks: None) -> None:
+    content = (DATA * 9)[:nbytes]
+    remote = FakeRemote({"a": content})
+    source = source_of(remote)
+    file = RemoteFile(source)
+    file.bring_ends()
+    n_asked = len(remote.asked)
+    assert n_asked <= 2
+    file.can_wait = False
+    assert file.read(1000) == content[:1000]
+    file.seek(max(0, nbytes - 900_000))
+    assert file.read() == content[-900_000:]
+    assert len(remote.asked) == n_asked
     source.close()
 
 

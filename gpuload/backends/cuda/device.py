@@ -35,6 +35,9 @@ ended, of memory (ECC), of NVLink, of MPS. They surface in whichever call comes 
 _THREAD_LOCAL = 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL"""
 
+_PER_THREAD = 2
+"""cudaStreamPerThread: in each thread, the number of another stream."""
+
 DIVISIBLE = ("copy_pieces_", "gather_", "densify_", "unshuffle", "join_blocks")
 """Kernels that split items when there are more blocks than items, so that a few large items use the whole GPU."""
 
@@ -59,7 +62,7 @@ class Device:
     MissingDependencyError
         CuPy is not installed, or older than 14.
     DeviceError
-        There is no such GPU, no driver, or the kernels cannot be compiled for it, or kept.
+        There is no such GPU, no driver, or the kernels cannot be compiled, or kept.
     """
 
     def __init__(self, number: int, memory_nbytes: int | None = None) -> None:
@@ -83,6 +86,14 @@ class Device:
                 self._kernels.compile()
             except OSError as error:
                 raise _not_kept("device='cuda'", error) from error
+            except RuntimeError as error:
+                if isinstance(error, (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)):
+                    raise
+                why = str(error).partition("\n")[0].partition(". ")[0]
+                raise DeviceError(
+                    f"device='cuda': CuPy cannot compile kernels ({why}); install NVRTC and CUDA's headers with: "
+                    "pip install 'gpuload[cuda13]', or with CUDA 12 'gpuload[cuda12]'"
+                ) from error
             self._n_blocks = 8 * cupy.cuda.Device(number).attributes["MultiProcessorCount"]
             self._functions: dict[str, Any] = {}
             # Pools of our own: memory from CuPy's default pool may still be in use by a stream unknown to us, and its
@@ -165,16 +176,24 @@ class Device:
             return self._cupy.cuda.Stream(non_blocking=True, priority=-1 if is_urgent else 0)
 
     def current_stream(self) -> Any:
-        """Return the calling thread's current stream, on which its consumer works."""
-        return self._cupy.cuda.get_current_stream(self._number)
+        """Return the calling thread's current stream, on which its consumer works.
+
+        If that is CuPy's per-thread default stream, return the default one, which waits for the per-thread ones, as
+        they do for it (CUDA Runtime API, "Stream synchronization behavior"): other threads ask for events too.
+        """
+        cuda = self._cupy.cuda
+        stream = cuda.get_current_stream(self._number)
+        return cuda.Stream.null if stream.ptr == _PER_THREAD else stream
 
     def stream_number(self, stream: Any) -> int:
         """Return a stream's cudaStream_t."""
         return int(stream.ptr)
 
     def stream_of(self, number: int) -> Any:
-        """Return the stream of a foreign cudaStream_t; the same object each time."""
-        return stream_named(number)
+        """Return the stream of a foreign cudaStream_t; CuPy's own object if it is current, which keeps it alive."""
+        stream = self.current_stream()
+        number = 0 if number == _PER_THREAD else number
+        return stream if stream.ptr == number else stream_named(number)
 
     def record(self, stream: Any) -> Any:
         """Return an event that completes when all work given to the stream so far is done."""
@@ -318,7 +337,8 @@ def _raise_as_device_error(name: str, error: BaseException) -> None:
     cuda = cupy.cuda
     if isinstance(error, cuda.memory.OutOfMemoryError):
         raise DeviceError(
-            f"{name}: out of memory: {error}. Lower fetch_factor, prefetch or device_cache, or set device_memory."
+            f"{name}: out of memory: {str(error).rstrip('.')}. Lower fetch_factor, prefetch or device_cache, or set "
+            "device_memory."
         ) from error
     if isinstance(error, cuda.compiler.CompileException):
         raise DeviceError(
