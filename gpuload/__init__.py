@@ -9,10 +9,11 @@ Importing this package imports NumPy but no optional or slow dependency.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gpuload import errors
+from gpuload import errors, opening
 from gpuload.alignment import check_join
 from gpuload.checks import check_bool, check_choice, check_names, check_obs_names
 from gpuload.distributed import rank_and_world_size
@@ -30,18 +31,6 @@ from gpuload.loader import Loader
 from gpuload.logs import set_log_level
 from gpuload.mapped import Mapped
 from gpuload.names import obs_names
-from gpuload.opening import (
-    bind,
-    block_size_for,
-    check_batches,
-    check_categories,
-    check_dtype,
-    check_epoch,
-    check_memory,
-    check_sampler,
-    coded,
-    explain_missing_column,
-)
 from gpuload.packing import pack
 from gpuload.plan import DEFAULT_BLOCK_SIZE, Plan, check_sizes
 from gpuload.sampling import (
@@ -59,6 +48,7 @@ from gpuload.sampling import (
     split_pairs,
 )
 from gpuload.settings import takes_settings
+from gpuload.source import closed_on_error
 from gpuload.splitting import Split, split
 from gpuload.tables import check_modalities, check_transform, make_tables
 from gpuload.types import Batch, Transform
@@ -310,19 +300,19 @@ def open_loader(
     check_choice("uneven", uneven, ("drop", "pad"))
     rank, world_size = rank_and_world_size(rank, world_size)
     sampler = None if sampler is None else as_sampler(sampler)
-    for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
-        check_bool(name, value)
-    check_sampler(sampler, shuffle)
-    block_size = block_size_for(sampler, block_size)
+    check_bool("shuffle", shuffle)
+    check_bool("drop_last", drop_last)
+    opening.check_sampler(sampler, shuffle)
+    block_size = opening.block_size_for(sampler, block_size)
     check_choice("output", output, ("dense", "csr"))
-    dtype = check_dtype(dtype, output)
+    dtype = opening.check_dtype(dtype, output)
     layers, obsm = check_names("layer", layer, least=1), check_names("obsm", obsm)
     modalities = check_modalities(modality, paths)
     transform = check_transform(transform, layers, modalities[1:])
     join = check_join(join)
     wanted = None if where is None else parse_where(where)
     obs = check_obs_names("obs", obs)
-    meant = check_categories(categories, obs)
+    meant = opening.check_categories(categories, obs)
     from gpuload.backends import open_backend
     from gpuload.formats import open_matrices, read_obs_names
     from gpuload.formats.addresses import at_addresses
@@ -341,27 +331,27 @@ def open_loader(
         io=io,
         n_matrices=len(layers) + len(obsm) + len(modalities[1:]),
     )
-    try:
-        columns_of_sampler = () if sampler is None else sampler.columns
-        columns_of_where = () if wanted is None else wanted.columns
-        columns = tuple(dict.fromkeys([*obs, *columns_of_sampler, *columns_of_where]))
-        table = None if obs_table is None else (obs_table, cell_names)
-        stores = open_matrices(
-            paths, layers=layers, obsm=obsm, modalities=modalities, obs=columns, obs_table=table, join=join
-        )
-    except BaseException as error:
-        backend.close()
-        explain_missing_column(error, sampler, (*obs, *columns_of_where), obs_table, wanted)
-        raise
-    try:
+    columns_of_sampler = () if sampler is None else sampler.columns
+    columns_of_where = () if wanted is None else wanted.columns
+    columns = tuple(dict.fromkeys([*obs, *columns_of_sampler, *columns_of_where]))
+    table = None if obs_table is None else (obs_table, cell_names)
+    with closed_on_error(backend), ExitStack() as on_error:
+        try:
+            stores = open_matrices(
+                paths, layers=layers, obsm=obsm, modalities=modalities, obs=columns, obs_table=table, join=join
+            )
+        except StoreError as error:
+            opening.explain_missing_column(error, sampler, (*obs, *columns_of_where), obs_table, wanted)
+            raise
+        on_error.enter_context(closed_on_error(*stores.values()))
         store = stores["X"]
-        check_memory(list(stores.values()), backend, batch_size, fetch_factor, prefetch)
+        opening.check_memory(list(stores.values()), backend, batch_size, fetch_factor, prefetch)
         if wanted is not None:
             sampler = Subset(wanted.mask(store.obs), sampler)
-        strategy = bind(sampler, shuffle, block_size, batch_size, fetch_factor, store, cell_names)
-        stores["X"] = replace(store, obs={name: coded(store, name, meant.get(name)) for name in obs})
+        strategy = opening.bind(sampler, shuffle, block_size, batch_size, fetch_factor, store, cell_names)
+        stores["X"] = replace(store, obs={name: opening.coded(store, name, meant.get(name)) for name in obs})
         tables = make_tables(stores, layers[0], genes=genes, transform=transform, output=output, dtype=dtype)
-        check_batches(list(tables.values()), batch_size, backend.takes_ahead)
+        opening.check_batches(list(tables.values()), batch_size, backend.takes_ahead)
         plan = Plan(
             store.file_rows,
             batch_size,
@@ -373,10 +363,5 @@ def open_loader(
             world_size=world_size,
             uneven=uneven,
         )
-        check_epoch(plan)
+        opening.check_epoch(plan)
         return Loader(tables, backend, plan, prefetch, cell_names)
-    except BaseException:
-        backend.close()
-        for store in stores.values():
-            store.close()
-        raise

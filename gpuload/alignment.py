@@ -7,6 +7,7 @@ row's file, as they do for selected genes.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -81,12 +82,12 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
     numbers: dict[bytes, int] = {}  # number of each distinct table: most files have the same genes as another
     number_of: dict[int, int] = {}  # by array identity: files with the same genes may share one array
     for own in names:
-        if id(own) not in number_of:
-            number_of[id(own)] = numbers.setdefault(_numbered(own, known).tobytes(), len(numbers))
+        if id(own) not in number_of:  # fast, as there may be thousands of tables
+            codes = np.fromiter((known.setdefault(name, len(known)) for name in own.tolist()), np.int32, own.size)
+            number_of[id(own)] = numbers.setdefault(codes.tobytes(), len(numbers))
     which = [number_of[id(own)] for own in names]
     tables = [np.frombuffer(numbered, dtype=np.int32) for numbered in numbers]
-    all_names = np.empty(len(known), dtype=object)
-    all_names[:] = list(known)
+    all_names = np.array(list(known), dtype=object)
     for number, table in enumerate(tables):
         _check_once(table, all_names, paths[which.index(number)])
     if len(tables) > 1 and not isinstance(join, tuple):
@@ -99,11 +100,6 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
         return Alignment(all_names[chosen], None, np.zeros(len(names), dtype=np.int64), join)
     sizes = np.array([one.size for one in maps], dtype=np.int64)
     return Alignment(all_names[chosen], np.concatenate(maps), (np.cumsum(sizes) - sizes)[which], join)
-
-
-def _numbered(names: NDArray[np.object_], known: dict[str, int]) -> NDArray[np.int32]:
-    """Return the numbers of genes, numbering new ones; fast, as there may be thousands of tables."""
-    return np.fromiter((known.setdefault(name, len(known)) for name in names.tolist()), np.int32, names.size)
 
 
 def _check_once(table: NDArray[np.int32], names: NDArray[np.object_], path: str) -> None:
@@ -125,7 +121,7 @@ def _warn_of_versions(names: Iterable[str], join: str) -> None:
     twins = [
         (other, name)
         for name in names
-        if name.startswith("ENS") and (other := first.setdefault(_without_version(name), name)) is not name
+        if name.startswith("ENS") and (other := first.setdefault(re.sub(r"\.\d+\Z", "", name), name)) is not name
     ]
     if twins:
         _log.warning(
@@ -136,11 +132,6 @@ def _warn_of_versions(names: Iterable[str], join: str) -> None:
             len(twins),
             *twins[0],
         )
-
-
-def _without_version(name: str) -> str:
-    stem, _, version = name.rpartition(".")
-    return stem if version.isdecimal() else name
 
 
 def _joined(

@@ -182,10 +182,7 @@ def check_obs_names(name: str, given: Any, *, least: int = 0, sampler: str = "",
 def parse_nbytes(name: str, value: object, *, least: int = 1) -> int:
     """Parse a number of bytes, at least `least`, given as a number or as text: ``"20GiB"``, ``"1.5 TB"`` or ``"64M"``.
 
-    Raises
-    ------
-    PlanError
-        It is neither, or too small.
+    Raise PlanError if it is neither, or too small.
     """
     nbytes = -1
     if isinstance(value, (int, np.integer)):

@@ -30,17 +30,14 @@ UNCOMPARED = "uncompared"
 def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, cure: str = JOIN) -> Store:
     """Concatenate stores into one; rows are numbered consecutively in the order given, and no arrays are joined.
 
+    Raise StoreError if matrix kinds, types of obs columns or genes differ, or genes cannot be joined.
+
     Parameters
     ----------
     stores
         The parts, of one file or several. Their obs columns are removed as they are joined, to free memory.
     join
         None if all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
-
-    Raises
-    ------
-    StoreError
-        Matrix kinds or types of obs columns differ; genes differ, or cannot be joined.
     """
     first = stores[0]
     if len(stores) == 1 and (join is None or join == UNCOMPARED):

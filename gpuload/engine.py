@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -150,15 +151,12 @@ class Engine:
     def take(self, rows: NDArray[np.int64]) -> Batch:
         """Return given rows as one minibatch, in the order given; they may repeat."""
         distinct, positions = np.unique(rows, return_inverse=True)
-        load = self._load_rows(as_ranges(distinct), positions.astype(np.int32), rows)
-        try:
+        with ExitStack() as started:
+            load = self._load_rows(as_ranges(distinct), positions.astype(np.int32), rows)
+            started.callback(load.cancel)
             take = self._start_take(load, _residents_of(load), slice(None))
-            try:
-                return self._batch_of(take)
-            finally:
-                take.cancel()
-        finally:
-            load.cancel()
+            started.callback(take.cancel)
+            return self._batch_of(take)
 
     def _start_load(self, plan: Plan, index: int, n_passed: int) -> _Load:
         """Start loading a fetch for the minibatches after the first `n_passed`.

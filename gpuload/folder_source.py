@@ -4,11 +4,7 @@ A zarr store keeps every chunk, or every shard of chunks, in a file of its own. 
 `FolderSource` is one source: each file has its range in a single address space, so far from its neighbours that no
 extent spans two files.
 
-Requirements this module answers
---------------------------------
-- Far fewer files are open at a time than a process may have, however many files and sources there are.
-- No file is closed while it is being read.
-- Reading a file that is not the one found when the store was opened is an error.
+Far fewer files are open at a time than a process may have, however many files and sources there are.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ import os
 import threading
 from collections import OrderedDict
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -97,13 +94,7 @@ class FolderSource:
 
     @contextmanager
     def hold(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Keep files open and yield their descriptors.
-
-        Raises
-        ------
-        ReadError
-            The source was closed; a file cannot be opened, or has changed.
-        """
+        """Keep files open and yield their descriptors; raise ReadError if one cannot be opened, or has changed."""
         taken: list[int] = []
         descriptors = []
         try:
@@ -256,15 +247,13 @@ class _OpenFiles:
         os.close(known.descriptor)
 
 
+@dataclass(slots=True, eq=False)
 class _Open:
     """An open file, and its number of current users."""
 
-    __slots__ = ("descriptor", "n_users", "source")
-
-    def __init__(self, source: FolderSource, descriptor: int) -> None:
-        self.source = source
-        self.descriptor = descriptor
-        self.n_users = 0
+    source: FolderSource
+    descriptor: int
+    n_users: int = 0
 
 
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)

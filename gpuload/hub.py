@@ -50,10 +50,7 @@ class HubFile(NamedTuple):
 def split_address(address: str) -> tuple[str, str]:
     """Return the address of the repository that an address leads to, and the path within it.
 
-    Raises
-    ------
-    PlanError
-        It is not of the form ``hf://datasets/OWNER/NAME[@REVISION]/PATH``, as other libraries have it.
+    Raise PlanError unless it is ``hf://datasets/OWNER/NAME[@REVISION]/PATH``, as other libraries have it.
     """
     found = _ADDRESS.fullmatch(address)
     if found is None:

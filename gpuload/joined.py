@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -112,7 +112,7 @@ class JoinedArray:
         ranges: NDArray[np.int64],
         dest: NDArray[np.int64],
         target: str,
-        limits: NDArray[np.int64] | None = None,
+        limits: NDArray[np.int64] | None,
     ) -> ArrayRead:
         """Plan the reads of ranges, range i within file ``files[i]``; see `layout.plan_read`.
 
@@ -201,13 +201,7 @@ class Joined:
 
 
 def join_files(layouts: Sequence[tuple[ArrayLayout, ...]]) -> tuple[Joined, list[tuple[ArrayLayout, ...]]]:
-    """Join the arrays of files that are alike.
-
-    Returns
-    -------
-    tuple
-        The joined arrays; and those of each file, over the same tables.
-    """
+    """Join arrays of files that are alike; return the joined arrays, and those of each file over the same tables."""
     alike: dict[object, list[int]] = {}
     for number, of_file in enumerate(layouts):
         kinds = [_kind(layout) for layout in of_file]
@@ -262,6 +256,9 @@ def _join_array(layouts: Sequence[ArrayLayout], source: JoinedSource) -> JoinedA
     length = np.array([layout.chunk_shape[0] for layout in layouts], dtype=np.int64)
     first = np.append(0, np.cumsum(n_chunks))
     start = np.append(0, np.cumsum(n_chunks // layouts[0].n_across * length))
+    # The trailing parts that the names share: the data sets of a collection differ in the leading ones.
+    names = zip(*(reversed(layout.name.split("/")) for layout in layouts), strict=False)
+    common = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, names)]
     edges = None
     if np.ptp(length):
         edges = np.append(np.repeat(start[:-1] - first[:-1] * length, n_chunks), start[-1])
@@ -269,7 +266,7 @@ def _join_array(layouts: Sequence[ArrayLayout], source: JoinedSource) -> JoinedA
     whole = replace(
         layouts[0],
         source=source,
-        name=_common_name([layout.name for layout in layouts]),
+        name="/".join(reversed(common)),
         shape=(int(start[-1]), *layouts[0].shape[1:]),
         chunk_shape=(int(length.max()), *layouts[0].chunk_shape[1:]),
         chunk_offset=np.concatenate([part.chunk_offset + b for part, b in zip(layouts, source.base, strict=True)]),
@@ -280,13 +277,3 @@ def _join_array(layouts: Sequence[ArrayLayout], source: JoinedSource) -> JoinedA
     )
     parts = [whole.of_chunks(*of, part) for of, part in zip(pairwise(first.tolist()), layouts, strict=True)]
     return JoinedArray(whole, tuple(parts), start[:-1], first[:-1])
-
-
-def _common_name(names: Sequence[str]) -> str:
-    """Return the trailing parts that array names share; the data sets of a collection differ in the leading ones."""
-    shared = []
-    for parts in zip(*(reversed(name.split("/")) for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return "/".join(reversed(shared))

@@ -1,20 +1,14 @@
 """Storage layout of an array, and planning of its reads: element ranges -> coalesced extents and decodes.
 
-Pure NumPy: nothing is read here.
-
-Requirements this module answers
---------------------------------
-- Every stored chunk that a fetch needs is read once and decoded once, however many wanted ranges it holds.
-- Neighbours in the file are coalesced into one read; callers set the largest gap to bridge and the largest read.
-- Unwanted bytes are not read if the encoding allows it (no filters: exactly the wanted elements).
-- The result is a struct of arrays; no Python object per chunk.
+Pure NumPy: nothing is read here. Every stored chunk that a fetch needs is read once and decoded once, however many
+wanted ranges it holds; of unencoded storage, exactly the wanted elements are read.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -209,9 +203,8 @@ def select_chunks(read: ArrayRead, is_chosen: NDArray[np.bool_]) -> ArrayRead:
     n_pieces = np.diff(read.chunk_pieces)
     is_piece = np.repeat(is_chosen, n_pieces)
     offset, nbytes = read.chunk_offset[chosen], read.chunk_nbytes[chosen]
-    return ArrayRead(
-        layout=read.layout,
-        target=read.target,
+    return replace(
+        read,
         **_extents(offset, nbytes, *limits_of(read.layout.source)),
         chunk_id=read.chunk_id[chosen],
         chunk_offset=offset,
@@ -318,9 +311,7 @@ def _coalesce(layout: ArrayLayout, target: str, pieces: _Pieces, max_gap: int, m
         pieces, offset, nbytes = _raw_chunks(layout, pieces)
         chunk_id, first_piece = pieces.chunk, np.arange(pieces.chunk.size)
     else:
-        is_first = np.ones(pieces.chunk.size, dtype=bool)
-        is_first[1:] = pieces.chunk[1:] != pieces.chunk[:-1]
-        first_piece = np.flatnonzero(is_first)
+        first_piece = np.flatnonzero(np.diff(pieces.chunk, prepend=-1))
         chunk_id = pieces.chunk[first_piece]
         offset, nbytes = layout.chunk_offset[chunk_id], layout.chunk_nbytes[chunk_id]
     n_pieces = np.diff(np.append(first_piece, pieces.chunk.size))
@@ -345,18 +336,13 @@ def _coalesce(layout: ArrayLayout, target: str, pieces: _Pieces, max_gap: int, m
     )
 
 
-def _extents(
-    offset: NDArray[np.int64], nbytes: NDArray[np.int64], max_gap: int, max_extent: int
-) -> dict[str, NDArray[np.int64]]:
+def _extents(offset: NDArray[np.int64], nbytes: NDArray[np.int64], max_gap: int, max_extent: int) -> dict[str, Any]:
     """Return the extents of chunks sorted by offset, keyed by their `ArrayRead` field names."""
     extent_chunks = extent_edges(offset, nbytes, max_gap, max_extent)
     first, ends = extent_chunks[:-1], offset + nbytes
     extent_end = np.maximum.reduceat(ends, first) if first.size else ends
-    return {
-        "extent_offset": offset[first],
-        "extent_nbytes": extent_end - offset[first],
-        "extent_chunks": extent_chunks,
-    }
+    start = offset[first]
+    return {"extent_offset": start, "extent_nbytes": extent_end - start, "extent_chunks": extent_chunks}
 
 
 def _raw_chunks(layout: ArrayLayout, pieces: _Pieces) -> tuple[_Pieces, NDArray[np.int64], NDArray[np.int64]]:
@@ -382,9 +368,6 @@ def extent_edges(
     end = np.maximum.accumulate(offset + nbytes)
     starts_run = np.ones(offset.size, dtype=bool)
     starts_run[1:] = offset[1:] - end[:-1] > max_gap
-    run = np.cumsum(starts_run) - 1
-    run_offset = offset[starts_run]
-    part = (end - run_offset[run] - 1).clip(0) // max_extent
-    starts = starts_run.copy()
-    starts[1:] |= part[1:] != part[:-1]
-    return np.append(np.flatnonzero(starts), offset.size)
+    part = (end - offset[starts_run][np.cumsum(starts_run) - 1] - 1).clip(0) // max_extent
+    starts_run[1:] |= part[1:] != part[:-1]
+    return np.append(np.flatnonzero(starts_run), offset.size)

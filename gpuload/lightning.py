@@ -116,9 +116,9 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
             self._open[part] = process, CellDataset(loader)
             if part == "train":
                 self._categories = dict(loader.categories)
-            if part == "train" and self._to_load is not None:
                 state, self._to_load = self._to_load, None
-                self._load(state)
+                if state is not None:
+                    self.train_dataloader().load_state_dict(state)
 
     def teardown(self, stage: str | None = None) -> None:
         """Close the loaders of a stage that `setup` opened; the position in the training epoch is kept."""
@@ -174,14 +174,9 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
         if "train" not in state_dict:
             return
         if "train" in self._open:
-            self._load(state_dict["train"])
+            self.train_dataloader().load_state_dict(state_dict["train"])
         else:
             self._to_load = state_dict["train"]
-
-    def _load(self, state: dict[str, Any]) -> None:
-        dataset = self._dataset("train")
-        _check_world_size(state, dataset.loader, self.trainer)
-        dataset.load_state_dict(state)
 
     def _process(self) -> dict[str, Any]:
         """Return the `open_loader` arguments for the process that Lightning runs in; none without a trainer.

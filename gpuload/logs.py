@@ -40,14 +40,9 @@ def set_log_level(level: str | int) -> None:
 
 
 def is_watched() -> bool:
-    """Return whether somebody sees stderr while this process runs."""
-    return sys.stderr.isatty() or _is_notebook()
-
-
-def _is_notebook() -> bool:
-    """Return whether this process is a notebook kernel, whose stderr is displayed but claims not to be a terminal."""
+    """Return whether somebody sees stderr: at a terminal, or in a notebook, where it claims not to be a terminal."""
     ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+    return sys.stderr.isatty() or (ipython is not None and hasattr(ipython.get_ipython(), "kernel"))
 
 
 def _number(level: object) -> int:

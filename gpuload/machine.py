@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 _CPU_LIMIT = "/sys/fs/cgroup/cpu.max"
 
@@ -16,14 +17,13 @@ def usable_cores() -> int:
     """
     bound = os.sched_getaffinity(0)
     n = len(bound)
-    try:
-        with open(_CPU_LIMIT) as limit:
-            quota, period = map(int, limit.read().split())
+    with suppress(OSError, ValueError), open(_CPU_LIMIT) as limit:  # no control group, or no limit: "max"
+        quota, period = map(int, limit.read().split())
         n = min(n, -(-quota // period))
-    except (OSError, ValueError):  # no control group, or no limit: "max"
-        pass
-    n_processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    if n_processes.isdecimal() and not _is_bound(bound):
+    n_processes, is_bound = os.environ.get("LOCAL_WORLD_SIZE", "1"), False
+    with suppress(OSError):  # the process that started this one has ended
+        is_bound = bound < os.sched_getaffinity(os.getppid())
+    if n_processes.isdecimal() and not is_bound:
         n //= max(1, int(n_processes))
     return max(1, n)
 
@@ -36,11 +36,3 @@ def memory_nbytes() -> int:
             return min(there, int(limit.read()))
     except (OSError, ValueError):  # no control group, or no limit: "max"
         return there
-
-
-def _is_bound(cores: set[int]) -> bool:
-    """Return whether this process may run on fewer cores than the one that started it."""
-    try:
-        return cores < os.sched_getaffinity(os.getppid())
-    except OSError:  # it has ended
-        return False

@@ -151,7 +151,8 @@ def _request_error(error: Exception, kinds: Any, remote: str, place: str) -> Rea
         what = "address" if is_web(remote) else "address, the settings and the credentials, which may have expired"
         return ReadError(f"{place}: the server refuses the request ({reason}); check the {what}.")
     if _NO_CONNECTION in text:
-        server = _server_of(text) or remote
+        found = re.search(r"performing [A-Z]+ (\w+://[^/\s]+)", text)
+        server = found[1] if found else remote
         return BusyError(
             f"{place}: no connection to {server}{_or_beyond(server, text)} could be made ({reason}); check the "
             "address and the network."
@@ -220,12 +221,6 @@ def _status_of(text: str) -> int:
     """Return the HTTP status in obstore's message, or 0 if there is none."""
     found = re.search(r"status(?: code:)? (\d{3})\b", text)
     return int(found[1]) if found else 0
-
-
-def _server_of(text: str) -> str:
-    """Return the scheme and host of the request, if obstore's message has them."""
-    found = re.search(r"performing [A-Z]+ (\w+://[^/\s]+)", text)
-    return found[1] if found else ""
 
 
 def _or_beyond(server: str, text: str) -> str:

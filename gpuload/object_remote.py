@@ -5,6 +5,7 @@ obstore's own retries, which wait up to three minutes and do not handle a 429, a
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 from contextlib import contextmanager, suppress
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from gpuload import threads
-from gpuload.aws import aws_profile
 from gpuload.checks import check_seconds
 from gpuload.errors import MissingDependencyError, PlanError, ReadError
 from gpuload.object_errors import address_error, check_length, check_scheme, is_of_head_alone, is_web, read_error
@@ -33,6 +33,18 @@ _SIGNING = re.compile(
     "s(ig|v|t|e|r|p|pr|ip|ke|koid|ks|kt|ktid|kv)"
 )
 """What signs web addresses at AWS, Google and Azure: it changes, and says nothing of the content."""
+
+_PROFILE = (
+    ("access_key_id", "aws_access_key_id", ()),
+    ("secret_access_key", "aws_secret_access_key", ()),
+    ("session_token", "aws_session_token", ()),
+    ("region", "region", ("AWS_REGION", "AWS_DEFAULT_REGION")),
+    ("endpoint", "endpoint_url", ("AWS_ENDPOINT_URL", "AWS_ENDPOINT")),
+)
+"""obstore's settings, their names in the AWS tools' files, and the environment variables that take precedence."""
+
+_OF_BOTO3 = {"sso_session", "sso_start_url", "role_arn", "credential_process"}
+"""Settings through which an AWS profile obtains keys if it has none itself."""
 
 _SLOWEST = 4
 """Many responses that share a slow network take long, though none stops: 64 of 4 MB in 120 s are 2 MB/s."""
@@ -74,13 +86,7 @@ class ObjectRemote:
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        timeout_s: float = 30.0,
-        anonymous: bool = False,
-        profile: str | None = None,
-        **options: Any,
+        self, url: str, *, timeout_s: float = 30.0, anonymous: bool = False, profile: str | None = None, **options: Any
     ) -> None:
         url, self._query = split_query(url)
         _refuse_password(url)
@@ -206,16 +212,11 @@ class ObjectRemote:
         try:
             yield
         except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
-            raise self._translated(error, key, was_listed=was_listed) from (None if self._query else error)
-
-    def _translated(self, error: Exception, key: str, *, was_listed: bool = True) -> ReadError:
-        kinds, is_signed = self._obstore.exceptions, self._query != ""
-        found = read_error(
-            error, kinds, self.name, key, can_list=self.can_list, was_listed=was_listed, is_signed=is_signed
-        )
-        if is_signed:
-            found.args = (str(found).replace(self._query, ""),)
-        return found
+            about = {"can_list": self.can_list, "was_listed": was_listed, "is_signed": self._query != ""}
+            found = read_error(error, self._obstore.exceptions, self.name, key, **about)
+            if self._query:
+                found.args = (str(found).replace(self._query, ""),)
+            raise found from (None if self._query else error)
 
 
 def _is_same(wanted: RemoteObject, found: RemoteObject) -> bool:
@@ -299,6 +300,50 @@ def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any], 
         return obstore, obstore.store.from_url(url + query, **settings)
     except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
         raise address_error(url, options, error) from error
+
+
+def aws_profile(profile: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Return keys, region and endpoint of an AWS profile, if the environment has no key.
+
+    If it has no keys of its own, ``"profile"`` is its name: boto3 can get them.
+    """
+    given = {name.lower().removeprefix("aws_") for name in options}
+    if profile is None and ("AWS_ACCESS_KEY_ID" in os.environ or "access_key_id" in given):
+        return {}
+    name = profile or os.environ.get("AWS_PROFILE")
+    home = os.path.join(os.path.expanduser("~"), ".aws")
+    found: dict[str, str] = {}
+    for variable, file, prefix in (
+        ("AWS_CONFIG_FILE", "config", "profile "),
+        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", ""),
+    ):
+        parser, path = configparser.RawConfigParser(), os.environ.get(variable) or os.path.join(home, file)
+        try:
+            parser.read(path)
+        except (configparser.Error, UnicodeDecodeError) as error:
+            line = f", line {error.lineno}" if hasattr(error, "lineno") else ""
+            raise PlanError(  # without the error itself, which may show a key
+                f"{path}{line}: it is no {file} file of the AWS tools ({type(error).__name__}); correct it, or pass "
+                "keys."
+            ) from None
+        section = f"{prefix}{name}" if name and name != "default" else "default"
+        if parser.has_section(section):
+            found |= dict(parser.items(section))
+    if not found:
+        if name:
+            raise PlanError(
+                f"profile={name!r}: neither the credentials nor the config file in {home} has it; expected a profile "
+                "of the AWS tools."
+            )
+        return {}
+    settings: dict[str, Any] = {
+        ours: found[theirs]
+        for ours, theirs, variables in _PROFILE
+        if theirs in found and ours not in given and not any(os.environ.get(variable) for variable in variables)
+    }
+    if "access_key_id" not in {*settings, *given} and (name or found.keys() & _OF_BOTO3):
+        settings["profile"] = name or "default"
+    return settings
 
 
 def _boto3_credentials(profile: str) -> Any:

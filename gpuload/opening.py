@@ -185,7 +185,7 @@ def block_size_for(sampler: Sampler | None, block_size: int | str | None) -> int
 
 
 def explain_missing_column(
-    error: BaseException,
+    error: StoreError,
     sampler: Sampler | None,
     named: Sequence[str],
     table: Collection[Any] | None,
@@ -196,7 +196,7 @@ def explain_missing_column(
     That is: which columns `table`, an obs_table if one was given, has; that only the sampler asks for it, perhaps by
     a default; that `where` may mean text by it.
     """
-    missing = error.missing_column if isinstance(error, StoreError) else None
+    missing = error.missing_column
     if missing is None:
         return
     said = str(error).rstrip(".")

@@ -17,7 +17,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from gpuload.loader import Loader
 from gpuload.plan import DEFAULT_BLOCK_SIZE, Plan, chunks_per_block
 from gpuload.sampling import BlockShuffle
 from gpuload.sampling.classes import coded
+from gpuload.source import closed_on_error
 from gpuload.tables import Table
 from gpuload.types import Form
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.store import ObsColumn, Store
+    from gpuload.tune import Trial
     from gpuload.types import ArrayRead
 
 BLOCK_SIZES: tuple[int | str, ...] = (1, 4, 8, 16, 32, 64, "chunk", "2 chunks", "4 chunks")
@@ -102,18 +104,7 @@ class Outlook:
         return self.entropy_bits >= least_bits
 
 
-class _Rated(Protocol):
-    """What settings are compared by: an `Outlook`, or a trial of them."""
-
-    @property
-    def cells_per_s(self) -> float: ...
-    @property
-    def entropy_bits(self) -> float: ...
-    @property
-    def n_blocks(self) -> float: ...
-
-
-def is_worse(one: _Rated, other: _Rated) -> bool:
+def is_worse(one: Outlook | Trial, other: Outlook | Trial) -> bool:
     """Return whether one is both slower and less mixed than another; without a label, the blocks tell how mixed."""
     has_label = not np.isnan(one.entropy_bits)
     is_less_mixed = one.entropy_bits < other.entropy_bits if has_label else one.n_blocks < other.n_blocks
@@ -136,17 +127,12 @@ class Pace:
 
 
 class Outlooks:
-    """Outlooks for a store.
+    """Outlooks for a store; raise PlanError if the label holds fractions.
 
     Parameters
     ----------
     store
         Opened with the column `label`.
-
-    Raises
-    ------
-    PlanError
-        The column holds fractions.
     """
 
     def __init__(self, store: Store, batch_size: int, label: str | None) -> None:
@@ -286,23 +272,16 @@ def open_part(store: Store, plan: Plan, form: Form, prefetch: int, *, device: st
     It thus runs at the pace of all epochs but the first, in which each chunk is verified once.
     """
     backend = open_backend(device, num_threads=num_threads, verify="never")
-    try:
+    with closed_on_error(backend):
         borrowed = replace(store, sources=(), file_sources=())
         return Loader({"X": Table(borrowed, form, store.var_names)}, backend, plan, prefetch)
-    except BaseException:
-        backend.close()
-        raise
 
 
 def measure_pace(outlooks: Outlooks, threads: int, most: int) -> Pace:
     """Measure the pace of the engine on the CPU by reading some fetches in sequence, after a warm-up fetch.
 
-    They are small: of some thousand cells, and at most `most` minibatches.
-
-    Raises
-    ------
-    ReadError, CorruptDataError
-        The file is damaged.
+    They are small: of some thousand cells, and at most `most` minibatches. Raise ReadError or CorruptDataError if the
+    file is damaged.
     """
     fetch_factor = max(1, min(most, _CALIBRATION_CELLS // outlooks.batch_size))
     store, outlook, plan = outlooks.store, outlooks.of("chunk", fetch_factor), outlooks.plan("chunk", fetch_factor)

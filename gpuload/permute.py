@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Keys = NDArray[np.uint64]
-    Step = Callable[[Keys], Keys]
     StepEach = Callable[[Keys, Keys, Keys, Keys], Keys]
     """Arguments: elements, the two factors of their lengths, and keys."""
 
@@ -93,7 +92,7 @@ class Permutation:
         """Return the elements at `index`, each in [0, n), in the shape of `index`."""
         if self._table is not None:
             return self._table[index]
-        return self._walk(index, self._encipher)
+        return self._walk(index, range(self.ROUNDS))
 
     def find(self, value: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions of values (the inverse): ``p.find(p[i]) == i``."""
@@ -101,30 +100,24 @@ class Permutation:
             inverse = np.empty_like(self._table)
             inverse[self._table] = np.arange(self.n)
             return inverse[value]
-        return self._walk(value, self._decipher)
+        return self._walk(value, range(self.ROUNDS)[::-1])
 
-    def _walk(self, start: NDArray[np.int64], step: Step) -> NDArray[np.int64]:
-        x = step(np.asarray(start).astype(np.uint64))
+    def _walk(self, start: NDArray[np.int64], rounds: range) -> NDArray[np.int64]:
+        x = self._encipher(np.asarray(start).astype(np.uint64), rounds)
         outside = np.flatnonzero(x >= self.n)
         while outside.size:
-            x[outside] = step(x[outside])
+            x[outside] = self._encipher(x[outside], rounds)
             outside = outside[x[outside] >= self.n]
         return x.astype(np.int64)
 
-    def _encipher(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _encipher(self, x: NDArray[np.uint64], rounds: range) -> NDArray[np.uint64]:
         low_bits, high_bits = np.uint64(self._low_bits), np.uint64(self._high_bits)
         low, high = x & _mask(low_bits), x >> low_bits
-        for r in range(0, self.ROUNDS, 2):
-            low ^= hash64(high ^ self._keys[r]) & _mask(low_bits)
-            high ^= hash64(low ^ self._keys[r + 1]) & _mask(high_bits)
-        return (high << low_bits) | low
-
-    def _decipher(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        low_bits, high_bits = np.uint64(self._low_bits), np.uint64(self._high_bits)
-        low, high = x & _mask(low_bits), x >> low_bits
-        for r in range(self.ROUNDS - 2, -1, -2):
-            high ^= hash64(low ^ self._keys[r + 1]) & _mask(high_bits)
-            low ^= hash64(high ^ self._keys[r]) & _mask(low_bits)
+        for r in rounds:  # each undoes itself
+            if r % 2:
+                high ^= hash64(low ^ self._keys[r]) & _mask(high_bits)
+            else:
+                low ^= hash64(high ^ self._keys[r]) & _mask(low_bits)
         return (high << low_bits) | low
 
 

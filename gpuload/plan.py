@@ -1,13 +1,7 @@
 """The order of rows on each rank: a pure function of (strategy, seed, epoch, rank, world_size, sizes).
 
-NumPy only; independent of files and devices.
-
-Requirements this module answers
---------------------------------
-- The same settings give the same order in any process, on any machine, with any NumPy (see `gpuload.permute`).
-- Ranks are disjoint and get equally many rows, hence minibatches: no rank ever waits for one that has finished.
-- Resuming is arithmetic: fetch i of an epoch is computed without the fetches before it. If the number of ranks
-  changes, the rows not yet delivered are dealt again; the plan carries the history that determines them.
+NumPy only; independent of files and devices. The order is the same in any process, on any machine, with any NumPy (see
+`gpuload.permute`), and fetch i of an epoch is computed without the fetches before it, so resuming is arithmetic.
 """
 
 from __future__ import annotations

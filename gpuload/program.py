@@ -9,6 +9,7 @@ import argparse
 import math
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpuload.errors import GpuloadError, PlanError, ReadError
@@ -51,13 +52,7 @@ def check_one_process(cure: str) -> None:
 
 
 def read_names(path: str) -> list[str]:
-    """Return the nonempty lines of a text file.
-
-    Raises
-    ------
-    ReadError
-        It cannot be read.
-    """
+    """Return the nonempty lines of a text file; raise ReadError if it cannot be read."""
     try:
         with open(path, encoding="utf-8") as file:
             return [line.strip() for line in file if line.strip()]
@@ -70,46 +65,21 @@ def read_names(path: str) -> list[str]:
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return rows under a header in columns; the first is left-aligned, the others right-aligned."""
     lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "  "
-        + "  ".join(
-            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+
+    def aligned(first: str, *others: str) -> str:
+        right = (text.rjust(width) for text, width in zip(others, widths[1:], strict=True))
+        return "  ".join(["", first.ljust(widths[0]), *right]).rstrip()
+
+    return "\n".join(aligned(*line) for line in lines)
 
 
-def whole_number(text: str) -> int:
-    """Parse an option that must be a whole number of at least 1."""
-    return _whole_number(text, 1)
-
-
-def whole_number_or_0(text: str) -> int:
-    """Parse an option that must be a whole number of at least 0."""
-    return _whole_number(text, 0)
-
-
-def _whole_number(text: str, least: int) -> int:
+def whole_number(text: str, least: int = 1) -> int:
+    """Parse an option that must be a whole number of at least `least`."""
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)
-
-
-def positive(text: str) -> float:
-    """Parse an option that must be a number above 0."""
-    return _number(text, lambda value: 0 < value < math.inf, "a number above 0")
-
-
-def positive_or_0(text: str) -> float:
-    """Parse an option that must be a number of at least 0."""
-    return _number(text, lambda value: 0 <= value < math.inf, "a number of at least 0")
-
-
-def fraction(text: str) -> float:
-    """Parse an option that must be a number from 0 to 1."""
-    return _number(text, lambda value: 0 <= value <= 1, "a number from 0 to 1")
 
 
 def _number(text: str, is_valid: Callable[[float], bool], what: str) -> float:
@@ -120,3 +90,10 @@ def _number(text: str, is_valid: Callable[[float], bool], what: str) -> float:
     if not is_valid(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return value
+
+
+whole_number_or_0 = partial(whole_number, least=0)
+positive = partial(_number, is_valid=lambda value: 0 < value < math.inf, what="a number above 0")
+positive_or_0 = partial(_number, is_valid=lambda value: 0 <= value < math.inf, what="a number of at least 0")
+fraction = partial(_number, is_valid=lambda value: 0 <= value <= 1, what="a number from 0 to 1")
+"""Parsers of options, as argparse takes them."""

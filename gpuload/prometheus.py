@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from gpuload.cache import SampleStore
 from gpuload.errors import MissingDependencyError, PlanError
 from gpuload.loader import Loader
+from gpuload.source import closed_on_error
 from gpuload.stats import COUNTERS, TIMERS
 
 try:
@@ -141,11 +142,8 @@ def export(
     collector.join(sources)
     found = Export(collector, tuple(sources))
     if port is not None:
-        try:
+        with closed_on_error(found):
             found.serve(port, address)
-        except BaseException:
-            found.close()
-            raise
     return found
 
 

@@ -69,8 +69,6 @@ class Patience:
 
         Parameters
         ----------
-        question
-            The function.
         ended
             Waiting stops once this is set, or once the thread's own work is over (`gpuload.threads`).
 

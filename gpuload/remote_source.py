@@ -1,12 +1,7 @@
-"""Byte sources in the objects of a remote: ranges read by many concurrent requests.
+"""Byte sources in the objects of a remote: ranges read by many concurrent requests, one for each coalesced range.
 
-Requirements this module answers
---------------------------------
-- Each coalesced range is one request, and a process has many requests in flight.
-- Requests to a busy remote are retried, with patience; a slow request is issued a second time, and the first response
-  wins.
-- A read returns the content as of opening, or raises an error.
-- Closing a source does not wait for responses that never come.
+Requests to a busy remote are retried; a slow request is issued a second time, and the first response wins. A read
+returns the content as of opening, or raises an error.
 """
 
 from __future__ import annotations
@@ -117,15 +112,12 @@ class Requests:
     ) -> None:
         """Read ranges of objects, and return when all have arrived.
 
+        Raise ReadError if a range cannot be read, or the requests were ended.
+
         Parameters
         ----------
         ranges
             For each, the object, its first byte, and the buffer to fill.
-
-        Raises
-        ------
-        ReadError
-            A range cannot be read, or the requests were ended.
         """
         errand, pieces = _Errand(remote), [_Piece(*each) for each in ranges]
         n_left, look_at = len(pieces), time.monotonic() + self._slow_s() / 2
@@ -311,11 +303,7 @@ class RemoteSource:
         return n
 
     def read_many(
-        self,
-        offset: NDArray[np.int64],
-        nbytes: NDArray[np.int64],
-        place: NDArray[np.int64],
-        buffer: NDArray[np.uint8],
+        self, offset: NDArray[np.int64], nbytes: NDArray[np.int64], place: NDArray[np.int64], buffer: NDArray[np.uint8]
     ) -> None:
         """Read byte ranges completely; see `RangeReader.read_many`."""
         if self._ended.is_set():

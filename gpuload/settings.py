@@ -146,13 +146,7 @@ def read_settings(
 
 
 def write_settings(path: str | os.PathLike[str], settings: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
-    """Write a settings file, replacing an existing one.
-
-    Raises
-    ------
-    ReadError
-        It cannot be written.
-    """
+    """Write a settings file, replacing an existing one; raise ReadError if it cannot be written."""
     text = json.dumps({"settings": dict(settings), "measured": dict(measured)}, indent=2)
     try:
         with open(path, "w", encoding="utf-8") as file:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -23,12 +24,8 @@ class FileSource:
     """A local file, held open through one descriptor for positional reads from any thread.
 
     The descriptor stays with the file that was opened: if the file is replaced by a rename, this source keeps reading
-    the old bytes. A change in place is detected by size and modification time before each fetch.
-
-    Raises
-    ------
-    ReadError
-        It cannot be opened.
+    the old bytes. A change in place is detected by size and modification time before each fetch. Raise ReadError
+    if it cannot be opened.
     """
 
     memory = None
@@ -45,12 +42,8 @@ class FileSource:
             ) from error
         status = os.fstat(self._fd)
         self.nbytes = status.st_size
-        self._stamp = self._stamp_of(status)
+        self._stamp = status.st_size, status.st_mtime_ns
         self.identity = (status.st_dev, status.st_ino)
-
-    @staticmethod
-    def _stamp_of(status: os.stat_result) -> tuple[int, int]:
-        return status.st_size, status.st_mtime_ns
 
     def fileno(self) -> int:
         """Return the descriptor."""
@@ -81,10 +74,10 @@ class FileSource:
 
     def check_unchanged(self) -> None:
         """Raise ReadError if the file was changed in place since it was opened."""
-        stamp = self._stamp_of(os.fstat(self.fileno()))
-        if stamp != self._stamp:
+        now = os.fstat(self.fileno())
+        if (now.st_size, now.st_mtime_ns) != self._stamp:
             raise ReadError(
-                f"{self.name}: the file was changed while it was open ({change(self._stamp[0], stamp[0])}); open the "
+                f"{self.name}: the file was changed while it was open ({change(self.nbytes, now.st_size)}); open the "
                 "loader again when nothing is writing to it."
             )
 
@@ -124,10 +117,7 @@ def change(nbytes: int, now: int) -> str:
 def read_at(descriptor: int, buffer: NDArray[np.uint8], offset: int, name: str) -> int:
     """Fill `buffer` from an open file, starting at byte `offset`; return the bytes read, fewer only at its end.
 
-    Raises
-    ------
-    ReadError
-        The system call failed.
+    Raise ReadError if the system call failed.
     """
     try:
         return fill(descriptor, buffer.data, offset)
@@ -176,7 +166,7 @@ class BufferSource:
     def __init__(self, name: str, data: NDArray[np.uint8]) -> None:
         self.name = name
         self.nbytes = data.size
-        self.memory: NDArray[np.uint8] | None = data if data.flags.writeable else _marked_writable(data)
+        self.memory: NDArray[np.uint8] | None = data if data.flags.writeable else np.asarray(_MarkedWritable(data))
 
     def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return file number 0, the position and the size, for each offset."""
@@ -207,23 +197,29 @@ class BufferSource:
         self.memory = None
 
 
-class _Bytes:
-    """Exposes an array's bytes as writable, and keeps the array alive."""
+class _MarkedWritable:
+    """Exposes read-only bytes as writable: kernels, which only read them, are compiled for such arrays."""
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         self._data = data
         self.__array_interface__ = {**data.__array_interface__, "data": (data.ctypes.data, False)}
 
 
-def _marked_writable(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return read-only bytes as an array marked writable: kernels, which only read it, are compiled for that type."""
-    return np.asarray(_Bytes(data))
+@contextmanager
+def closed_on_error(*opened: Any) -> Iterator[None]:
+    """Close what was opened if the with-block fails."""
+    try:
+        yield
+    except BaseException:
+        for one in opened:
+            one.close()
+        raise
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a path to write to; what is written there replaces `path`, or is removed if the with-block fails."""
-    beside = Path(f"{os.fspath(path)}.{os.getpid()}.new")
+    beside = Path(f"{os.fspath(path)}.{os.getpid()}-{threading.get_ident()}.new")
     try:
         yield beside
         beside.replace(path)

@@ -3,12 +3,8 @@
     split = gpuload.split("atlas.h5ad", {"train": 0.8, "val": 0.2}, by="sample")
     loader = gpuload.open_loader("atlas.h5ad", sampler=gpuload.Subset(split["train"]))
 
-Requirements this module answers
---------------------------------
-- No group leaks: all cells of a group are in one part, over all files.
-- The same data and settings give the same split in any process, on any machine, with any NumPy (see
-  `gpuload.permute`); when groups are dealt, also with the files, or the cells in them, in another order.
-- A saved split is refused on other data.
+The same data and settings give the same split in any process, on any machine, with any NumPy (see `gpuload.permute`);
+when groups are dealt, also with the files, or the cells in them, in another order.
 """
 
 from __future__ import annotations
@@ -317,7 +313,7 @@ def _checked_shares(shares: Any) -> dict[str, float | list[Label] | EllipsisType
             raise PlanError(f"shares: {name!r} is not a name for a part; expected text, for example 'train'.")
         if value is ...:
             wanted[name] = value
-        elif _is_share(value):
+        elif is_number(value) and 0 < value <= 1:
             wanted[name] = float(value)
         elif _is_list(value) and len(value):
             wanted[name] = sorted({label_of(group) for group in value}, key=hash_of)
@@ -334,10 +330,6 @@ def _checked_shares(shares: Any) -> dict[str, float | list[Label] | EllipsisType
         also = f", which leaves nothing for {left[0]!r}" if left else ""
         raise PlanError(f"shares: they add up to {total:g}{also}; expected {'less than' if left else 'at most'} 1.")
     return wanted
-
-
-def _is_share(value: Any) -> bool:
-    return is_number(value) and 0 < value <= 1
 
 
 def _is_list(value: Any) -> bool:

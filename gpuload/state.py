@@ -91,10 +91,7 @@ def has_position(state: Any) -> bool:
 def check_fingerprint(state: Any, wanted: dict[str, Any], place: Collection[str]) -> None:
     """Check that a state, which has the entries `place` too, is complete and belongs to a loader with this fingerprint.
 
-    Raises
-    ------
-    PlanError
-        As in `check_state`.
+    Raise PlanError as `check_state` does.
     """
     if not isinstance(state, dict) or not set(place) <= state.keys() or not isinstance(state.get("fingerprint"), dict):
         found = f"a dict with {sorted(map(str, state))}" if isinstance(state, dict) else type(state).__name__

@@ -18,14 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 COUNTERS = (
-    "read_nbytes",
-    "decoded_nbytes",
-    "n_chunks",
-    "n_chunks_partial",
-    "n_chunks_cached",
-    "n_rows",
-    "n_batches",
-    "n_fetches",
+    *("read_nbytes", "decoded_nbytes", "n_chunks", "n_chunks_partial", "n_chunks_cached"),
+    *("n_rows", "n_batches", "n_fetches"),
 )
 TIMERS = ("plan_s", "read_s", "decode_s", "take_s", "wait_s")
 
@@ -201,11 +195,8 @@ class Stats:
             return {name: getattr(self, name) for name in (*COUNTERS, *TIMERS)}
 
     def __repr__(self) -> str:
-        return (
-            "Stats("
-            + ", ".join(f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in self.as_dict().items())
-            + ")"
-        )
+        totals = (f"{k}={v:.3f}" if isinstance(v, float) else f"{k}={v}" for k, v in self.as_dict().items())
+        return f"Stats({', '.join(totals)})"
 
 
 def percentiles(waits: Iterable[float]) -> dict[str, float]:

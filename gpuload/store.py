@@ -288,7 +288,8 @@ class Store:
         ranges : (n, 2) int64
             Global row ranges, disjoint and ascending; the resident holds their rows in this order.
         """
-        files, rows = self._in_files(ranges)
+        _, files, start, stop = split_at(ranges, self.file_start)
+        rows = np.stack([start, stop], axis=1) - self.file_start[files][:, None]  # within each file
         lengths = rows[:, 1] - rows[:, 0]
         n_rows, map_start = int(lengths.sum()), None
         if self.alignment is not None and self.alignment.starts.any():
@@ -308,11 +309,6 @@ class Store:
                 files[is_filled], stored[is_filled], dest[is_filled], self.matrices[0].targets, self._widths
             )
         return Recipe(self.kind, n_rows, int(self._widths.max()), indptr, tuple(reads), map_start)
-
-    def _in_files(self, ranges: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Split row ranges at the edges of files; return the file of each part, (n,), and its rows there, (n, 2)."""
-        _, files, start, stop = split_at(ranges, self.file_start)
-        return files, np.stack([start, stop], axis=1) - self.file_start[files][:, None]
 
     def _in_values(
         self, files: NDArray[np.int64], rows: NDArray[np.int64]

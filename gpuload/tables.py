@@ -1,10 +1,7 @@
 """The matrices delivered for the same cells, each with its store and form: settings -> `Table`.
 
-Requirements this module answers
---------------------------------
-- The first matrix defines the order of the cells; every other has them at the same positions.
-- Transforms are for counts: a single one applies to X and its layers; other modalities need one explicitly.
-- Invalid settings are rejected before any file is opened if possible.
+The first matrix defines the order of the cells; every other has them at the same positions. Transforms are for counts:
+a single one applies to X and its layers; other modalities need one explicitly.
 """
 
 from __future__ import annotations

@@ -241,9 +241,5 @@ def _csr_tensor(matrix: Any) -> torch.Tensor:
     if isinstance(matrix.data, np.ndarray):  # on a GPU this would synchronize for every minibatch
         matrix.sum_duplicates()  # torch needs increasing columns; a no-op if the backend found that they are
     return torch.sparse_csr_tensor(
-        _tensor(matrix.indptr),
-        _tensor(matrix.indices),
-        _tensor(matrix.data),
-        size=matrix.shape,
-        check_invariants=False,
+        _tensor(matrix.indptr), _tensor(matrix.indices), _tensor(matrix.data), size=matrix.shape, check_invariants=False
     )

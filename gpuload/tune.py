@@ -287,10 +287,7 @@ class Bench:
     def fetch_factors(self) -> list[int]:
         """Return the fetch factors to try, largest first: what the memory and the file allow, and fractions of it.
 
-        Raises
-        ------
-        PlanError
-            Not even fetches of one minibatch fit into the memory.
+        Raise PlanError if not even fetches of one minibatch fit into the memory.
         """
         factors = range(1, self.outlooks.largest() + 1)
         most = bisect_right(factors, self._wish.memory_nbytes, key=self._usual_nbytes)

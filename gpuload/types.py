@@ -347,23 +347,14 @@ class RangeReader(Protocol):
         """Make reads in progress fail soon and later ones at once; callable from any thread."""
 
     def read_many(
-        self,
-        offset: NDArray[np.int64],
-        nbytes: NDArray[np.int64],
-        place: NDArray[np.int64],
-        buffer: NDArray[np.uint8],
+        self, offset: NDArray[np.int64], nbytes: NDArray[np.int64], place: NDArray[np.int64], buffer: NDArray[np.uint8]
     ) -> None:
-        """Read byte ranges in full.
+        """Read byte ranges in full; raise ReadError if one cannot be read.
 
         Parameters
         ----------
         offset, nbytes, place : (n,) int64
             First byte in the source, length, and position in the buffer of each range; none spans two files.
-
-        Raises
-        ------
-        ReadError
-            A range cannot be read.
         """
 
 

@@ -55,7 +55,7 @@ def decode(
     itemsize: int,
     wanted: NDArray[np.int64] | None = None,
 ) -> NDArray[np.uint8]:
-    """Undo a chunk's filters, last first.
+    """Undo a chunk's filters, last first; raise DecodeError if the bytes are damaged.
 
     Parameters
     ----------
@@ -71,11 +71,6 @@ def decode(
     Returns
     -------
     (nbytes,) uint8 array, possibly a view of `stored`; bytes that are not wanted may be undefined.
-
-    Raises
-    ------
-    DecodeError
-        The bytes are damaged.
     """
     data: Bytes = stored
     for place in range(len(filters) - 1, -1, -1):
@@ -128,19 +123,14 @@ def _shuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -
 
 
 def _blosc(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    _check_blosc_size(data, nbytes)
-    return imagecodecs.blosc_decode(data, out=_room(nbytes), numthreads=1)
-
-
-def _check_blosc_size(data: Bytes, nbytes: int) -> None:
-    """Compare the sizes in a blosc header (bytes 4-7 decoded, 12-15 stored) with the actual ones."""
     if len(data) < 16:
         raise DecodeError(f"it is too short for blosc ({len(data)} bytes)")
-    decoded, _, stored = struct.unpack_from("<3I", data, 4)
+    decoded, _, stored = struct.unpack_from("<3I", data, 4)  # sizes, of which imagecodecs trusts the first
     if nbytes not in (-1, decoded) or stored > len(data):
         raise DecodeError(
             f"its blosc header says {decoded} bytes made of {stored}, but {nbytes} of {len(data)} are there"
         )
+    return imagecodecs.blosc_decode(data, out=_room(nbytes), numthreads=1)
 
 
 def _gzip(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
@@ -210,30 +200,13 @@ def _bitshuffle_blocks(data: Bytes, itemsize: int, nbytes: int, decode_block: Ca
     return out
 
 
-def _parquet(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    """Decode a column chunk; `values` describe the column, in the order of `native.parquet`."""
-    from gpuload.backends import parquet
+def _own(module: str, name: str) -> Decoder:
+    """Return a decoder of this package, imported when it is needed; a pipeline with one has no other filter."""
 
-    return parquet.decode(np.frombuffer(data, dtype=np.uint8), values, nbytes, itemsize)
+    def decode_own(data: Bytes, *about: Any) -> Bytes:
+        return getattr(import_module(f"gpuload.backends.{module}"), name)(data, *about)
 
-
-def _tiledb(
-    data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int, wanted: NDArray[np.int64] | None
-) -> Bytes:
-    """Decode a data tile; `values` describe its filters, in the order of `native.tiledb_filters`."""
-    from gpuload.backends import tiledb
-
-    stored = np.frombuffer(data, dtype=np.uint8)
-    return tiledb.decode_tiles(stored, values, np.array([nbytes], dtype=np.int64), wanted)
-
-
-def _tiledb_band(
-    data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int, wanted: NDArray[np.int64] | None
-) -> Bytes:
-    """Decode a band of rows; `values` are as for `tiledb.decode_band`."""
-    from gpuload.backends import tiledb
-
-    return tiledb.decode_band(np.frombuffer(data, dtype=np.uint8), values, nbytes, itemsize, wanted)
+    return decode_own
 
 
 def _room(nbytes: int) -> Any:
@@ -253,9 +226,9 @@ DECODERS: dict[str, Decoder] = {
     "lz4": _lz4,
     "lz4-sized": _lz4_sized,
     "bitshuffle": _bitshuffle,
-    "parquet": _parquet,
-    "tiledb": _tiledb,
-    "tiledb-band": _tiledb_band,
+    "parquet": _own("parquet", "decode"),
+    "tiledb": _own("tiledb", "decode_tile"),
+    "tiledb-band": _own("tiledb", "decode_band"),
 }
 
 IN_PART = ("tiledb", "tiledb-band")

@@ -1,16 +1,9 @@
-"""The CPU backend: positional reads, host decoders, native kernels.
-
-It is the executable specification of a backend.
+"""The CPU backend: positional reads, host decoders, native kernels. It is the executable specification of a backend.
 
 A load is split into tasks, which `host` carries out in threads. Only the wanted rows are kept (`decoding`): whole
-decoded chunks would take several times the memory.
-
-Requirements this module answers
---------------------------------
-- The order of results never depends on the number of threads, or on which finishes first.
-- A checksum in the format is verified before any row of its chunk is returned: each time (``"always"``), or the first
-  time since the file was opened (``"once"``: a verified chunk is later inflated only as far as needed).
-- No allocation per batch after the first few: residents and minibatches live in leased buffers.
+decoded chunks would take several times the memory. Residents and minibatches live in leased buffers. A checksum in the
+format is verified before any row of its chunk is returned: each time (``"always"``), or the first time since the file
+was opened (``"once"``: a verified chunk is later inflated only as far as needed).
 """
 
 from __future__ import annotations
@@ -102,7 +95,7 @@ class _Filling(Generic[T]):
 
 
 class CpuBackend:
-    """Read with `pread` and decode on the host's cores.
+    """Read with `pread` and decode on the host's cores; raise PlanError if a parameter is invalid.
 
     Parameters
     ----------
@@ -116,11 +109,6 @@ class CpuBackend:
         them without loss.
     n_matrices
         Matrices loaded side by side: the memory kept for reuse is multiplied by it.
-
-    Raises
-    ------
-    PlanError
-        A parameter is invalid.
     """
 
     device = "cpu"
@@ -162,10 +150,10 @@ class CpuBackend:
             if n_parts > 1:
                 out, visible = self._gatherer.new_dense(positions.size, form)
                 cuts = [k * positions.size // n_parts for k in range(n_parts + 1)]
-                gather, submit = self._take_part, self._takes.submit
-                parts = [submit(gather, resident, positions, form, out, lo, hi) for lo, hi in pairwise(cuts)]
-                return _Filling(visible, parts)
-        return self._takes.submit(self._take, resident, positions, form)
+                fill = partial(self._takes.submit, self._timed, self._gatherer.fill, resident, positions, form, out)
+                return _Filling(visible, [fill(lo, hi) for lo, hi in pairwise(cuts)])
+        gather = self._gatherer.csr if form.output == "csr" else self._gatherer.dense
+        return self._takes.submit(self._timed, gather, resident, positions, form)
 
     def busy(self) -> Callable[[], bool]:
         """Return a function that returns False: a waiting thread is an idle consumer."""
@@ -206,11 +194,6 @@ class CpuBackend:
             data=self._residents.array((recipe.nnz,), self._values),
         )
 
-    def _take(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Any:
-        gather = self._gatherer.csr if form.output == "csr" else self._gatherer.dense
+    def _timed(self, gather: Callable[..., T], *args: Any) -> T:
         with self.stats.timed("take_s"):
-            return gather(resident, positions, form)
-
-    def _take_part(self, *args: Any) -> None:
-        with self.stats.timed("take_s"):
-            self._gatherer.fill(*args)
+            return gather(*args)

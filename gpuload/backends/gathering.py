@@ -55,7 +55,11 @@ class Gatherer:
     ) -> None:
         """Gather rows ``lo:hi`` of a dense minibatch."""
         positions, out = positions[lo:hi], out[lo:hi]
-        arithmetic = (*_arithmetic(form), self._row_scratch(form, resident, positions))
+        scratch = _NO_SCRATCH
+        if form.transform is not None or form.columns is not None:  # else rows are gathered as stored
+            longest = int((resident.indptr[positions + 1] - resident.indptr[positions]).max(initial=0))
+            scratch = self._scratch.memory("row", 2 * longest, np.float32)  # its values, and their places
+        arithmetic = (*_arithmetic(form), scratch)
         if resident.X is not None:
             bad = rows.gather_dense(positions, resident.indptr, resident.X, resident.map_start, *arithmetic, out)
         else:
@@ -100,13 +104,6 @@ class Gatherer:
         if is_canonical:
             matrix.has_canonical_format = True
         return matrix
-
-    def _row_scratch(self, form: Form, resident: HostResident, positions: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Return memory for the values and places of the longest row, unless rows are gathered as stored."""
-        if form.transform is None and form.columns is None:
-            return _NO_SCRATCH
-        longest = int((resident.indptr[positions + 1] - resident.indptr[positions]).max(initial=0))
-        return self._scratch.memory("row", 2 * longest, np.float32)
 
 
 def _csr_of(data: NDArray[Any], indices: NDArray[np.int32], indptr: NDArray[np.int32], n_cols: int) -> Any:

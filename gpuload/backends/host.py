@@ -54,17 +54,12 @@ THREADS = "gpuload-"
 
 
 class HostLoads:
-    """Read and decode parts of arrays in threads.
+    """Read and decode parts of arrays in threads; raise PlanError if `verify` is unknown.
 
     Parameters
     ----------
     verify
         ``"once"``, ``"always"`` or ``"never"``: when checksums are verified.
-
-    Raises
-    ------
-    PlanError
-        `verify` is none of these.
     """
 
     def __init__(self, n: int, verify: str, stats: Stats, rounding: RoundingWarning) -> None:

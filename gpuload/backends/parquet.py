@@ -55,17 +55,12 @@ def can_decode(codec: str) -> bool:
 
 
 def decode(stored: NDArray[np.uint8], spec: Sequence[int], nbytes: int, itemsize: int) -> NDArray[np.uint8]:
-    """Decode a column chunk.
+    """Decode a column chunk; raise DecodeError if the bytes are damaged.
 
     Parameters
     ----------
     spec
         The column's description, in the order of `parquet_pages`.
-
-    Raises
-    ------
-    DecodeError
-        The bytes are damaged.
     """
     stored = np.require(stored, requirements=["C", "W"])
     found = np.zeros(3, dtype=np.int64)
@@ -134,13 +129,7 @@ class RowFinder:
         self.wanted = self._from(0, WINDOW)
 
     def take(self, window: NDArray[np.uint8]) -> None:
-        """Find rows in the bytes of `wanted`, which must be followed by `SLACK` bytes.
-
-        Raises
-        ------
-        MissingError, DecodeError
-            As for `row_starts`.
-        """
+        """Find rows in the bytes of `wanted`, which must be followed by `SLACK` bytes; raises as `row_starts`."""
         assert self.wanted is not None  # noqa: S101 - narrows the type
         first, n = self.wanted
         at, needed = 0, 0

@@ -9,6 +9,7 @@ import numpy as np
 from gpuload.backends.native import chunks
 from gpuload.errors import ReadError
 from gpuload.layout import extent_edges, limits_of
+from gpuload.types import consecutive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,9 +61,7 @@ def read_ranges(
         done = read_ranges(source, offset[some], nbytes[some], place[some], buffer)
         return int(some[done]) if done < some.size else int(nbytes.size)
     number, at, _ = source.locate(offset)
-    is_new = np.ones(number.size, dtype=bool)
-    is_new[1:] = number[1:] != number[:-1]
-    first = np.append(np.flatnonzero(is_new), number.size)
+    first = np.append(np.flatnonzero(np.diff(number, prepend=-1)), number.size)
     for k in range(0, first.size - 1, MAX_HELD):
         edges = first[k : k + MAX_HELD + 1]
         part = slice(int(edges[0]), int(edges[-1]))
@@ -81,13 +80,7 @@ def read_extents(
     place: NDArray[np.int64],
     buffer: NDArray[np.uint8],
 ) -> None:
-    """Read byte ranges of an array in full; parameters as for `read_ranges`.
-
-    Raises
-    ------
-    ReadError
-        A range cannot be read.
-    """
+    """Read byte ranges of an array in full; parameters as for `read_ranges`; raise ReadError if one cannot be read."""
     source = layout.source
     for e in range(read_ranges(source, offset, nbytes, place, buffer), offset.size):
         wanted, at = int(nbytes[e]), int(offset[e])
@@ -102,7 +95,7 @@ def read_each(
     """Read byte ranges, and yield the index of each and its bytes, in the order of their offsets.
 
     Neighbours are coalesced, and a slow source is asked for many ranges at a time. Memory is bounded: besides what the
-    caller keeps, there are two buffers of `TOGETHER` bytes and an extent.
+    caller keeps, there are two buffers of `TOGETHER` bytes and an extent. Raise ReadError if one cannot be read.
 
     Parameters
     ----------
@@ -113,11 +106,6 @@ def read_each(
     ------
     tuple
         The index of a range, and its bytes: fewer than `nbytes` if they could not be read in full.
-
-    Raises
-    ------
-    ReadError
-        A range cannot be read.
     """
     if not offset.size:
         return
@@ -146,8 +134,7 @@ def _in_parts(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Cut non-empty ranges into parts of at most `longest` bytes; return the offset, length and place of each part."""
     n_parts = -(-nbytes // longest)
-    number = np.repeat(np.arange(nbytes.size), n_parts)
-    skipped = (np.arange(number.size) - np.repeat(np.cumsum(n_parts) - n_parts, n_parts)) * longest
+    number, skipped = np.repeat(np.arange(nbytes.size), n_parts), consecutive(np.zeros_like(n_parts), n_parts) * longest
     return offset[number] + skipped, np.minimum(longest, nbytes[number] - skipped), place[number] + skipped
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends import codecs
-from gpuload.backends.native import decoders, tiledb_bands
+from gpuload.backends.native import decoders
 from gpuload.backends.native import tiledb as native
 from gpuload.backends.native import tiledb_filters as filters
 from gpuload.backends.workspace import Workspace
@@ -19,8 +19,8 @@ from gpuload.backends.workspace import Workspace
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-HEADER = tiledb_bands.HEADER
-"""Words (int64) at the beginning of a band; see `native.tiledb_bands.gather_rows`."""
+HEADER = native.HEADER
+"""Words (int64) at the beginning of a band; see `native.tiledb.gather_rows`."""
 
 MAX_RATIO = 1 << 14
 """Most bytes that a stored byte may stand for: a chunk of 64 KiB takes some dozen at least."""
@@ -70,24 +70,15 @@ def steps_of(flat: tuple[int, ...]) -> NDArray[np.int64]:
 def decode_tiles(
     stored: NDArray[np.uint8], steps: tuple[int, ...], sizes: NDArray[np.int64], wanted: NDArray[np.int64] | None = None
 ) -> NDArray[np.uint8]:
-    """Decode consecutive tiles.
+    """Decode consecutive tiles; raise DecodeError if the bytes are damaged.
 
     Parameters
     ----------
     sizes : (n_tiles,) int64
         Decoded size of each tile, in bytes.
     wanted : (k, 2) int64
-        Half-open ranges of the bytes of each tile that are wanted, disjoint and ascending; None: all.
-
-    Returns
-    -------
-    (sizes.sum(),) uint8
-        Their bytes; those not wanted may be undefined.
-
-    Raises
-    ------
-    DecodeError
-        The bytes are damaged.
+        Half-open ranges of the bytes of each tile that are wanted, disjoint and ascending; None: all. Of those that are
+        not, the result is undefined.
     """
     stored = np.require(stored, requirements=["C", "W"])
     most = MAX_RATIO * (stored.size + 1024)
@@ -100,6 +91,14 @@ def decode_tiles(
     sizes = np.require(sizes, requirements=["W"])  # numba compiles anew for read-only arrays
     _check(native.decode_tiles(stored, steps_of(steps), sizes, ranges, out, tools))
     return out[:total]
+
+
+def decode_tile(
+    stored: NDArray[np.uint8], steps: tuple[int, ...], nbytes: int, itemsize: int, wanted: NDArray[np.int64] | None
+) -> NDArray[np.uint8]:
+    """Decode one tile of `nbytes`; see `decode_tiles`."""
+    del itemsize
+    return decode_tiles(stored, steps, np.array([nbytes], dtype=np.int64), wanted)
 
 
 def chunks_of(stored: NDArray[np.uint8], steps: tuple[int, ...], size: int) -> list[tuple[bytes, bytes]]:
@@ -131,24 +130,17 @@ def decode_band(
 ) -> NDArray[np.uint8]:
     """Decode the columns, or the values, of a band of rows, in the order of rows.
 
+    Raise DecodeError if the bytes are damaged.
+
     Parameters
     ----------
     stored : (n,) uint8
-        See `native.tiledb_bands.gather_rows`.
+        See `native.tiledb.gather_rows`.
     values
         `band_values` of the matrix.
     wanted : (k, 2) int64
-        Half-open ranges of the decoded bytes that are wanted, disjoint and ascending; None: all.
-
-    Returns
-    -------
-    (nbytes,) uint8
-        The values; those of rows without a wanted one may be undefined.
-
-    Raises
-    ------
-    DecodeError
-        The bytes are damaged.
+        Half-open ranges of the decoded bytes that are wanted, disjoint and ascending; None: all. Of rows without any,
+        the result is undefined.
     """
     (capacity, n_columns, n_row_steps), flat = values[:3], values[3:]
     stored = np.require(stored, requirements=["C", "W", "A"])
@@ -158,7 +150,7 @@ def decode_band(
     out = np.empty(nbytes + _SLACK, dtype=np.uint8)
     ranges = np.array([[0, nbytes]]) if wanted is None else wanted
     cut = n_row_steps * filters.N_STEP
-    code = tiledb_bands.gather_rows(
+    code = native.gather_rows(
         stored,
         steps_of(flat[:cut]),
         steps_of(flat[cut:]),
@@ -193,12 +185,9 @@ def band_values(capacity: int, n_columns: int, row_steps: tuple[int, ...], steps
 def count_rows(rows: NDArray[np.int64], first: int, counts: NDArray[np.int64]) -> bool:
     """Add the values of each row to `counts`, of which the first is for row `first`; return whether rows ascend.
 
-    Raises
-    ------
-    DecodeError
-        There is a row that is not counted.
+    Raise DecodeError if there is a row that is not counted.
     """
-    code = tiledb_bands.count_rows(rows, first, counts)
+    code = native.count_rows(rows, first, counts)
     _check(code)
     return bool(code)
 

@@ -20,8 +20,8 @@ from gpuload.formats.arrays import OBSM, as_strings, numbered
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
 from gpuload.formats.obs_table import check_obs_table, table_columns
 from gpuload.formats.progress import Progress, each_of, threads_for_parts
-from gpuload.formats.recognise import expand, is_parquet, obs_columns, open_parquet, open_path
-from gpuload.source import FileSource, replaced
+from gpuload.formats.recognise import expand, is_parquet, obs_columns, open_path
+from gpuload.source import FileSource, closed_on_error, replaced
 from gpuload.store import ObsColumn
 
 if TYPE_CHECKING:
@@ -61,8 +61,6 @@ def open_matrices(
         Names in obsm of the first modality.
     modalities
         Names of the modalities; layers, obsm and obs belong to the first. If empty, `paths` are as for `open_store`.
-    obs
-        Columns of obs to keep in memory.
     join
         As for `concat`; a list of genes applies to the first modality, and the others must agree.
     obs_table
@@ -89,7 +87,7 @@ def open_matrices(
 
         def add(name: str, cells: Any, layer: str, obs: Sequence[str], join: Join) -> None:
             stores[name] = open_store(cells, layer=layer, obs=obs, join=join)
-            on_error.callback(stores[name].close)
+            on_error.enter_context(closed_on_error(stores[name]))
 
         add("X", first, layers[0], [name for name in obs if name not in in_table], join)
         if obs_table is not None:
@@ -110,7 +108,6 @@ def open_matrices(
         for store in stores.values():
             _check_cells(stores["X"], store)
         _check_files(stores)
-        on_error.pop_all()
     return stores
 
 
@@ -147,16 +144,17 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
         if len(each) == 1
         else _open_all(each, layer, stored, join)
     )
-    try:
+    with closed_on_error(*stores):
+        first = stores[0]
         for store in stores[1:] if layer.startswith(OBSM) else ():
-            _check_width(stores[0], store, layer)
+            if store.n_vars != first.n_vars:
+                raise StoreError(
+                    f"{store.paths[0]}: its {layer} has {store.n_vars} columns but that of {first.paths[0]} has "
+                    f"{first.n_vars}; make them equal, or leave it out."
+                )
         store = join_arrays(concat(stores, join))
         own = {**store.obs, SOURCE_FILE: _source_file(store)} if is_made else store.obs
         return replace(store, obs=own, var_names=store.var_names.copy())  # other loaders' names may be the same array
-    except BaseException:
-        for store in stores:
-            store.close()
-        raise
 
 
 def read_obs_names(paths: Any, modality: str | None, layer: str) -> NDArray[np.object_]:
@@ -164,10 +162,6 @@ def read_obs_names(paths: Any, modality: str | None, layer: str) -> NDArray[np.o
 
     Parameters
     ----------
-    paths
-        As for `open_matrices`.
-    modality
-        One of several modalities; None if there is one.
     layer
         A matrix of these cells, whose number of rows the names must have.
     """
@@ -198,10 +192,8 @@ def _columns_of(cells: Any, wanted: Sequence[str] = ()) -> Sequence[str]:
 def _source_file(store: Store) -> ObsColumn:
     """Return the file that each cell comes from; a file given twice counts once."""
     number = {path: code for code, path in enumerate(dict.fromkeys(store.paths))}
-    categories = np.empty(len(number), dtype=object)
-    categories[:] = list(number)
     codes = np.array([number[path] for path in store.paths], dtype=np.int32)
-    return ObsColumn(np.repeat(codes, store.file_rows), categories)
+    return ObsColumn(np.repeat(codes, store.file_rows), np.array(list(number), dtype=object))
 
 
 def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -> list[Store]:
@@ -297,7 +289,9 @@ def _together(parts: Sequence[Any]) -> list[Any]:
 
 def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str], fill: bool) -> Store:
     if isinstance(cells, tuple):
-        store = open_parquet(cells, layer=layer, obs=obs, fill=fill)
+        from gpuload.formats.parquet_cells import open_cells
+
+        store = open_cells(cells, layer=layer, obs=obs, fill=fill)
     elif isinstance(cells, str):
         store = open_path(cells, layer=layer, obs=obs, fill=fill)
     else:
@@ -342,14 +336,6 @@ def _of_modality(paths: Any, name: str) -> Any:
                 "paths={'rna': adata, 'prot': other}, for example, or the mdata.mod of a MuData."
             )
     return [child_of(part, name) for part in parts]
-
-
-def _check_width(first: Store, other: Store, layer: str) -> None:
-    if other.n_vars != first.n_vars:
-        raise StoreError(
-            f"{other.paths[0]}: its {layer} has {other.n_vars} columns but that of {first.paths[0]} has "
-            f"{first.n_vars}; make them equal, or leave it out."
-        )
 
 
 def _check_cells(first: Store, other: Store) -> None:

@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from gpuload.cache import SampleStore
     from gpuload.remote import Remote, RemoteObject
 
-TILEDB_GROUP = ("__tiledb_group.tdb", "__group")
-"""Members of the folder of a TileDB group."""
-
-
 _OF_FILES = (".h5ad", ".h5mu", ".h5", ".parquet", ".npy", ".npz", ".zip")
 """Suffixes of what is no folder."""
 
@@ -208,11 +204,6 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
         """What was read of small objects of the folder and kept, by their keys relative to it."""
         return {}
 
-    @property
-    def is_tiledb(self) -> bool:
-        """Whether there is a folder that is a TileDB group; a web server cannot tell."""
-        return any(key.partition("/")[0] in TILEDB_GROUP for key in self.listed or ())
-
     @cached_property
     def is_file(self) -> bool:
         """Whether there is an object.
@@ -287,13 +278,7 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
 
 
 def first_bytes(path: str) -> bytes:
-    """Return the first 8 bytes of a file, or of an object at an address.
-
-    Raises
-    ------
-    ReadError
-        There is none, or it cannot be read.
-    """
+    """Return the first 8 bytes of a file, or of an object at an address; raise ReadError if it cannot be read."""
     address = as_address(path)
     if address is not None:
         return address.first_bytes(8)
@@ -322,17 +307,7 @@ def child_of(folder: str, name: str) -> str:
 def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, Any] | None) -> Any:
     """Return paths, converting those that are addresses.
 
-    Parameters
-    ----------
-    paths
-        As accepted by `gpuload.open_loader`.
-    cache, options
-        How to reach the addresses.
-
-    Raises
-    ------
-    PlanError
-        A cache or options are given, but no address.
+    Raise PlanError if a cache or options are given, but no address.
     """
     addresses: list[Address] = []
     clients = _Clients()

@@ -46,12 +46,8 @@ def plain_layout(
 
     Parameters
     ----------
-    source, name, shape, dtype
-        As in `ArrayLayout`.
     offset
         First byte; None if nothing was ever written, so that everything is the fill value.
-    fill_value
-        Value of elements that were never written.
 
     Raises
     ------
@@ -85,10 +81,7 @@ def plain_layout(
 def dense_matrix(layout: ArrayLayout, where: str) -> DenseMatrix:
     """Return the matrix of an array of cells x values; each cell's values may have several dimensions.
 
-    Raises
-    ------
-    StoreError
-        There are too many values per cell.
+    Raise StoreError if there are too many per cell.
     """
     check_n_vars(where, math.prod(layout.shape[1:]), "genes" if len(layout.shape) == 2 else "values in each cell")
     return DenseMatrix(layout.flattened(), layout.shape[1:])
@@ -142,10 +135,6 @@ def checked_indptr(
     ----------
     given : (n_rows + 1,) integers
         As stored.
-    where, cure
-        Their name in errors, and what to do.
-    n_rows
-        Number of rows of the matrix.
     nnz
         Lengths of data and indices.
 
@@ -210,9 +199,7 @@ def names_in(folder: str) -> list[str]:
 
 def numbered(n: int, first: int = 0) -> NDArray[np.object_]:
     """Return default names of genes or cells: ``"0"``, ``"1"``, ..., or from `first` on."""
-    names = np.empty(n, dtype=object)
-    names[:] = [str(i) for i in range(first, first + n)]
-    return names
+    return np.array(list(map(str, range(first, first + n))), dtype=object)
 
 
 def as_strings(values: Any) -> NDArray[np.object_]:

@@ -1,8 +1,4 @@
-"""Open HDF5 files as a `Store`: AnnData, a modality of a MuData, or what `tenx` reads.
-
-Requirements this module answers
---------------------------------
-- Files written by any AnnData since 0.6: with and without encoding attributes, `X`, layers and raw.
+"""Open HDF5 files as a `Store`: AnnData of any version since 0.6, a modality of a MuData, or what `tenx` reads.
 
 References
 ----------
@@ -31,8 +27,6 @@ def open_hdf5(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
 
     Parameters
     ----------
-    path
-        The file.
     layer
         ``"X"``, ``"raw.X"`` or the name of a layer; of a feature-barcode matrix, as for `tenx.read_tenx`.
     obs

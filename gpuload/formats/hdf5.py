@@ -3,12 +3,8 @@
 h5py is used only when a file is opened and is never in the data path: no HDF5 library lock, no HDF5 chunk cache. The
 meaning of a file's groups is left to `h5ad` and `tenx`.
 
-Requirements this module answers
---------------------------------
-- It supports every HDF5 storage layout that keeps bytes in the file itself: chunked, contiguous, compact. What cannot
-  be read from byte ranges (virtual, external) or decoded (an unsupported filter) is refused by name on opening.
-- Nothing in the file is trusted: offsets must lie inside the file, and indptr must be monotonic and end at the number
-  of values.
+Supported is every HDF5 storage layout that keeps bytes in the file itself: chunked, contiguous, compact. Nothing in the
+file is trusted: offsets must lie inside the file, and indptr must be monotonic and end at the number of values.
 
 References
 ----------
@@ -32,22 +28,14 @@ import h5py
 import numpy as np
 
 from gpuload.errors import CorruptDataError, ReadError, StoreError, first_line
+from gpuload.formats import arrays
 from gpuload.formats.addresses import as_address, first_bytes
-from gpuload.formats.arrays import (
-    as_text,
-    check_dtype,
-    check_stored,
-    checked_indptr,
-    damage_to_metadata,
-    ends_early,
-    plain_layout,
-)
 from gpuload.formats.index import Index, indptr_of
 from gpuload.formats.recognise import HDF5
 from gpuload.layout import ArrayLayout, Filter
 from gpuload.remote_file import RemoteFile
 from gpuload.remote_source import RemoteSource
-from gpuload.source import BufferSource, FileSource
+from gpuload.source import BufferSource, FileSource, closed_on_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,7 +43,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.formats.addresses import Address
-    from gpuload.types import Source
 
 FILTERS = {
     1: "deflate",
@@ -190,13 +177,10 @@ def opened(path: str) -> Iterator[tuple[h5py.File, Hdf5Source]]:
         h5py or anndata raised anything else inside the block: the metadata is damaged.
     """
     source = _source(path)
-    try:
+    with closed_on_error(source):
         with source.content() as content, _opened(path, source, content) as file:
             yield file, source
         source.index.save()
-    except BaseException:
-        source.close()
-        raise
 
 
 def read(path: str, take: Callable[[h5py.File, Hdf5Source], T]) -> tuple[T, Hdf5Source]:
@@ -211,7 +195,7 @@ def read(path: str, take: Callable[[h5py.File, Hdf5Source], T]) -> tuple[T, Hdf5
         As for `opened`.
     """
     source = _source(path)
-    try:
+    with closed_on_error(source):
         with source.content() as content:
 
             def call() -> T:
@@ -220,9 +204,6 @@ def read(path: str, take: Callable[[h5py.File, Hdf5Source], T]) -> tuple[T, Hdf5
 
             found = call() if content is None else _call_when_there(call, content)
         source.index.save()
-    except BaseException:
-        source.close()
-        raise
     return found, source
 
 
@@ -252,7 +233,11 @@ def _source(path: str) -> Hdf5Source:
 def _opened(path: str, source: Hdf5Source, content: _OneFile | None) -> Iterator[h5py.File]:
     """Yield the file of a source, open for its metadata."""
     is_waiting = content is not None and content.can_wait
-    with _no_collection if is_waiting else nullcontext(), _open_file(path, content) as file, damage_to_metadata(path):
+    with (
+        _no_collection if is_waiting else nullcontext(),
+        _open_file(path, content) as file,
+        arrays.damage_to_metadata(path),
+    ):
         if isinstance(source, LocalHdf5):
             source.check_in_place()
         if content is not None:
@@ -326,7 +311,7 @@ class Access:
     def layout(self, stored: h5py.Dataset) -> ArrayLayout:
         """Return where a data set's bytes lie, checked against the file's size."""
         where = f"{self.name}: {stored.name}"
-        check_dtype(where, stored.dtype)
+        arrays.check_dtype(where, stored.dtype)
         _check_type(where, stored.id.get_type())
         name = os.fsdecode(h5py.h5f.get_name(stored.id))
         is_linked = name != self.source.file_name  # at its offset there are other bytes in this file
@@ -338,31 +323,27 @@ class Access:
         storage = stored.id.get_create_plist().get_layout()
         if storage == h5py.h5d.CHUNKED:
             return _chunked(stored, self.source)
-        fill_value = float(stored.fillvalue)
+        about, fill_value = (stored.name, stored.shape, stored.dtype), float(stored.fillvalue)
         if storage == h5py.h5d.COMPACT:
             data = np.frombuffer(np.ascontiguousarray(stored[()]).tobytes(), dtype=np.uint8)
-            return plain_layout(BufferSource(self.name, data), stored.name, stored.shape, stored.dtype, 0, fill_value)
-        return plain_layout(self.source, stored.name, stored.shape, stored.dtype, stored.id.get_offset(), fill_value)
+            return arrays.plain_layout(BufferSource(self.name, data), *about, 0, fill_value)
+        return arrays.plain_layout(self.source, *about, stored.id.get_offset(), fill_value)
 
     def indptr(self, stored: h5py.Dataset, n_rows: int, nnz: tuple[int, int]) -> NDArray[np.int64]:
         """Return row offsets; from the index if it holds what the file says too."""
         where, index = f"{self.name}: {stored.name}", self.source.index
-        check_stored(stored, where)
+        arrays.check_stored(stored, where)
         if n_rows < index.min_rows:
-            return checked_indptr(stored[()], where, n_rows, nnz)
+            return arrays.checked_indptr(stored[()], where, n_rows, nnz)
         counts = index.get(stored.name)
         if counts is not None and counts.size == n_rows:
             indptr = indptr_of(counts)
-            if index.is_exact or all(np.array_equal(stored[k : k + 2], indptr[k : k + 2]) for k in _places(n_rows)):
-                return checked_indptr(indptr, where, n_rows, nnz)
-        indptr = checked_indptr(stored[()], where, n_rows, nnz)
+            some = {0, n_rows // 4, n_rows // 2, 3 * n_rows // 4, n_rows - 1}  # both ends, and between
+            if index.is_exact or all(np.array_equal(stored[k : k + 2], indptr[k : k + 2]) for k in sorted(some)):
+                return arrays.checked_indptr(indptr, where, n_rows, nnz)
+        indptr = arrays.checked_indptr(stored[()], where, n_rows, nnz)
         index.keep(stored.name, np.diff(indptr))
         return indptr
-
-
-def _places(n: int) -> list[int]:
-    """Return some indices below n at which what was kept is compared with the file: both ends, and between."""
-    return sorted({0, n // 4, n // 2, 3 * n // 4, n - 1})
 
 
 def _check_type(where: str, found: Any) -> None:
@@ -386,7 +367,9 @@ def _chunked(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
             "file."
         )
     offset, nbytes, mask = _chunks(stored, source, grid)
-    _check_inside(stored.name, source, offset, nbytes)
+    end = np.where(nbytes > 0, offset.astype(np.uint64) + nbytes.astype(np.uint64), 0)  # int64 may not hold it
+    if np.any(end > source.nbytes) or np.any(offset < 0) or np.any(nbytes < 0):
+        raise arrays.ends_early(source, stored.name, int(end.max()))
     filters = filters_of(stored, source.name)
     full = math.prod(chunk_shape) * stored.dtype.itemsize
     if not filters:
@@ -484,18 +467,6 @@ def _chunk_infos(stored: h5py.Dataset) -> NDArray[np.int64]:
     return np.frombuffer(flat, dtype=np.int64).reshape(-1, stored.ndim + 3) if flat else np.empty((0, 1), np.int64)
 
 
-def _check_inside(name: str, source: Source, offset: NDArray[np.int64], nbytes: NDArray[np.int64]) -> None:
-    end = np.where(nbytes > 0, offset.astype(np.uint64) + nbytes.astype(np.uint64), 0)  # int64 may not hold it
-    if np.any(end > source.nbytes) or np.any(offset < 0) or np.any(nbytes < 0):
-        raise ends_early(source, name, int(end.max()))
-
-
-def _import_plugins() -> None:
-    """Let h5py read what else is encoded with a plugin's filter: `AnnData.write_h5ad` encodes a file's arrays alike."""
-    with suppress(ImportError):
-        import_module("hdf5plugin")
-
-
 def filters_of(stored: h5py.Dataset, path: str) -> tuple[Filter, ...]:
     """Return the filters of a data set's chunks; raise StoreError if one cannot be undone."""
     plist = stored.id.get_create_plist()
@@ -503,12 +474,13 @@ def filters_of(stored: h5py.Dataset, path: str) -> tuple[Filter, ...]:
     for i in range(plist.get_nfilters()):
         number, _, values, name = plist.get_filter(i)
         if number not in FILTERS:
-            label = UNSUPPORTED.get(number) or as_text(name).strip("\0") or "unnamed"
+            label = UNSUPPORTED.get(number) or arrays.as_text(name).strip("\0") or "unnamed"
             raise StoreError(
                 f"{path}: {stored.name} is encoded with HDF5 filter {number} ({label}), which cannot be decoded here; "
                 f"supported filters are {', '.join(FILTERS.values())}. Rewrite it, for example with compression='gzip'."
             )
         if not h5py.h5z.filter_avail(number):
-            _import_plugins()
+            with suppress(ImportError):  # h5py reads what else is encoded alike, as `AnnData.write_h5ad` encodes
+                import_module("hdf5plugin")
         filters.append(Filter(FILTERS[number], tuple(int(v) for v in values)))
     return tuple(filters)

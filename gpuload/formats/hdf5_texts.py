@@ -3,11 +3,8 @@
 The stored array holds references: a text's number of bytes, the address of a collection of texts, and a number in it.
 The collections of an array lie close together, so one read brings them all.
 
-Requirements this module answers
---------------------------------
-- Nothing in the file is trusted: a reference must agree with what stands before the text it leads to.
-- Whatever is unusual or damaged is left to h5py, which reads it, or says what is wrong.
-- The files of a data set have the same genes: equal texts are one array, made once and held once.
+A reference must agree with what stands before the text it leads to; whatever is unusual or damaged is left to h5py,
+which reads it, or says what is wrong. The files of a data set have the same genes: equal texts are one array.
 
 References
 ----------

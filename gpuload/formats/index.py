@@ -4,31 +4,26 @@ An index is a small file beside the data (``.NAME.gpuload-index``), or in the us
 writable or the data are objects of a remote. It is made when a file of many cells or chunks is first opened. The
 environment variable ``GPULOAD_INDEX`` names another folder for all of them, or is ``off``.
 
-Requirements this module answers
---------------------------------
-- It is never trusted blindly: it is valid for one size, modification time and digest of the file's two ends, carries a
-  checksum of itself, and its users compare samples of it with the file. An invalid index is made anew.
-- It can do no harm: whatever goes wrong with it, the file is read as if it did not exist. It is published by a rename,
-  so any number of processes may make it at the same time.
-- Row offsets are kept as counts in the smallest type that holds them: 2 bytes a cell, against 8 for `indptr`.
+It is valid for one size, modification time and digest of the file's two ends, carries a checksum of itself, and its
+users compare samples of it with the file. Whatever goes wrong with it, the file is read as if it did not exist. It is
+published by a rename, so any number of processes may make it at the same time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import time
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.errors import GpuloadError
 from gpuload.remote_source import RemoteSource
-from gpuload.source import FileSource
+from gpuload.source import replacing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,14 +40,6 @@ _MAGIC = b"gpuload index 1\n"
 _ENDS = 64 << 10
 _DIGEST = 32
 _STEP = 1 << 15
-
-
-class Named(Protocol):
-    """What an index is of: a file, an object or a folder."""
-
-    @property
-    def name(self) -> str:
-        """Its path or address."""
 
 
 class Index:
@@ -74,7 +61,7 @@ class Index:
         Smaller arrays are not kept.
     """
 
-    def __init__(self, source: Named, key: dict[str, Any] | None = None) -> None:
+    def __init__(self, source: Any, key: dict[str, Any] | None = None) -> None:
         self._source = source
         self._key = key
         self._has_news = False
@@ -140,7 +127,6 @@ class Index:
         if self._key is None and isinstance(self._source, RemoteSource):
             self._key = {"size": self._source.nbytes, "etag": self._source.objects[0].etag}
         elif self._key is None:
-            assert isinstance(self._source, FileSource)  # noqa: S101 - narrows the type
             status, digest = os.fstat(self._source.fileno()), blake2b(digest_size=16)
             for start in (0, max(0, status.st_size - _ENDS)):
                 end = np.empty(min(_ENDS, status.st_size), dtype=np.uint8)
@@ -199,17 +185,13 @@ def _unpack(raw: NDArray[np.uint8], key: dict[str, Any]) -> dict[str, NDArray[An
 
 
 def _publish(place: str, content: bytes) -> bool:
-    """Write a file under a temporary name, then rename it; return whether that succeeded."""
-    part = f"{place}.{os.getpid()}-{time.monotonic_ns()}.part"
+    """Write a file; return whether that succeeded."""
     try:
         os.makedirs(os.path.dirname(place), exist_ok=True)
-        with open(part, "xb") as file:
+        with replacing(place) as beside, beside.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, place)
     except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
         return False
     return True

@@ -11,19 +11,7 @@ import shlex
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpuload.errors import CorruptDataError, StoreError
-from gpuload.formats.arrays import (
-    OBSM,
-    as_text,
-    check_integers,
-    check_length,
-    check_n_dims,
-    check_n_vars,
-    dense_matrix,
-    member,
-    no_obsm,
-    numbered,
-    other_matrices,
-)
+from gpuload.formats import arrays
 from gpuload.formats.obs import read_column, read_index
 from gpuload.store import CsrMatrix
 
@@ -68,14 +56,8 @@ def read_members(
     ----------
     root
         The group that is the AnnData; only h5py's interface is used.
-    path
-        Its name in errors.
     layer
         ``"X"``, ``"raw.X"``, the name of a layer, or ``"obsm/<name>"``, whose columns are named ``"0"``, ``"1"``, ...
-    obs
-        Columns of obs.
-    access
-        The file format's side.
 
     Raises
     ------
@@ -87,17 +69,17 @@ def read_members(
     matrix_key, var_key = keys_of(root, layer, path)
     matrix = _open_matrix(root, matrix_key, path, access)
     if var_key:
-        var = member(root, var_key, path)
+        var = arrays.member(root, var_key, path)
         if var is None:
             raise StoreError(f"{path}: there is no /{var_key}; it has {_members(root)}. Is it {access.owner}?")
         var_names = read_index(var, path, var_key)
-        check_length(f"{path}: {name_in(root, var_key)}", var_names.size, matrix.n_vars, "genes")
+        arrays.check_length(f"{path}: {name_in(root, var_key)}", var_names.size, matrix.n_vars, "genes")
     else:
-        var_names = numbered(matrix.n_vars)
-    frame = member(root, "obs", path) if obs else None
+        var_names = arrays.numbered(matrix.n_vars)
+    frame = arrays.member(root, "obs", path) if obs else None
     columns = {name: read_column(frame, name, path) for name in obs}
     for name, column in columns.items():
-        check_length(f"{path}: {name_in(root, 'obs')}/{name}", column.values.size, matrix.n_rows, "cells")
+        arrays.check_length(f"{path}: {name_in(root, 'obs')}/{name}", column.values.size, matrix.n_rows, "cells")
     return matrix, var_names, columns
 
 
@@ -113,22 +95,22 @@ def open_csr(group: Any, n_rows: int, n_vars: int, access: Access) -> CsrMatrix:
         A byte range lies outside the file, or indptr does not fit.
     """
     where = f"{access.name}: {group.name}"
-    arrays = {name: member(group, name, access.name) for name in ("data", "indices", "indptr")}
-    for name, array in arrays.items():
+    parts = {name: arrays.member(group, name, access.name) for name in ("data", "indices", "indptr")}
+    for name, array in parts.items():
         if not access.is_array(array):
             raise StoreError(f"{where} lacks {name!r}; a CSR matrix has data, indices and indptr.")
         if array.ndim != 1:
             raise StoreError(f"{where}/{name} has {array.ndim} dimensions; expected one.")
         if name != "data":
-            check_integers(f"{where}/{name}", array.dtype)
-    check_n_vars(where, n_vars)
-    n = arrays["indptr"].shape[0]
+            arrays.check_integers(f"{where}/{name}", array.dtype)
+    arrays.check_n_vars(where, n_vars)
+    n = parts["indptr"].shape[0]
     if n != n_rows + 1:
         raise CorruptDataError(
             f"{where}/indptr has {n} entries for {n_rows} rows; expected {n_rows + 1}. Rewrite the file."
         )
-    data, indices = (access.layout(arrays[name]) for name in ("data", "indices"))
-    indptr = access.indptr(arrays["indptr"], n_rows, (data.shape[0], indices.shape[0]))
+    data, indices = (access.layout(parts[name]) for name in ("data", "indices"))
+    indptr = access.indptr(parts["indptr"], n_rows, (data.shape[0], indices.shape[0]))
     return CsrMatrix(indptr, data, indices, n_vars)
 
 
@@ -139,18 +121,18 @@ def name_in(root: Any, key: str) -> str:
 
 def shape_of(root: Any, layer: str, path: str) -> tuple[int, ...]:
     """Return the shape of a matrix without opening it, CSC or not; empty if it is of no form that can be opened."""
-    node = member(root, keys_of(root, layer, path)[0], path)
+    node = arrays.member(root, keys_of(root, layer, path)[0], path)
     return tuple(map(int, node.shape)) if hasattr(node, "shape") else _sparse(node)[2] or ()
 
 
 def keys_of(file: Any, layer: str, path: str) -> tuple[str, str]:
     """Return the keys of the matrix and of its var, which is ``""`` if the columns have no names."""
-    if layer.startswith(OBSM):
-        obsm = {} if (found := member(file, "obsm", path)) is None else found
+    if layer.startswith(arrays.OBSM):
+        obsm = {} if (found := arrays.member(file, "obsm", path)) is None else found
         if not hasattr(obsm, "keys"):
             raise StoreError(f"{path}: its obsm is a single table, as AnnData before 0.7 wrote it; rewrite the file.")
-        if layer.removeprefix(OBSM) not in obsm:
-            raise no_obsm(path, layer, obsm)
+        if layer.removeprefix(arrays.OBSM) not in obsm:
+            raise arrays.no_obsm(path, layer, obsm)
         return layer, ""
     if layer == "raw.X":
         if "raw.X" in file:
@@ -165,7 +147,9 @@ def keys_of(file: Any, layer: str, path: str) -> tuple[str, str]:
             raise StoreError(f"{path}: there is no /X; it has {_members(file)}; {_others(file)}")
         return "X", "var"
     key = f"layers/{layer}"
-    if file.get(key) is None and (member(file, "layers", path) is None or member(file, key, path) is None):
+    if file.get(key) is None and (
+        arrays.member(file, "layers", path) is None or arrays.member(file, key, path) is None
+    ):
         have = "" if _layers(file) else ", as it has no layers"
         raise StoreError(f"{path}: there is no layer {layer!r}{have}; {_others(file)}")
     return key, "var"
@@ -181,7 +165,7 @@ def _others(file: Any) -> str:
     if "assays" in file:
         return "this is Seurat's own format; write it as .h5ad, in R with SeuratDisk::Convert(path, 'h5ad')."
     there = [name for name, keys in (("X", ["X"]), ("raw.X", ["raw.X", "raw/X"])) if any(key in file for key in keys)]
-    return other_matrices(_layers(file), there)
+    return arrays.other_matrices(_layers(file), there)
 
 
 def _layers(file: Any) -> list[str]:
@@ -189,12 +173,12 @@ def _layers(file: Any) -> list[str]:
 
 
 def _open_matrix(file: Any, key: str, path: str, access: Access) -> Matrix:
-    node = member(file, key, path)
+    node = arrays.member(file, key, path)
     if access.is_array(node):
-        if node.ndim != 2 and not key.startswith(OBSM):
+        if node.ndim != 2 and not key.startswith(arrays.OBSM):
             raise StoreError(f"{path}: /{key} has {node.ndim} dimensions; expected a matrix of cells x genes.")
-        check_n_dims(f"{path}: /{key}", node.ndim)
-        return dense_matrix(access.layout(node), f"{path}: /{key}")
+        arrays.check_n_dims(f"{path}: /{key}", node.ndim)
+        return arrays.dense_matrix(access.layout(node), f"{path}: /{key}")
     encoding, kind, shape = _sparse(node)
     group, _, name = key.partition("/")
     attribute = "adata.X" if key == "X" else f"adata.{group}[{name!r}]"
@@ -239,7 +223,7 @@ def read_by_columns(root: Any, path: str, layer: str, access: Access) -> CsrMatr
 
 def _sparse(node: Any) -> tuple[str, str | None, tuple[int, int] | None]:
     """Return a group's encoding, ``"csr"`` or ``"csc"`` if it is sparse, and its shape."""
-    encoding = as_text(node.attrs.get("encoding-type", node.attrs.get("h5sparse_format", "")))
+    encoding = arrays.as_text(node.attrs.get("encoding-type", node.attrs.get("h5sparse_format", "")))
     shape = node.attrs.get("shape", node.attrs.get("h5sparse_shape"))
     return encoding, _SPARSE.get(encoding), None if shape is None else _two(shape)
 

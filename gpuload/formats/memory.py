@@ -1,17 +1,9 @@
 """Open cells in memory as a `Store`: an AnnData, a SciPy CSR matrix or array, a NumPy array.
 
 They use the same engine as files: a matrix is a source without a descriptor, whose stored bytes are the elements
-themselves. So every setting, backend and frontend works on them, and returns what it returns for the same cells in a
-file.
-
-Requirements this module answers
---------------------------------
-- Bulk data are not copied, except dense matrices that are not in C order; the arrays are kept alive until the loader is
-  closed.
-- Nothing is trusted: indptr must be monotonic and end within the values, and is copied, so that later changes have no
-  effect; column numbers are checked whenever they are read, as for files.
-- SciPy and pandas objects are identified by their type, never by what they convert to: a matrix that would have to be
-  converted as a whole is refused, with the conversion to make.
+themselves. Bulk data are not copied, except dense matrices that are not in C order; the arrays are kept alive until the
+loader is closed. indptr is copied, so that later changes have no effect. A matrix that would have to be converted as a
+whole is refused, with the conversion to make.
 """
 
 from __future__ import annotations
@@ -25,23 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import StoreError, shown
-from gpuload.formats.arrays import (
-    OBSM,
-    as_strings,
-    check_dtype,
-    check_integers,
-    check_length,
-    check_n_dims,
-    check_n_vars,
-    check_plain_matrix,
-    checked_indptr,
-    dense_matrix,
-    no_obsm,
-    numbered,
-    other_matrices,
-    plain_layout,
-)
-from gpuload.source import BufferSource
+from gpuload.formats import arrays
+from gpuload.source import BufferSource, closed_on_error
 from gpuload.store import CsrMatrix, Store
 
 if TYPE_CHECKING:
@@ -79,10 +56,6 @@ def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]
         it has no obs.
     place
         Its position in a list, from 0 on, for errors; None if it was given alone.
-    layer
-        ``"X"``, ``"raw.X"`` or the name of a layer.
-    obs
-        Columns of obs to keep in memory.
 
     Raises
     ------
@@ -104,9 +77,9 @@ def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]
             f"paths{'' if place is None else f'[{place}]'}={shown(cells)}: expected a path, an AnnData, a SciPy CSR "
             f"matrix or a NumPy array{cure}."
         )
-    check_plain_matrix(where, layer, obs, "pass an AnnData")
+    arrays.check_plain_matrix(where, layer, obs, "pass an AnnData")
     matrix, sources = _matrix(cells, where, "", "X = X.tocsr()")
-    return Store((matrix,), (where,), numbered(matrix.n_vars), {}, sources)
+    return Store((matrix,), (where,), arrays.numbered(matrix.n_vars), {}, sources)
 
 
 def _kind(value: object) -> str:
@@ -120,9 +93,9 @@ def _open_anndata(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Sto
     if (place := _place_in_file(X)) is not None:
         return _open_file(adata, where, *place, obs, var)
     matrix, sources = _matrix(X, where, name, cure)
-    check_length(f"{where}: obs", adata.n_obs, matrix.n_rows, "cells")
-    var_names = numbered(matrix.n_vars) if var is None else as_strings(var.index)
-    check_length(f"{where}: var", var_names.size, matrix.n_vars, "genes")
+    arrays.check_length(f"{where}: obs", adata.n_obs, matrix.n_rows, "cells")
+    var_names = arrays.numbered(matrix.n_vars) if var is None else arrays.as_strings(var.index)
+    arrays.check_length(f"{where}: var", var_names.size, matrix.n_vars, "genes")
     return Store((matrix,), (where,), var_names, frame_columns(adata, obs, where), sources)
 
 
@@ -165,22 +138,19 @@ def _open_file(adata: Any, where: str, path: str, layer: str, obs: Sequence[str]
     from gpuload.formats.recognise import open_path
 
     store = open_path(path, layer=layer, obs=())
-    try:
-        check_length(f"{where}: obs", adata.n_obs, store.n_obs, "cells")
-        var_names = store.var_names if var is None else as_strings(var.index)
-        check_length(f"{where}: var", var_names.size, store.n_vars, "genes")
+    with closed_on_error(store):
+        arrays.check_length(f"{where}: obs", adata.n_obs, store.n_obs, "cells")
+        var_names = store.var_names if var is None else arrays.as_strings(var.index)
+        arrays.check_length(f"{where}: var", var_names.size, store.n_vars, "genes")
         return replace(store, obs=frame_columns(adata, obs, where), var_names=var_names)
-    except BaseException:
-        store.close()
-        raise
 
 
 def _member(adata: Any, where: str, layer: str) -> tuple[Any, Any, str, str]:
     """Return a matrix of an AnnData, its var (None: unnamed columns), its name, and how to convert it to CSR."""
-    if layer.startswith(OBSM):
-        key = layer.removeprefix(OBSM)
+    if layer.startswith(arrays.OBSM):
+        key = layer.removeprefix(arrays.OBSM)
         if key not in adata.obsm:
-            raise no_obsm(where, layer, adata.obsm.keys())
+            raise arrays.no_obsm(where, layer, adata.obsm.keys())
         name = f"obsm[{key!r}]"
         if hasattr(adata.obsm[key], "iloc"):
             raise StoreError(
@@ -210,7 +180,7 @@ def _names_of_layers(adata: Any) -> list[str]:
 
 def _others(adata: Any) -> str:
     there = [name for name, matrix in (("X", adata.X), ("raw.X", adata.raw)) if matrix is not None]
-    return other_matrices(_names_of_layers(adata), there)
+    return arrays.other_matrices(_names_of_layers(adata), there)
 
 
 def _matrix(X: Any, where: str, name: str, cure: str) -> tuple[Matrix, tuple[BufferSource, ...]]:
@@ -219,7 +189,7 @@ def _matrix(X: Any, where: str, name: str, cure: str) -> tuple[Matrix, tuple[Buf
 
     label = name or "it"
     if isinstance(X, np.ndarray) and (not name or name.startswith("obsm")):
-        check_n_dims(f"{where}: {label}", X.ndim)
+        arrays.check_n_dims(f"{where}: {label}", X.ndim)
     elif getattr(X, "ndim", 2) != 2:
         raise StoreError(f"{where}: {label} has {X.ndim} dimensions; expected a matrix of cells x genes.")
     if issparse(X):
@@ -235,18 +205,18 @@ def _matrix(X: Any, where: str, name: str, cure: str) -> tuple[Matrix, tuple[Buf
             "convert it first."
         )
     layout, source = _layout(X, where, name or "X")
-    return dense_matrix(layout, f"{where}: {label}"), (source,)
+    return arrays.dense_matrix(layout, f"{where}: {label}"), (source,)
 
 
 def _csr(X: Any, where: str, prefix: str) -> tuple[CsrMatrix, tuple[BufferSource, ...]]:
     n_rows, n_vars = (int(n) for n in X.shape)
-    check_n_vars(f"{where}: {prefix or 'it'}".rstrip("."), n_vars)
+    arrays.check_n_vars(f"{where}: {prefix or 'it'}".rstrip("."), n_vars)
     for part in ("indptr", "indices"):
-        check_integers(f"{where}: {prefix}{part}", getattr(X, part).dtype)
+        arrays.check_integers(f"{where}: {prefix}{part}", getattr(X, part).dtype)
     given = np.array(X.indptr, dtype=np.int64)
     nnz = max(0, int(given[-1])) if given.size else 0  # SciPy allows spare room at the end
     lengths = min(X.data.size, nnz), min(X.indices.size, nnz)
-    indptr = checked_indptr(given, f"{where}: {prefix}indptr", n_rows, lengths, "Recreate the matrix.")
+    indptr = arrays.checked_indptr(given, f"{where}: {prefix}indptr", n_rows, lengths, "Recreate the matrix.")
     data, values = _layout(X.data[:nnz], where, f"{prefix}data")
     indices, columns = _layout(X.indices[:nnz], where, f"{prefix}indices")
     return CsrMatrix(indptr, data, indices, n_vars), (values, columns)
@@ -254,7 +224,7 @@ def _csr(X: Any, where: str, prefix: str) -> tuple[CsrMatrix, tuple[BufferSource
 
 def _layout(array: NDArray[Any], where: str, name: str) -> tuple[ArrayLayout, BufferSource]:
     """Return the layout of an array's bytes, and the source that keeps it alive."""
-    check_dtype(f"{where}: {name}", array.dtype)
+    arrays.check_dtype(f"{where}: {name}", array.dtype)
     array = np.ascontiguousarray(array)
     source = BufferSource(where, array.reshape(-1).view(np.uint8))
-    return plain_layout(source, name, array.shape, array.dtype, 0), source
+    return arrays.plain_layout(source, name, array.shape, array.dtype, 0), source

@@ -48,21 +48,9 @@ def modality_groups(root: Any, path: str, modality: str) -> list[tuple[str, Any]
 
 
 def find_modality(root: Any, path: str, modality: str) -> tuple[str, Any]:
-    """Return the name and the group of a modality.
+    """Return the name and the group of a modality; `modality` may be ``""`` if there is only one.
 
-    Parameters
-    ----------
-    root
-        The MuData.
-    path
-        Its name in errors.
-    modality
-        Its name; may be ``""`` if there is only one.
-
-    Raises
-    ------
-    StoreError
-        It does not exist, or none is named and there are several.
+    Raise StoreError if there is none, or several and none is named.
     """
     is_name = modality != "" and "/" not in modality
     group = root["mod"].get(modality) if is_name else None  # also finds it on a web server that cannot list
@@ -82,19 +70,15 @@ def read_modality(
 ) -> Store:
     """Return the store of one modality.
 
+    Raise StoreError or CorruptDataError as `find_modality` and `read` do; or if a column is in neither obs, or cannot
+    be mapped to the modality's cells.
+
     Parameters
     ----------
-    root, path, modality
-        As in `find_modality`.
     obs
         Columns of the modality's obs or, if it has none of that name, of the shared obs.
     read
         Returns the store of a group that is an AnnData, with some columns of its obs, given its name in errors.
-
-    Raises
-    ------
-    StoreError, CorruptDataError
-        As in `find_modality` and `read`; or a column is in neither obs, or cannot be mapped to the modality's cells.
     """
     modality, group = find_modality(root, path, modality)
     own, shared = (column_names(member(one, "obs", path)) for one in (group, root))

@@ -1,13 +1,8 @@
 """Open NumPy's .npy and SciPy's .npz files as a `Store`.
 
-Requirements this module answers
---------------------------------
-- A dense .npy of two dimensions or more is read in place. Fortran order is refused: a cell's values are scattered all
-  over such a file, so each fetch would read all of it.
-- Stored members of an .npz are read in place. Deflated ones do not allow random access: they are inflated into memory
-  once and checked against their CRC-32, or refused if the machine has too little memory.
-- The CRC-32 of a stored member covers all of it, so partial reads cannot check it; it is not checked.
-- Nothing in a header is executed or trusted: no pickle; sizes are checked against the file's.
+A dense .npy and stored members of an .npz are read in place; the CRC-32 of a stored member, which covers all of it, is
+not checked. Deflated members do not allow random access: they are inflated into memory once and checked against their
+CRC-32. Nothing in a header is executed or trusted: no pickle; sizes are checked against the file's.
 
 References
 ----------
@@ -20,28 +15,17 @@ from __future__ import annotations
 import logging
 import math
 import zipfile
-from contextlib import ExitStack
-from dataclasses import dataclass
 from io import BytesIO
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
 
 from gpuload import machine
 from gpuload.errors import CorruptDataError, StoreError, first_line, listing
-from gpuload.formats.arrays import (
-    check_integers,
-    check_n_dims,
-    check_n_vars,
-    check_plain_matrix,
-    checked_indptr,
-    dense_matrix,
-    numbered,
-    plain_layout,
-)
+from gpuload.formats import arrays
 from gpuload.formats.zips import data_start
-from gpuload.source import BufferSource, FileSource
+from gpuload.source import BufferSource, FileSource, closed_on_error
 from gpuload.store import CsrMatrix, Store
 
 if TYPE_CHECKING:
@@ -57,8 +41,7 @@ _log = logging.getLogger("gpuload")
 CURE = "pass an .h5ad file, or an AnnData"
 
 
-@dataclass(frozen=True, slots=True)
-class _Array:
+class _Array(NamedTuple):
     """The content of a .npy header, and the offset of the elements."""
 
     shape: tuple[int, ...]
@@ -81,23 +64,20 @@ def open_npy(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     CorruptDataError
         Its header cannot be read.
     """
-    check_plain_matrix(path, layer, obs, CURE)
+    arrays.check_plain_matrix(path, layer, obs, CURE)
     source = FileSource(path)
-    try:
+    with closed_on_error(source):
         with source.opened() as file:
             array = _read_header(file, path)
-        check_n_dims(f"{path}: it", len(array.shape))
+        arrays.check_n_dims(f"{path}: it", len(array.shape))
         if array.is_fortran and sum(n > 1 for n in array.shape) > 1:
             raise StoreError(
                 f"{path}: it is in Fortran order, in which the values of a cell are not contiguous; save it again with "
                 "numpy.save(path, numpy.ascontiguousarray(X))."
             )
-        layout = plain_layout(source, "its array", array.shape, array.dtype, array.offset)
-        matrix = dense_matrix(layout, f"{path}: it")
-        return Store((matrix,), (path,), numbered(matrix.n_vars), {}, (source,))
-    except BaseException:
-        source.close()
-        raise
+        layout = arrays.plain_layout(source, "its array", array.shape, array.dtype, array.offset)
+        matrix = arrays.dense_matrix(layout, f"{path}: it")
+        return Store((matrix,), (path,), arrays.numbered(matrix.n_vars), {}, (source,))
 
 
 def open_npz(path: str, *, layer: str, obs: Sequence[str]) -> Store:
@@ -114,28 +94,26 @@ def open_npz(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     CorruptDataError
         The archive or an array is damaged, or the arrays do not fit together.
     """
-    with ExitStack() as on_error:
-        source = FileSource(path)
-        on_error.callback(source.close)
+    source = FileSource(path)
+    with closed_on_error(source):
         with source.opened() as file, _open_zip(file, path) as archive:
             _check_is_csr(archive, path)
-            check_plain_matrix(path, layer, obs, CURE)
+            arrays.check_plain_matrix(path, layer, obs, CURE)
             shape = _small(archive, "shape", path)
             if shape.shape != (2,) or shape.dtype.kind not in "iu" or shape.min() < 0:
                 raise CorruptDataError(f"{path}: shape is {shape.tolist()!r}; expected two numbers. Save it again.")
             n_rows, n_vars = (int(n) for n in shape)
-            check_n_vars(path, n_vars)
+            arrays.check_n_vars(path, n_vars)
             indptr = _small(archive, "indptr", path)
-            check_integers(f"{path}: indptr", indptr.dtype)
+            arrays.check_integers(f"{path}: indptr", indptr.dtype)
             data, indices = (_member(archive, file, name, source) for name in ("data", "indices"))
-        check_integers(f"{path}: indices", indices.dtype)
-        indptr = checked_indptr(
+        arrays.check_integers(f"{path}: indices", indices.dtype)
+        indptr = arrays.checked_indptr(
             indptr.reshape(-1), f"{path}: indptr", n_rows, (data.shape[0], indices.shape[0]), "Save it again."
         )
         matrix = CsrMatrix(indptr, data, indices, n_vars)
         sources = tuple({id(s): s for s in (source, data.source, indices.source)}.values())
-        on_error.pop_all()
-        return Store((matrix,), (path,), numbered(n_vars), {}, sources)
+        return Store((matrix,), (path,), arrays.numbered(n_vars), {}, sources)
 
 
 def _read_header(file: IO[bytes], where: str) -> _Array:
@@ -242,4 +220,4 @@ def _member(archive: zipfile.ZipFile, file: IO[bytes], name: str, source: FileSo
         raise StoreError(f"{path}: {name} has {len(array.shape)} dimensions; expected one.")
     if array.offset + array.shape[0] * array.dtype.itemsize > end:
         raise CorruptDataError(f"{path}: {name} has {array.shape[0]} elements, more than its member holds; restore it.")
-    return plain_layout(within, name, array.shape, array.dtype, array.offset)
+    return arrays.plain_layout(within, name, array.shape, array.dtype, array.offset)

@@ -89,15 +89,6 @@ def index_pieces(frame: Any, path: str, key: str) -> Iterator[NDArray[np.object_
 def read_column(frame: Any, name: str, path: str) -> ObsColumn:
     """Return one column of a stored obs.
 
-    Parameters
-    ----------
-    frame
-        The group or compound data set ``obs``.
-    name
-        Column.
-    path
-        The file, for errors.
-
     Returns
     -------
     ObsColumn
@@ -135,16 +126,7 @@ def damage_of(path: str, name: str, frame: str = "obs") -> Iterator[None]:
 
 
 def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, ObsColumn]:
-    """Return columns of an AnnData's obs as they would be read from a file written by it.
-
-    Parameters
-    ----------
-    adata
-        The AnnData; not changed.
-    names
-        Columns.
-    where
-        Its name in errors.
+    """Return columns of an AnnData's obs, which is not changed, as they would be read from a file written by it.
 
     Raises
     ------
@@ -253,7 +235,10 @@ def encode(values: Any, name: str, path: str) -> ObsColumn:
     if values.ndim != 1:
         raise _no_column_type(values, name, path)
     if isinstance(values, pd.Categorical):
-        return ObsColumn(values.codes.astype(np.int32), _as_objects(values.categories))
+        names = np.asarray(values.categories, dtype=object)
+        if values.categories.dtype == np.float32:  # as the numbers that are written: 0.1, not 0.10000000149011612
+            names = np.array([float(str(number)) for number in values.categories.to_numpy()], dtype=object)
+        return ObsColumn(values.codes.astype(np.int32), names)
     if isinstance(values, pd.arrays.SparseArray):
         values = values.to_dense()
     is_extension = pd.api.types.is_extension_array_dtype(values)
@@ -289,13 +274,6 @@ def _no_column_type(values: Any, name: str, path: str) -> StoreError:
         "numeric (of up to 8 bytes) and boolean columns of one value per cell can be delivered; leave it out, or "
         f"convert it (of dates, obs[{name!r}].astype(str) is text)."
     )
-
-
-def _as_objects(categories: pd.Index) -> NDArray[np.object_]:
-    """Return categories as objects; a float32 as the number that is written for it: 0.1, not 0.10000000149011612."""
-    if categories.dtype != np.float32:
-        return np.asarray(categories, dtype=object)
-    return np.array([float(str(category)) for category in categories.to_numpy()], dtype=object)
 
 
 def _encode_strings(array: Any) -> ObsColumn:

@@ -38,21 +38,14 @@ def table_columns(
 ) -> dict[str, ObsColumn]:
     """Return columns of a table as columns of obs, over all cells; a cell that the table lacks has missing values.
 
+    Raise PlanError if the table does not fit the cells, or a type of column is not supported.
+
     Parameters
     ----------
     table
         Indexed by names of cells, or, with an index of integers, by row numbers.
-    names
-        The columns.
-    n_obs
-        Number of cells.
     cell_names
-        Returns their names, (n_obs,) object; not called for a RangeIndex, which can only be row numbers.
-
-    Raises
-    ------
-    PlanError
-        The table does not fit the cells, or a column's type is not supported.
+        Returns the names of the cells, (n_obs,) object; not called for a RangeIndex, which can only be row numbers.
     """
     if pd.api.types.is_integer_dtype(table.index.dtype):
         place = _places_by_row(table.index, n_obs)

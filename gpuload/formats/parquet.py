@@ -43,10 +43,6 @@ class ListColumn:
 
     Attributes
     ----------
-    dtype
-        Dtype of the stored numbers.
-    codec
-        Name of the compression.
     max_def, def_empty
         Definition levels of a number and of an empty list.
     offset, nbytes : (n_groups,) int64
@@ -151,10 +147,7 @@ class Table:
     def column(self, name: str) -> Any:
         """Return a column as a NumPy array; text as objects, missing text as None, missing numbers as NaN.
 
-        Raises
-        ------
-        CorruptDataError
-            It cannot be decoded.
+        Raise CorruptDataError if it cannot be decoded.
         """
         with _damage(self.path):
             self._bring([name])
@@ -163,10 +156,7 @@ class Table:
     def columns(self, names: Sequence[str]) -> dict[str, Any]:
         """Return columns of one value per row as Arrow arrays, for `join_columns`.
 
-        Raises
-        ------
-        CorruptDataError
-            One of them cannot be decoded.
+        Raise CorruptDataError if one of them cannot be decoded.
         """
         import pyarrow as pa
 
@@ -242,10 +232,7 @@ def opened(path: str) -> Iterator[Table]:
 def source_of(path: str) -> FileSource | RemoteSource:
     """Return a file, or an object at an address, as a source of bytes, bypassing any cache.
 
-    Raises
-    ------
-    ReadError
-        It does not exist, or cannot be opened.
+    Raise ReadError if it cannot be opened.
     """
     address = as_address(path)
     return FileSource(path) if address is None else RemoteSource(path, address.uncached, [address.object()])
@@ -259,10 +246,6 @@ def join_columns(paths: Sequence[str], name: str, parts: Sequence[Any]) -> Any:
 
     Parameters
     ----------
-    paths
-        The files.
-    name
-        The column.
     parts
         As returned by `Table.columns`; the number of rows of a file that lacks the column. At least one has it.
 

@@ -2,20 +2,15 @@
 
 Tahoe-100M is published like this on Hugging Face, and models with genes as tokens keep their cells like this.
 
-Requirements this module answers
---------------------------------
-- A row group's part of a column is one stored chunk. Only the pages themselves tell how many values a row has: their
-  beginnings are read once, when a file is first opened, and the result is kept beside it.
-- All files given together are one table, on disk or at addresses. Its genes come from a table of genes or, without one,
-  number as many as the largest gene number in any file requires. Few files are held open at a time.
-- The pair that stands for the whole cell (gene 1, a value below 0), if all rows begin with it, is never returned.
-- The two columns must have the same rows: their row lengths are compared before a value is read.
+A row group's part of a column is one stored chunk. Only the pages themselves tell how many values a row has: their
+beginnings are read once, when a file is first opened, and the result is kept beside it. Genes come from a table of
+genes or, without one, number as many as the largest gene number in any file requires. The pair that stands for the
+whole cell (gene 1, a value below 0), if all rows begin with it, is never returned.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,6 +29,7 @@ from gpuload.formats.progress import Progress, each_of
 from gpuload.formats.recognise import GENES_FILE
 from gpuload.layout import ArrayLayout, Filter
 from gpuload.remote_source import RemoteSource
+from gpuload.source import closed_on_error
 from gpuload.store import CsrMatrix, ObsColumn, Store
 
 if TYPE_CHECKING:
@@ -56,12 +52,8 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str], fill: bo
 
     Parameters
     ----------
-    paths
-        The files.
     layer
         ``"X"``, or the name of the column of values.
-    obs
-        Columns of obs to keep in memory.
     fill
         Fill columns of obs that only some files have with missing values in the others.
 
@@ -99,12 +91,9 @@ def open_cells(paths: Sequence[str], *, layer: str, obs: Sequence[str], fill: bo
         check_length(
             f"{paths[0]}: obs column {name!r}", column.values.size, sum(f.lengths.size for f in files), "cells"
         )
-    with ExitStack() as on_error:
-        sources, places = _sources(files)
-        for source in sources:
-            on_error.callback(source.close)
+    sources, places = _sources(files)
+    with closed_on_error(*sources):
         matrices = tuple(matrix_of(file, *place, first, n_vars) for file, place in zip(files, places, strict=True))
-        on_error.pop_all()
     return Store(matrices, tuple(paths), var_names, columns, sources, var_ids)
 
 

@@ -62,8 +62,6 @@ class Cells:
         Names of the columns of genes and of values.
     about : (2, 4) int64
         For each column: codec, bytes of a stored value, definition levels of a value and of an empty list.
-    dtype
-        Dtype of the values.
     groups
         By `_GROUP`, (n_groups,) int64: location of the columns in each row group; its number of rows.
     lengths : (n_rows,)
@@ -87,13 +85,7 @@ class Cells:
 
 
 def look_at(path: str, layer: str) -> Cells:
-    """Return the description of a file, or of an object at an address.
-
-    Raises
-    ------
-    ReadError, StoreError, CorruptDataError, MissingDependencyError
-        As for `parquet_cells.open_cells`.
-    """
+    """Return the description of a file, or of an object at an address; raises as `parquet_cells.open_cells`."""
     with closing(source_of(path)) as source:
         index = Index(source)
         cells = _kept(index, source, layer)
@@ -132,13 +124,11 @@ def _keep(index: Index, cells: Cells, layer: str) -> None:
     def text(given: str) -> NDArray[np.uint8]:
         return np.frombuffer(given.encode(), dtype=np.uint8)
 
-    index.keep(f"{layer} names", text("\0".join(cells.names)))
-    index.keep(f"{layer} about", cells.about.ravel())
-    index.keep(f"{layer} dtype", text(cells.dtype.str))
-    index.keep(f"{layer} file", np.array([cells.has_leader, cells.greatest + 1], dtype=np.int64))
-    index.keep(f"{layer} lengths", cells.lengths)
-    for name in _GROUP:
-        index.keep(f"{layer} {name}", cells.groups[name])
+    file = np.array([cells.has_leader, cells.greatest + 1], dtype=np.int64)
+    kept: dict[str, NDArray[Any]] = {"file": file, "lengths": cells.lengths, **cells.groups}
+    kept |= {"names": text("\0".join(cells.names)), "about": cells.about.ravel(), "dtype": text(cells.dtype.str)}
+    for name, array in kept.items():
+        index.keep(f"{layer} {name}", array)
 
 
 def _state(source: FileSource | RemoteSource) -> tuple[int, int]:
@@ -261,10 +251,8 @@ class _Probe:
             return first.size > 1 or not is_signed
         if is_signed:
             return False
-        raise self._mixed(int(np.concatenate(rows)[np.argmin(is_leader)]))
-
-    def _mixed(self, row: int) -> StoreError:
-        return StoreError(
+        row = int(np.concatenate(rows)[np.argmin(is_leader)])
+        raise StoreError(
             f"{self.source.name}: some rows begin with the [CLS] pair ({LEADER} and the same value below 0) and others "
             f"do not, row {row} for one; rewrite the file with that pair in all rows or in none."
         )

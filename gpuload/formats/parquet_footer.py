@@ -67,22 +67,12 @@ class Column:
 
 
 class Footer:
-    """The row groups of a file that have rows.
-
-    Parameters
-    ----------
-    raw
-        The footer.
+    """The row groups of a file that have rows; raise ValueError if it is damaged.
 
     Attributes
     ----------
     n_rows : (n_groups,) int64
         Rows of each row group.
-
-    Raises
-    ------
-    ValueError
-        It is damaged.
     """
 
     def __init__(self, raw: bytes) -> None:

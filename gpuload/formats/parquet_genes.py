@@ -70,15 +70,12 @@ def have_same_table(path: str, other: str, tables: dict[str, str | None]) -> boo
 
 
 def _table_of(path: str) -> str | None:
-    return next((place for place in _tables_of_genes(path) if _is_there(place)), None)
-
-
-def _tables_of_genes(path: str) -> list[str]:
-    """Return the places where the table of genes of a file may be, in order of preference."""
+    """Return the table of genes of a file, if there is one: beside it, or in the folder above."""
     near = _folder_of(path)
     address = as_address(near)
     folders = [near, os.path.dirname(near)] if address is None else [near, address.parent()] if address.key else [near]
-    return [child_of(folder, sub + GENES_FILE) for folder in folders for sub in ("", "metadata/")]
+    places = (child_of(folder, sub + GENES_FILE) for folder in folders for sub in ("", "metadata/"))
+    return next(filter(_is_there, places), None)
 
 
 def _folder_of(path: str) -> str:

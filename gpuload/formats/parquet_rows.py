@@ -52,12 +52,8 @@ def spec_of(
 
     Parameters
     ----------
-    about
-        What `about` says of it.
     dtype
         Of its values, as they are decoded.
-    max_rows
-        Most rows of a row group.
     is_genes
         Whether it holds numbers of genes, of which the first gene's is `first`.
     has_leader
@@ -82,8 +78,6 @@ def row_lengths(
 
     Parameters
     ----------
-    source
-        The file, or an object.
     names, columns
         The columns of genes and of values.
     rows : (n_groups,) int64

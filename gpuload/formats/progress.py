@@ -29,8 +29,6 @@ class Progress:
 
     Parameters
     ----------
-    n
-        Number of parts.
     done
         What is done to them, with ``%d`` for how many, of how many.
     ending

@@ -1,10 +1,7 @@
 """Recognise what a path leads to by its contents, and choose the function that opens it.
 
-Requirements this module answers
---------------------------------
-- A format is recognised by its first bytes and its members; a file's suffix only decides which files of a folder count.
-- A folder of files is one store, with its files sorted by name.
-- No slow import is made for a format that is not there.
+A format is recognised by its first bytes and its members; a file's suffix only decides which files of a folder count.
+No slow import is made for a format that is not there.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import BusyError, ReadError, StoreError
-from gpuload.formats.addresses import TILEDB_GROUP, as_address, child_of, first_bytes
+from gpuload.formats.addresses import as_address, child_of, first_bytes
 from gpuload.formats.arrays import names_in
 from gpuload.formats.zarr_trees import METADATA
 
@@ -41,6 +38,9 @@ GENES_FILE = "gene_metadata.parquet"
 
 MODALITIES, MEASUREMENTS = "mod", "ms"
 """The groups of a MuData, and of a SOMA experiment, that hold their modalities."""
+
+_TILEDB_GROUP = ("__tiledb_group.tdb", "__group")
+"""Members of the folder of a TileDB group."""
 
 _WITH_MODALITIES = {"hdf5": MODALITIES, "zarr": MODALITIES, "soma": MEASUREMENTS}
 """Forms of which a modality may be chosen by the path, and the group that holds them."""
@@ -128,10 +128,11 @@ def folder_form(path: str) -> str:
 
     address = as_address(path)
     if address is not None:
-        return "zarr" if address.is_zarr else "soma" if address.is_tiledb else ""
+        is_tiledb = any(key.partition("/")[0] in _TILEDB_GROUP for key in address.listed or ())  # a web server: none
+        return "zarr" if address.is_zarr else "soma" if is_tiledb else ""
     if any(os.path.exists(os.path.join(path, name)) for name in METADATA):
         return "zarr"
-    if any(os.path.exists(os.path.join(path, name)) for name in TILEDB_GROUP):
+    if any(os.path.exists(os.path.join(path, name)) for name in _TILEDB_GROUP):
         return "soma"
     return "scdl" if is_scdl(path) else ""
 
@@ -143,8 +144,6 @@ def open_path(path: str, *, layer: str, obs: Sequence[str], fill: bool = False) 
     ----------
     path
         The path; for a MuData or a SOMA experiment with several modalities, followed by one: ``"cells.h5mu/rna"``.
-    layer, obs
-        As for `formats.open_store`.
     fill
         Fill columns of obs that only some data sets of a collection have with missing values in the others.
 
@@ -163,20 +162,12 @@ def open_path(path: str, *, layer: str, obs: Sequence[str], fill: bool = False) 
         from gpuload.formats.mudata import no_modalities
 
         raise no_modalities(path, modality)
-    if form == "parquet":
-        return open_parquet([path], layer=layer, obs=obs)
     named: dict[str, Any] = {"modality": modality} if form in _WITH_MODALITIES else {}
     if form == "zarr":
         named["fill"] = fill
-    opened: Store = getattr(_module(form), _OPENERS[form][1])(path, layer=layer, obs=obs, **named)
+    given = [path] if form == "parquet" else path
+    opened: Store = getattr(_module(form), _OPENERS[form][1])(given, layer=layer, obs=obs, **named)
     return opened
-
-
-def open_parquet(paths: Sequence[str], *, layer: str, obs: Sequence[str], fill: bool = False) -> Store:
-    """Open Parquet files as one table of cells; see `parquet_cells.open_cells`."""
-    from gpuload.formats.parquet_cells import open_cells
-
-    return open_cells(paths, layer=layer, obs=obs, fill=fill)
 
 
 def is_parquet(path: str) -> bool:

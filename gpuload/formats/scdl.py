@@ -4,15 +4,11 @@ A folder of raw C-order arrays without headers: ``data.npy``, ``col_ptr.npy`` (c
 offsets), which are not .npy files despite their names. ``header.sch`` gives their types. Names of genes and columns of
 obs are in Parquet, so reading them requires pyarrow.
 
-Requirements this module answers
---------------------------------
-- Sizes are taken from the files, as SCDL does: the lengths in the header are not updated when data sets are joined.
-  Types are taken from the header; without one (before 0.1) they are SCDL's original ones: float32, uint32, uint64.
-- SCDL keeps the columns of var, but drops its index if there are any: genes are named by the first column of distinct
-  strings, else by the first column of strings, else by number.
-- SCDL starts another table of genes wherever joined data sets differ in any column of var, and NaN differs from NaN.
-  Several tables are read if all columns of strings that tell genes apart in each are the same, in the same order;
-  otherwise (ragged) they are refused: there is no common matrix.
+Sizes are taken from the files, as SCDL does: the lengths in the header are not updated when data sets are joined. SCDL
+keeps the columns of var, but drops its index if there are any: genes are named by the first column of distinct strings,
+else by the first column of strings, else by number. It starts another table of genes wherever joined data sets differ
+in any column of var, and NaN differs from NaN. Several tables are read if all columns of strings that tell genes apart
+in each are the same, in the same order; otherwise (ragged) they are refused: there is no common matrix.
 
 References
 ----------
@@ -29,22 +25,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import CorruptDataError, ReadError, StoreError
-from gpuload.formats.arrays import (
-    OBSM,
-    RESTORE,
-    as_strings,
-    check_integers,
-    check_length,
-    check_n_vars,
-    checked_indptr,
-    names_in,
-    no_column,
-    no_obsm,
-    numbered,
-    plain_layout,
-)
+from gpuload.formats import arrays
 from gpuload.formats.parquet import opened
-from gpuload.source import FileSource
+from gpuload.source import FileSource, closed_on_error
 from gpuload.store import CsrMatrix, ObsColumn, Store
 
 if TYPE_CHECKING:
@@ -75,15 +58,6 @@ def is_scdl(path: str) -> bool:
 def open_scdl(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     """Open a folder that SCDL wrote.
 
-    Parameters
-    ----------
-    path
-        The folder.
-    layer
-        ``"X"``: SCDL keeps one matrix.
-    obs
-        Columns of obs to keep in memory.
-
     Raises
     ------
     ReadError
@@ -95,28 +69,29 @@ def open_scdl(path: str, *, layer: str, obs: Sequence[str]) -> Store:
     MissingDependencyError
         pyarrow is not installed.
     """
-    if layer.startswith(OBSM):
-        raise no_obsm(path, layer, ())
+    if layer.startswith(arrays.OBSM):
+        raise arrays.no_obsm(path, layer, ())
     if layer != "X":
         raise StoreError(f"{path}: there is no layer {layer!r}; SCDL stores a single matrix: use layer='X'.")
     dtypes = _read_dtypes(os.path.join(path, "header.sch"))
     with ExitStack() as on_error:
-        sources = {}
+        sources = []
         for name in ("DATA", "COLPTR"):
-            sources[name] = FileSource(os.path.join(path, FILES[name]))
-            on_error.callback(sources[name].close)
+            sources.append(FileSource(os.path.join(path, FILES[name])))
+            on_error.enter_context(closed_on_error(sources[-1]))
         data, indices = (
-            plain_layout(s, name, (_length(s, dtypes[name]),), dtypes[name], 0) for name, s in sources.items()
+            arrays.plain_layout(source, name, (_length(source, dtypes[name]),), dtypes[name], 0)
+            for name, source in zip(("DATA", "COLPTR"), sources, strict=True)
         )
         where = os.path.join(path, FILES["ROWPTR"])
         row_ptr = _read_whole(where, dtypes["ROWPTR"])
-        indptr = checked_indptr(row_ptr, where, _n_rows(path, row_ptr.size - 1), (data.shape[0], indices.shape[0]))
+        nnz = data.shape[0], indices.shape[0]
+        indptr = arrays.checked_indptr(row_ptr, where, _n_rows(path, row_ptr.size - 1), nnz)
         var_names = _gene_names(path)
-        check_n_vars(path, var_names.size)
+        arrays.check_n_vars(path, var_names.size)
         matrix = CsrMatrix(indptr, data, indices, var_names.size)
         columns = {name: _obs_column(path, name, matrix.n_rows) for name in obs}
-        on_error.pop_all()
-        return Store((matrix,), (path,), var_names, columns, tuple(sources.values()))
+        return Store((matrix,), (path,), var_names, columns, tuple(sources))
 
 
 def obs_columns(path: str) -> list[str]:
@@ -135,16 +110,16 @@ def _read_dtypes(path: str) -> dict[str, np.dtype[Any]]:
         try:
             found |= _parse_header(header[:n].tobytes(), path)
         except (struct.error, UnicodeDecodeError) as error:
-            raise CorruptDataError(f"{path}: its header cannot be read ({error}). {RESTORE}") from error
+            raise CorruptDataError(f"{path}: its header cannot be read ({error}). {arrays.RESTORE}") from error
     for name in ("ROWPTR", "COLPTR"):
-        check_integers(f"{path}: {FILES[name]}", np.dtype(found[name]))
+        arrays.check_integers(f"{path}: {FILES[name]}", np.dtype(found[name]))
     return {name: np.dtype(dtype) for name, dtype in found.items()}
 
 
 def _parse_header(header: bytes, path: str) -> dict[str, str]:
     magic, major, minor, _, endianness, backend, n_arrays = struct.unpack_from(">4s4B2I", header)
     if magic != MAGIC:
-        raise CorruptDataError(f"{path}: it starts with {magic!r}, not {MAGIC!r}. {RESTORE}")
+        raise CorruptDataError(f"{path}: it starts with {magic!r}, not {MAGIC!r}. {arrays.RESTORE}")
     if (major, minor) > (0, 1) or backend != MEMMAP or endianness != BIG_ENDIAN:
         raise StoreError(
             f"{path}: SCDL schema {major}.{minor}, backend {backend}, byte order {endianness} is not supported; "
@@ -189,14 +164,14 @@ def _n_rows(path: str, found: int) -> int:
     try:
         return max(0, int(np.load(index, allow_pickle=False)[-1]))
     except Exception as error:  # NumPy parses its header as Python source, which can fail in any way
-        raise CorruptDataError(f"{index}: it cannot be read ({type(error).__name__}). {RESTORE}") from error
+        raise CorruptDataError(f"{index}: it cannot be read ({type(error).__name__}). {arrays.RESTORE}") from error
 
 
 def _frames(folder: str) -> list[str]:
     """Return the Parquet files of a feature index, in order."""
     if not os.path.isdir(folder):
         return []
-    return [os.path.join(folder, name) for name in names_in(folder) if name.endswith(".parquet")]
+    return [os.path.join(folder, name) for name in arrays.names_in(folder) if name.endswith(".parquet")]
 
 
 def _gene_names(path: str) -> NDArray[np.object_]:
@@ -205,7 +180,7 @@ def _gene_names(path: str) -> NDArray[np.object_]:
     if len(tables) == 1:
         ((columns, n_genes),) = tables
         names = next((t for t in columns.values() if _is_distinct(t)), next(iter(columns.values()), None))
-        return numbered(n_genes) if names is None else names
+        return arrays.numbered(n_genes) if names is None else names
     first = tables[0][0] if tables else {}
     telling = [name for name in first if all(name in t and _is_distinct(t[name]) for t, _ in tables)]
     if not telling or not all(np.array_equal(t[name], first[name]) for t, _ in tables for name in telling):
@@ -221,7 +196,7 @@ def _texts(frame: str) -> tuple[dict[str, NDArray[np.object_]], int]:
     with opened(frame) as table:
         columns, n_genes = {name: table.column(name) for name in table.names()}, table.n_rows()
     is_text = {name: getattr(values, "dtype", np.dtype("O")).kind in "OU" for name, values in columns.items()}
-    return {name: as_strings(values) for name, values in columns.items() if is_text[name]}, n_genes
+    return {name: arrays.as_strings(values) for name, values in columns.items() if is_text[name]}, n_genes
 
 
 def _is_distinct(names: NDArray[np.object_]) -> bool:
@@ -235,9 +210,9 @@ def _obs_column(path: str, name: str, n_rows: int) -> ObsColumn:
     for frame in frames or [""]:
         known = _names(frame) if frame else []
         if name not in known:
-            raise no_column(frame or path, name, known)
+            raise arrays.no_column(frame or path, name, known)
     column = encode(np.concatenate([_column(frame, name) for frame in frames]), name, path)
-    check_length(f"{path}: obs column {name!r}", column.values.size, n_rows, "cells")
+    arrays.check_length(f"{path}: obs column {name!r}", column.values.size, n_rows, "cells")
     return column
 
 

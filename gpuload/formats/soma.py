@@ -3,12 +3,10 @@
 An experiment is a TileDB group: ``obs``, and ``ms`` with one measurement per modality. A measurement has ``var``, and
 groups ``X`` of layers and ``obsm`` of embeddings. Neither TileDB nor tiledbsoma is needed.
 
-Requirements this module answers
---------------------------------
-- Row r of a matrix is the cell whose ``soma_joinid`` is r. Cells and genes must be numbered from 0 without gaps.
-- Cells and genes are named by the columns that tiledbsoma keeps their names in, ``obs_id`` and ``var_id``; in the
-  Census, genes by ``feature_name``, and by ``feature_id`` too.
-- ``"X"`` is the layer ``"data"``, else ``"raw"``, else the only one; ``"raw.X"`` is that of the measurement ``"raw"``.
+Row r of a matrix is the cell whose ``soma_joinid`` is r; cells and genes must be numbered from 0 without gaps. They are
+named by the columns that tiledbsoma keeps their names in, ``obs_id`` and ``var_id``; in the Census, genes by
+``feature_name``, and by ``feature_id`` too. ``"X"`` is the layer ``"data"``, else ``"raw"``, else the only one;
+``"raw.X"`` is that of the measurement ``"raw"``.
 
 References
 ----------
@@ -52,12 +50,8 @@ def open_soma(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
 
     Parameters
     ----------
-    path
-        The experiment.
     layer
         ``"X"``, ``"raw.X"``, the name of a layer, or ``"obsm/<name>"``.
-    obs
-        Columns of obs to keep in memory.
     modality
         The measurement; empty if there is only one, besides ``"raw"``.
 

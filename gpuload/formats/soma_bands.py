@@ -3,7 +3,7 @@
 Where tiles of a matrix's space are narrower than its rows, the values of a row are in many places. A band is as many
 rows as a tile is high: its values are in few runs of consecutive data tiles. They are presented as one stored chunk:
 first a table (which rows, how many values each has, how many cells each data tile has), then the data tiles of rows,
-then those of columns or of values; see `backends.native.tiledb_bands.gather_rows`, which decodes it.
+then those of columns or of values; see `backends.native.tiledb.gather_rows`, which decodes it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends.tiledb import HEADER
+from gpuload.types import consecutive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,20 +71,14 @@ class Bands:
     tile: NDArray[np.int64]
     first: NDArray[np.int64]
 
-    @staticmethod
-    def n_uses(tiles: Tiles, n_rows: int) -> int:
-        """Return how often tiles are needed in all by bands of `n_rows` rows."""
-        return int((tiles.last_row // n_rows - tiles.first_row // n_rows + 1).sum())
-
     @classmethod
     def over(cls, tiles: Tiles, indptr: NDArray[np.int64], n_rows: int) -> Bands:
         """Return bands of `n_rows` rows each."""
         total = indptr.size - 1
         edges = np.append(np.arange(0, total, n_rows, dtype=np.int64), total)
-        low, high = tiles.first_row // n_rows, tiles.last_row // n_rows
-        n_each = high - low + 1
-        tile = np.repeat(np.arange(low.size), n_each)
-        band = np.repeat(low - (np.cumsum(n_each) - n_each), n_each) + np.arange(tile.size)
+        low = tiles.first_row // n_rows
+        n_each = tiles.last_row // n_rows - low + 1
+        tile, band = np.repeat(np.arange(low.size), n_each), consecutive(low, n_each)
         order = np.argsort(band, kind="stable")
         first = np.searchsorted(band[order], np.arange(edges.size))
         return cls(indptr, edges, tile[order], first)
@@ -106,8 +101,6 @@ class BandSource:
 
     Parameters
     ----------
-    inner
-        Where the tiles are.
     tiles, bands
         The tiles, and which of them each band needs.
     which
@@ -171,11 +164,7 @@ class BandSource:
         return n
 
     def read_many(
-        self,
-        offset: NDArray[np.int64],
-        nbytes: NDArray[np.int64],
-        place: NDArray[np.int64],
-        buffer: NDArray[np.uint8],
+        self, offset: NDArray[np.int64], nbytes: NDArray[np.int64], place: NDArray[np.int64], buffer: NDArray[np.uint8]
     ) -> None:
         """Read byte ranges completely; see `RangeReader.read_many`."""
         wanted = zip(offset.tolist(), nbytes.tolist(), place.tolist(), strict=True)

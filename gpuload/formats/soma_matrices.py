@@ -1,10 +1,8 @@
 """Matrices of a SOMA experiment: sparse and dense TileDB arrays of cells x genes, as matrices of a `Store`.
 
-Requirements this module answers
---------------------------------
-- Where tiles are as wide as rows, as for training they should be, values are stored in the order of rows, and each
-  data tile is one stored chunk. Where they are narrower, bands of rows are; see `soma_bands`.
-- Of a dense matrix, each tile of its space is one chunk.
+Where tiles are as wide as rows, as for training they should be, values are stored in the order of rows, and each data
+tile is one stored chunk. Where they are narrower, bands of rows are; see `soma_bands`. Of a dense matrix, each tile of
+its space is one chunk.
 
 References
 ----------
@@ -26,6 +24,7 @@ from gpuload.formats.soma_rows import COLUMN, ROW, count_values
 from gpuload.formats.tiledb_fragments import date_of
 from gpuload.formats.tiledb_tiles import damaged
 from gpuload.layout import ArrayLayout, Filter
+from gpuload.source import closed_on_error
 from gpuload.store import CsrMatrix, DenseMatrix
 
 if TYPE_CHECKING:
@@ -53,8 +52,6 @@ def open_matrix(array: Array, n_obs: int, n_vars: int | None) -> tuple[CsrMatrix
 
     Parameters
     ----------
-    array
-        The array.
     n_obs, n_vars
         Number of cells and genes; None takes the array's own number of columns.
 
@@ -85,19 +82,13 @@ def open_matrix(array: Array, n_obs: int, n_vars: int | None) -> tuple[CsrMatrix
         field.filters.check()
     _check_fragments(array)
     if n_vars is None:
-        n_vars = _width(array)
+        n_vars = array.field(COLUMN).current[1] + 1
+        if n_vars >= 1 << 31:  # the array may grow without limit: as many as were written
+            n_vars = max((int(fragment.domain[1, 1]) + 1 for fragment in array.fragments), default=0)
     check_n_vars(array.where, n_vars)
     if array.schema.is_dense:
         return _dense(array, n_obs, n_vars)
     return _sparse(array, n_obs, n_vars)
-
-
-def _width(array: Array) -> int:
-    """Return the number of columns: as the array says or, where it may grow without limit, as many as were written."""
-    stop = array.field(COLUMN).current[1] + 1
-    if stop < 1 << 31:
-        return stop
-    return max((int(fragment.domain[1, 1]) + 1 for fragment in array.fragments), default=0)
 
 
 def _check_fragments(array: Array) -> None:
@@ -132,7 +123,7 @@ def _sparse(array: Array, n_obs: int, n_vars: int) -> tuple[CsrMatrix, Source]:
     columns = [array.field(name) for name in (ROW, COLUMN, VALUE)]
     keys = [f"{fragment.key}/{column.file}.tdb" for column in columns for fragment in fragments]
     source, base, nbytes = array.files.source(keys)
-    try:
+    with closed_on_error(source):
         tiles = _tiles(fragments, columns, base.reshape(3, -1), nbytes.reshape(3, -1))
         if is_ordered:
             first = np.cumsum([0, *(fragment.cells.size for fragment in fragments[:-1])]) if fragments else None
@@ -141,9 +132,6 @@ def _sparse(array: Array, n_obs: int, n_vars: int) -> tuple[CsrMatrix, Source]:
             bands = _bands(array, tiles, indptr)
             layouts = [_banded(array, source, tiles, bands, which, n_vars) for which in (1, 2)]
         return CsrMatrix(indptr, layouts[1], layouts[0], n_vars), source
-    except BaseException:
-        source.close()
-        raise
 
 
 def _tiles(
@@ -205,7 +193,8 @@ def _bands(array: Array, tiles: Tiles, indptr: NDArray[np.int64]) -> Bands:
     height = max(1, array.field(ROW).extent)
     wanted = -(-BAND_TILES * int(tiles.cells.max(initial=1)) // mean)
     n_rows = int(max(1, min(-(-wanted // height) * height, MAX_BAND // mean, indptr.size - 1)))
-    if Bands.n_uses(tiles, n_rows) > MAX_USES * tiles.cells.size:
+    n_uses = int((tiles.last_row // n_rows - tiles.first_row // n_rows + 1).sum())
+    if n_uses > MAX_USES * tiles.cells.size:
         raise StoreError(
             f"{array.where}: its values are not in the order of cells, so that each cell needs a large part of the "
             "matrix; write it with cell_order and tile_order 'row-major', or pack the cells from their .h5ad files."
@@ -249,7 +238,7 @@ def _dense(array: Array, n_obs: int, n_vars: int) -> tuple[DenseMatrix, Source]:
         )
     grid = tuple(-(-n // max(1, extent)) for n, extent in zip(shape, extents, strict=True))
     source, base, nbytes = array.files.source([f"{fragment.key}/{value.file}.tdb" for fragment in array.fragments])
-    try:
+    with closed_on_error(source):
         offset, stored = np.zeros(grid, dtype=np.int64), np.zeros(grid, dtype=np.int64)
         for k, fragment in enumerate(array.fragments):
             edges = _edges(fragment, value, nbytes[k])
@@ -277,6 +266,3 @@ def _dense(array: Array, n_obs: int, n_vars: int) -> tuple[DenseMatrix, Source]:
             float(fill[0]) if fill.size else 0.0,
         )
         return DenseMatrix(layout, shape[1:]), source
-    except BaseException:
-        source.close()
-        raise

@@ -1,11 +1,8 @@
 """How many values each row of a sparse SOMA array has, which is written nowhere.
 
-Requirements this module answers
---------------------------------
-- The rows of all values are read once, when a matrix is first opened; their counts are kept in the index, and are
-  believed only if they fit the fragments and the tiles that are compared with them.
-- A value that was written twice is refused, unless the array allows duplicates: no chunk can tell which one counts.
-- Memory is bounded: by the counts themselves, and by some tiles and some million values at a time.
+The rows of all values are read once, when a matrix is first opened; their counts are kept in the index, and are
+believed only if they fit the fragments and the tiles that are compared with them. A value that was written twice is
+refused, unless the array allows duplicates: no chunk can tell which one counts.
 """
 
 from __future__ import annotations
@@ -42,12 +39,8 @@ def count_values(array: Array, fragments: list[Fragment], n_obs: int) -> tuple[N
 
     Parameters
     ----------
-    array
-        The array.
     fragments
-        Its fragments, in the order of their first rows.
-    n_obs
-        Number of cells.
+        The array's fragments, in the order of their first rows.
 
     Raises
     ------
@@ -81,7 +74,12 @@ def _agree(array: Array, fragments: list[Fragment], counts: NDArray[np.int64], i
         return False
     places = [(fragment, k) for fragment in fragments for k in (0, fragment.cells.size // 2, fragment.cells.size - 1)]
     some = dict.fromkeys([places[0], places[len(places) // 2], places[-1]] if places else [])
-    for rows in each_of(some, lambda at: _rows_of_tile(array, *at), is_far=array.files.is_far):
+
+    def rows_of(tile: tuple[Fragment, int]) -> NDArray[np.int64]:
+        fragment, k = tile
+        return np.concatenate(list(array.parts(fragment, array.field(ROW), k, k + 1)))
+
+    for rows in each_of(some, rows_of, is_far=array.files.is_far):
         if rows.min() < 0 or rows.max() >= n_obs or (is_ordered and np.any(rows[1:] < rows[:-1])):
             return False
         found, n_each = np.unique(rows, return_counts=True)
@@ -89,10 +87,6 @@ def _agree(array: Array, fragments: list[Fragment], counts: NDArray[np.int64], i
         if np.any(n_each > counts[found]) or np.any(n_each[inner] != counts[found[inner]]):
             return False
     return True
-
-
-def _rows_of_tile(array: Array, fragment: Fragment, k: int) -> NDArray[np.int64]:
-    return np.concatenate(list(array.parts(fragment, array.field(ROW), k, k + 1)))
 
 
 class _Count:
@@ -148,16 +142,14 @@ class _Count:
             ends += rows[[0, -1]].tolist()
         if counts[0] == 0 or counts[-1] == 0:
             raise damaged(fragment.where, f"it should have values for cells {low} and {high}")
+        of_these, is_there = slice(low, low + counts.size), counts > 0
         with self._lock:
-            self._add(number, low, counts)
+            self.counts[of_these] += counts
+            owner = self._owner[of_these]
+            self._is_shared[of_these] |= is_there & (owner >= 0) & (owner != number)
+            owner[is_there] = number
         self._progress.one(self._array.where)
         return (ends[1], ends[-1]) if is_ordered and ends == sorted(ends) else None
-
-    def _add(self, number: int, low: int, counts: NDArray[np.int64]) -> None:
-        rows, is_there = slice(low, low + counts.size), counts > 0
-        self.counts[rows] += counts
-        self._is_shared[rows] |= is_there & (self._owner[rows] >= 0) & (self._owner[rows] != number)
-        self._owner[rows][is_there] = number
 
     def _check_distinct(self) -> None:
         """Refuse values that were written twice: in rows that several fragments share, or in one that kept both."""

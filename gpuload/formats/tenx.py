@@ -2,12 +2,9 @@
 
 The arrays of their genes x cells CSC matrix are those of the cells x genes CSR matrix: nothing is transposed.
 
-Requirements this module answers
---------------------------------
-- Cell Ranger 3 and later: one group ``/matrix`` with ``features`` and ``barcodes``; all features are returned,
-  including antibodies and guides (select with ``genes=``).
-- Cell Ranger 2: a group per genome with ``genes``, ``gene_names`` and ``barcodes``; `layer` selects one of several.
-- Genes are known by their names, as in scanpy; these need not be unique, so their ids are kept too.
+Cell Ranger 3 and later write one group ``/matrix`` with ``features`` (antibodies and guides too) and ``barcodes``; Cell
+Ranger 2, a group per genome with ``genes``, ``gene_names`` and ``barcodes``, of which `layer` selects one. Genes are
+known by their names, as in scanpy; these need not be unique, so their ids are kept too.
 
 References
 ----------
@@ -51,10 +48,6 @@ def read_tenx(file: Any, access: hdf5.Access, layer: str, obs: Sequence[str]) ->
 
     Parameters
     ----------
-    file
-        The open file.
-    access
-        HDF5's side of its arrays.
     layer
         ``"X"``; or the name of a genome, if a file of version 2 holds several.
     obs

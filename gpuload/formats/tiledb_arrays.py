@@ -1,10 +1,8 @@
 """TileDB arrays: their schemas and fragments, and columns read whole.
 
-Requirements this module answers
---------------------------------
-- What is read is what TileDB reads now: committed fragments, without those that a consolidation has replaced; of a cell
-  written twice, the later version, unless the array allows duplicates; nothing that is dated later.
-- What cannot be read right is refused: deleted cells, encryption, dimension labels.
+What is read is what TileDB reads now: committed fragments, without those that a consolidation has replaced; of a cell
+written twice, the later version, unless the array allows duplicates; nothing that is dated later. What cannot be read
+right is refused: deleted cells, encryption, dimension labels.
 
 References
 ----------
@@ -58,15 +56,11 @@ class Array:
 
     Parameters
     ----------
-    files, key
-        Where it is.
     raw
         The contents of the files that tell its schemas and fragments, by key.
 
     Attributes
     ----------
-    where
-        Its name in errors.
     schema
         Its latest schema; that of its creation if all are of later than now.
     fragments
@@ -179,11 +173,7 @@ class Array:
         return np.concatenate(found)
 
     def _values(
-        self,
-        name: str,
-        values: NDArray[Any],
-        missing: NDArray[np.bool_],
-        chosen: NDArray[np.int64] | None,
+        self, name: str, values: NDArray[Any], missing: NDArray[np.bool_], chosen: NDArray[np.int64] | None
     ) -> Any:
         """Return a column's values of chosen cells, or of all, as `read` does."""
         import pandas as pd
@@ -287,10 +277,7 @@ class Array:
 def open_arrays(files: Files, keys: Sequence[str]) -> list[Array]:
     """Open arrays; what tells their schemas and fragments is read at once.
 
-    Raises
-    ------
-    ReadError, StoreError, CorruptDataError
-        One cannot be read, or is damaged.
+    Raise ReadError, StoreError or CorruptDataError if one cannot be read.
     """
     wanted = [_described_by(files, key) for key in keys]
     return [Array(files, key, raw) for key, raw in zip(keys, _read_each(files.read_once, wanted), strict=True)]
@@ -303,8 +290,6 @@ def read_tables(tables: Mapping[Array, Sequence[str]], ids: str, *others: Array)
     ----------
     tables
         For each array, the names of the columns.
-    ids
-        The column of ids.
     others
         Further arrays, which are only to be located.
 

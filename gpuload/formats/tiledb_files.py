@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,42 +21,8 @@ if TYPE_CHECKING:
     from gpuload.remote import RemoteObject
 
 
-class Files(Protocol):
-    """Files by key: a path with slashes relative to the root."""
-
-    is_far: bool
-
-    @property
-    def name(self) -> str:
-        """The root's name in errors."""
-
-    def names(self, key: str) -> list[str]:
-        """Return the sorted names of the files and folders in a folder; none if there is no such folder."""
-
-    def below(self, key: str) -> list[str]:
-        """Return the keys of all files below a folder, if each read has latency and they are known; else none."""
-
-    def read(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the bytes of small files; raise ReadError if one does not exist."""
-
-    def read_once(self, keys: Sequence[str]) -> list[bytes]:
-        """Return what `read` does; if each read has latency, it is kept for as long as the listing is."""
-
-    def source(self, keys: Sequence[str]) -> tuple[FolderSource | RemoteSource, NDArray[np.int64], NDArray[np.int64]]:
-        """Return a source over data files, and the base address and size of each; raise ReadError if one is missing."""
-
-    def close(self) -> None:
-        """Read nothing more; the sources already returned keep working."""
-
-
-def files_of(path: str) -> Files:
-    """Return the files below a folder, or an address."""
-    address = as_address(path)
-    return NearFiles(path) if address is None else FarFiles(address)
-
-
 class NearFiles:
-    """Files of a folder; see `Files`."""
+    """Files of a folder by key: a path with slashes relative to the root; `name` is the root's name in errors."""
 
     is_far = False
 
@@ -64,7 +30,7 @@ class NearFiles:
         self.name = path
 
     def names(self, key: str) -> list[str]:
-        """List a folder; see `Files.names`."""
+        """Return the sorted names of the files and folders in a folder; none if there is no such folder."""
         path = os.path.join(self.name, key)
         try:
             return sorted(os.listdir(path))
@@ -74,17 +40,18 @@ class NearFiles:
             raise ReadError(f"{path}: cannot be listed: {error.strerror}. Check its permissions.") from error
 
     def below(self, key: str) -> list[str]:  # noqa: ARG002 - to list folders takes as long as to read such files
-        """Return none; see `Files.below`."""
+        """Return the keys of all files below a folder, if each read has latency and they are known; else none."""
         return []
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
-        """Read files; see `Files.read`."""
+        """Return the bytes of small files; raise ReadError if one does not exist."""
         return [self._read(os.path.join(self.name, key)) for key in keys]
 
     read_once = read
+    """As `read`; if each read has latency, what it returns is kept for as long as the listing is."""
 
     def source(self, keys: Sequence[str]) -> tuple[FolderSource, NDArray[np.int64], NDArray[np.int64]]:
-        """Return a source; see `Files.source`."""
+        """Return a source over data files, and the base address and size of each; raise ReadError if one is missing."""
         try:
             found = [os.stat(os.path.join(self.name, key)) for key in keys]
         except OSError as error:
@@ -96,7 +63,7 @@ class NearFiles:
         return source, source.base, nbytes
 
     def close(self) -> None:
-        """Do nothing: no file is held open."""
+        """Read nothing more; the sources already returned keep working."""
 
     @staticmethod
     def _read(path: str) -> bytes:
@@ -108,7 +75,7 @@ class NearFiles:
 
 
 class FarFiles:
-    """Objects at an address; see `Files`."""
+    """Objects at an address; see `NearFiles`."""
 
     is_far = True
 
@@ -133,26 +100,26 @@ class FarFiles:
                 folder, _, name = folder.rpartition("/")
 
     def names(self, key: str) -> list[str]:
-        """List a folder; see `Files.names`."""
+        """List a folder; see `NearFiles.names`."""
         return sorted(self._names.get(key.strip("/"), ()))
 
     def below(self, key: str) -> list[str]:
-        """Return the keys of all objects of a folder; see `Files.below`."""
+        """Return the keys of all objects of a folder."""
         return [one for one in self._listed if one.startswith(f"{key}/") and not one.endswith("/")]
 
     def read(self, keys: Sequence[str]) -> list[bytes]:
-        """Read objects concurrently; see `Files.read`."""
+        """Read objects concurrently."""
         return self._asking.requests.map(self._address.content, [self._object(key) for key in keys])
 
     def read_once(self, keys: Sequence[str]) -> list[bytes]:
-        """Read objects that were not read before; see `Files.read_once`."""
+        """Read objects that were not read before."""
         known = self._address.contents
         new = [key for key in keys if key not in known]
         known |= zip(new, self.read(new), strict=True)
         return [known[key] for key in keys]
 
     def source(self, keys: Sequence[str]) -> tuple[RemoteSource, NDArray[np.int64], NDArray[np.int64]]:
-        """Return a source; see `Files.source`."""
+        """Return a source; see `NearFiles.source`."""
         objects = [self._object(key) for key in keys]
         source = RemoteSource(self.name, self._address.remote, objects)
         return source, source.base, np.array([o.nbytes for o in objects], dtype=np.int64)
@@ -166,6 +133,15 @@ class FarFiles:
         if found is None:
             raise _missing(f"{self.name}/{key}", "no such object")
         return found
+
+
+Files = NearFiles | FarFiles
+
+
+def files_of(path: str) -> Files:
+    """Return the files below a folder, or an address."""
+    address = as_address(path)
+    return NearFiles(path) if address is None else FarFiles(address)
 
 
 def _missing(path: str, why: str | None) -> ReadError:

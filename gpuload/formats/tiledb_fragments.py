@@ -146,10 +146,6 @@ def parse_fragment(raw: bytes, where: str, key: str, schemas: Mapping[str, Schem
 
     Parameters
     ----------
-    raw
-        The bytes.
-    where, key
-        See `Fragment`.
     schemas
         The array's schemas, by name of their file.
 
@@ -218,6 +214,8 @@ def committed(
 ) -> list[str]:
     """Return the names of the fragments that an array consists of now, in the order in which they were written.
 
+    Raise StoreError if cells were deleted by a condition, or fragments are of before version 12, so elsewhere.
+
     Parameters
     ----------
     names, old
@@ -229,11 +227,6 @@ def committed(
     is_dense
         Whether the array is dense. Consolidations of others keep the time of each cell, so those that end later than
         now count too.
-
-    Raises
-    ------
-    StoreError
-        Cells were deleted by a condition, or there are fragments of before version 12, which are elsewhere.
     """
 
     def lines(suffix: str, split: Callable[[bytes], Iterable[str]] = _lines) -> list[str]:

@@ -14,23 +14,7 @@ from typing import Any
 import numpy as np
 
 from gpuload.errors import StoreError
-from gpuload.formats.tiledb_tiles import (
-    ASCII,
-    CHAR,
-    DTYPES,
-    NO_FILTERS,
-    TIMES,
-    UINT8,
-    UINT64,
-    UTF8,
-    Bytes,
-    Filters,
-    check_version,
-    damaged,
-    read_generic_tile,
-    read_pipeline,
-    size_of,
-)
+from gpuload.formats import tiledb_tiles as tiles
 
 _VAR = 0xFFFFFFFF
 _MAX_CAPACITY = 1 << 32
@@ -42,32 +26,22 @@ class Field:
 
     Attributes
     ----------
-    name
-        Its name.
     file
         The name of its files, without suffix.
     index
         Its position in a fragment's metadata.
     dtype
         Dtype of a value; None for text, bytes, and several values in a cell.
-    is_text
-        Whether it is text.
-    is_nullable
-        Whether values may be missing.
     fill
         The value of cells written before it existed; b"" for dimensions.
     is_filled_missing
         Whether that value means a missing one.
     enumeration
         The name of the enumeration whose values it numbers; empty if there is none.
-    filters
-        How its tiles are encoded.
     domain, extent
         For a dimension of integers, its first and last value, and the length of its tiles.
     current
         The same of the array's current domain; `domain` if it has none.
-    is_time
-        Whether it is a date or a time.
     """
 
     name: str
@@ -75,11 +49,11 @@ class Field:
     index: int
     dtype: np.dtype[Any] | None
     is_text: bool
-    is_nullable: bool
-    fill: bytes
-    is_filled_missing: bool
-    enumeration: str
-    filters: Filters
+    filters: tiles.Filters
+    is_nullable: bool = False
+    fill: bytes = b""
+    is_filled_missing: bool = False
+    enumeration: str = ""
     domain: tuple[int, int] = (0, -1)
     extent: int = 0
     current: tuple[int, int] = (0, -1)
@@ -92,14 +66,10 @@ class Schema:
 
     Attributes
     ----------
-    is_dense, allows_duplicates
-        What the array is.
     is_row_major
         Whether both tiles and cells are in C order.
     capacity
         Cells in a tile, if it is sparse.
-    dims, attributes
-        Its columns.
     coords, offsets, validity
         How times of writing, offsets of text, and the bytes that tell which values are missing, are encoded.
     enumerations
@@ -112,9 +82,9 @@ class Schema:
     capacity: int
     dims: tuple[Field, ...]
     attributes: tuple[Field, ...]
-    coords: Filters
-    offsets: Filters
-    validity: Filters
+    coords: tiles.Filters
+    offsets: tiles.Filters
+    validity: tiles.Filters
     enumerations: dict[str, str]
 
     @property
@@ -133,15 +103,15 @@ def parse_schema(raw: bytes, where: str) -> Schema:
     CorruptDataError
         It is damaged.
     """
-    cursor = read_generic_tile(raw, where)
+    cursor = tiles.read_generic_tile(raw, where)
     version = cursor.read("I")
-    check_version(version, where)
+    tiles.check_version(version, where)
     allows_duplicates, kind, tile_order, cell_order, capacity = cursor.read("?BBBQ")
     if not 0 < capacity <= _MAX_CAPACITY:
-        raise damaged(where, f"its tiles should have {capacity} cells")
+        raise tiles.damaged(where, f"its tiles should have {capacity} cells")
     at_coords = cursor.at
-    coords, offsets = (read_pipeline(cursor, version, UINT64, 8, where) for _ in range(2))
-    validity = read_pipeline(cursor, version, UINT8, 1, where)
+    coords, offsets = (tiles.read_pipeline(cursor, version, tiles.UINT64, 8, where) for _ in range(2))
+    validity = tiles.read_pipeline(cursor, version, tiles.UINT8, 1, where)
     n_dims = cursor.read("I")
     dims = [_read_dim(cursor, version, where, k, at_coords) for k in range(n_dims)]
     n_attributes = cursor.read("I")
@@ -170,7 +140,7 @@ def parse_schema(raw: bytes, where: str) -> Schema:
     )
 
 
-def _with_current_domain(cursor: Bytes, dims: list[Field], where: str) -> list[Field]:
+def _with_current_domain(cursor: tiles.Bytes, dims: list[Field], where: str) -> list[Field]:
     _, is_empty = cursor.read("I?")
     if is_empty:
         return dims
@@ -190,38 +160,36 @@ def _with_current_domain(cursor: Bytes, dims: list[Field], where: str) -> list[F
 
 def parse_enumeration(raw: bytes, where: str) -> tuple[Any, bool]:
     """Return the values of an enumeration, text as object, else numbers or booleans; and whether they are ordered."""
-    cursor = read_generic_tile(raw, where)
+    cursor = tiles.read_generic_tile(raw, where)
     cursor.read("I")
     cursor.text()
     cursor.text()
     kind, per_cell, is_ordered = cursor.read("BI?")
     values = cursor.take(cursor.read("Q"))
     if per_cell != _VAR:
-        if kind not in DTYPES or per_cell != 1:
+        if kind not in tiles.DTYPES or per_cell != 1:
             raise StoreError(f"{where}: an enumeration of type {kind} is not supported; use text or numbers.")
-        return np.frombuffer(values, dtype=DTYPES[kind]), bool(is_ordered)
+        return np.frombuffer(values, dtype=tiles.DTYPES[kind]), bool(is_ordered)
     starts = cursor.words(cursor.read("Q") // 8)
     return strings(values, starts, where), bool(is_ordered)
 
 
 def strings(values: bytes, starts: Any, where: str) -> Any:
     """Return strings, shape (n,) object, from their bytes and the offset of each."""
-    out = np.empty(starts.size, dtype=object)
     edges = [*starts.tolist(), len(values)]
     if starts.size and (edges[0] < 0 or any(a > b for a, b in pairwise(edges))):
-        raise damaged(where, "offsets of its text descend")
+        raise tiles.damaged(where, "offsets of its text descend")
     try:
-        out[:] = [values[a:b].decode() for a, b in pairwise(edges)]
+        return np.array([values[a:b].decode() for a, b in pairwise(edges)], dtype=object)
     except UnicodeDecodeError as error:
-        raise damaged(where, "text in it is not valid UTF-8") from error
-    return out
+        raise tiles.damaged(where, "text in it is not valid UTF-8") from error
 
 
 def parse_group(files: list[tuple[bytes, str]]) -> dict[str, str]:
     """Return the members of a group, name to relative path or address, from its files in the order of time."""
     members: dict[str, str] = {}
     for raw, where in files:
-        cursor = read_generic_tile(raw, where)
+        cursor = tiles.read_generic_tile(raw, where)
         version = cursor.read("I")
         if version not in (1, 2):
             raise StoreError(f"{where}: TileDB group version {version} is not supported; expected 1 or 2.")
@@ -238,21 +206,21 @@ def parse_group(files: list[tuple[bytes, str]]) -> dict[str, str]:
     return members
 
 
-def _read_dim(cursor: Bytes, version: int, where: str, k: int, at_coords: int) -> Field:
+def _read_dim(cursor: tiles.Bytes, version: int, where: str, k: int, at_coords: int) -> Field:
     """Return dimension k; its index is to be set. If it has no filters, those at `at_coords` apply to its type."""
     name = cursor.text()
     kind, per_cell = cursor.read("BI")
     is_var = per_cell == _VAR
-    nbytes, at = 0 if is_var else size_of(kind), cursor.at
+    nbytes, at = 0 if is_var else tiles.size_of(kind), cursor.at
     what = f"column {name!r}"
-    filters = read_pipeline(cursor, version, kind, nbytes, where, what)
-    if cursor.at == at + NO_FILTERS:
-        filters = read_pipeline(Bytes(cursor.raw, where, at_coords), version, kind, nbytes, where, what)
+    filters = tiles.read_pipeline(cursor, version, kind, nbytes, where, what)
+    if cursor.at == at + tiles.NO_FILTERS:
+        filters = tiles.read_pipeline(tiles.Bytes(cursor.raw, where, at_coords), version, kind, nbytes, where, what)
     domain = cursor.take(cursor.read("Q"))
-    dtype = None if is_var else DTYPES.get(kind)
+    dtype = None if is_var else tiles.DTYPES.get(kind)
     bounds, extent = (0, -1), 0
     if not cursor.read("?"):
-        extent = int(np.frombuffer(cursor.take(size_of(kind)), dtype or "|u1")[0])
+        extent = int(np.frombuffer(cursor.take(tiles.size_of(kind)), dtype or "|u1")[0])
     if dtype is not None and np.dtype(dtype).kind in "iu":
         low, high = np.frombuffer(domain, dtype).tolist()
         bounds = low, high
@@ -261,24 +229,21 @@ def _read_dim(cursor: Bytes, version: int, where: str, k: int, at_coords: int) -
         f"d{k}",
         k,
         None if dtype is None else np.dtype(dtype),
-        kind in (ASCII, UTF8, CHAR),
-        is_nullable=False,
-        fill=b"",
-        is_filled_missing=False,
-        enumeration="",
-        filters=filters,
+        kind in (tiles.ASCII, tiles.UTF8, tiles.CHAR),
+        filters,
         domain=bounds,
         extent=extent,
         current=bounds,
-        is_time=kind in TIMES,
+        is_time=kind in tiles.TIMES,
     )
 
 
-def _read_attribute(cursor: Bytes, version: int, where: str, k: int) -> Field:
+def _read_attribute(cursor: tiles.Bytes, version: int, where: str, k: int) -> Field:
     name = cursor.text()
     kind, per_cell = cursor.read("BI")
     is_var = per_cell == _VAR
-    filters = read_pipeline(cursor, version, kind, 0 if is_var else size_of(kind), where, f"column {name!r}")
+    size = 0 if is_var else tiles.size_of(kind)
+    filters = tiles.read_pipeline(cursor, version, kind, size, where, f"column {name!r}")
     fill = cursor.take(cursor.read("Q"))
     is_nullable, validity = cursor.read("?B")
     if version >= 17:
@@ -288,12 +253,12 @@ def _read_attribute(cursor: Bytes, version: int, where: str, k: int) -> Field:
         name,
         f"a{k}",
         k,
-        np.dtype(DTYPES[kind]) if per_cell == 1 and kind in DTYPES else None,
-        is_var and kind in (ASCII, UTF8, CHAR),
+        np.dtype(tiles.DTYPES[kind]) if per_cell == 1 and kind in tiles.DTYPES else None,
+        is_var and kind in (tiles.ASCII, tiles.UTF8, tiles.CHAR),
+        filters,
         bool(is_nullable),
         fill,
         bool(is_nullable) and not validity,
         enumeration,
-        filters,
-        is_time=kind in TIMES,
+        is_time=kind in tiles.TIMES,
     )

@@ -32,19 +32,12 @@ _WIDTHS = (1, 2, 4, 8)
 
 
 def texts(fragment: Fragment, own: Field, read: Sequence[NDArray[Any]]) -> NDArray[np.object_]:
-    """Return the strings of a column of a fragment.
+    """Return the strings of a column of a fragment; raise CorruptDataError if they are damaged.
 
     Parameters
     ----------
-    fragment, own
-        The fragment, and the column in its schema.
     read
         The stored bytes of its text if its first filter works on strings; else its text and offsets, decoded.
-
-    Raises
-    ------
-    CorruptDataError
-        They are damaged.
     """
     edges, sizes = fragment.text_tiles(own)
     out, where = [], f"{fragment.where}/{own.file}_var.tdb"
@@ -85,10 +78,8 @@ def _words(tile: NDArray[np.uint8], filters: Filters, size: int, n: int, where: 
             out += [words[number] for number in ids.tolist()]
         if len(out) != n:
             raise DecodeError(f"text of {len(out)} cells in it, not of {n}")
-        made = np.empty(n, dtype=object)
-        made[:] = [word.decode() for word in out]
+        return np.array([word.decode() for word in out], dtype=object)
     except CorruptDataError:
         raise
     except (DecodeError, IndexError, ValueError) as error:
         raise damaged(where, str(error)) from error
-    return made

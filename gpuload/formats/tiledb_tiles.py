@@ -15,15 +15,7 @@ import numpy as np
 
 from gpuload.backends import tiledb
 from gpuload.backends.codecs import DecodeError
-from gpuload.backends.native.tiledb_filters import (
-    BIT_WIDTH,
-    DELTA,
-    DOUBLE_DELTA,
-    FLOAT_SCALE,
-    POSITIVE_DELTA,
-    RLE,
-    XOR,
-)
+from gpuload.backends.native.tiledb_filters import BIT_WIDTH, DELTA, DOUBLE_DELTA, FLOAT_SCALE, POSITIVE_DELTA, RLE, XOR
 from gpuload.errors import CorruptDataError, StoreError
 
 VERSIONS = range(16, 24)
@@ -63,13 +55,7 @@ NO_FILTERS = 8
 
 
 class Bytes:
-    """A cursor over little-endian fields.
-
-    Raises
-    ------
-    CorruptDataError
-        From any method: the bytes end early.
-    """
+    """A cursor over little-endian fields; raises CorruptDataError, from any method, if the bytes end early."""
 
     def __init__(self, raw: bytes, where: str, at: int = 0) -> None:
         self.raw, self.where, self.at = raw, where, at
@@ -108,10 +94,7 @@ def damaged(where: str, what: str) -> CorruptDataError:
 def read_generic_tile(raw: bytes, where: str, at: int = 0) -> Bytes:
     """Return the decoded bytes of a generic tile that begins at a byte.
 
-    Raises
-    ------
-    CorruptDataError, StoreError
-        It is damaged, or encrypted, or encoded in an unsupported way.
+    Raise CorruptDataError or StoreError if that is not possible.
     """
     cursor = Bytes(raw, where, at)
     version, stored, size, _, cell_nbytes, encryption, _ = cursor.read(_GENERIC_HEADER)

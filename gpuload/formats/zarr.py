@@ -1,12 +1,7 @@
 """Open AnnData and MuData in zarr, and annbatch's collections of AnnData, as a `Store`.
 
-zarr-python is not needed: the metadata required is small, and the engine itself reads the chunks.
-
-Requirements this module answers
---------------------------------
-- AnnData as anndata writes it in zarr format 2 or 3, in a folder or a zip file; X, layers and raw, CSR or dense.
-- annbatch's collections: the cells of all their data sets, in numerical order.
-- The content of a store is checked like that of an .h5ad file.
+Of zarr format 2 or 3, in a folder or a zip file. zarr-python is not needed: the metadata required is small, and the
+engine itself reads the chunks.
 
 References
 ----------
@@ -25,24 +20,16 @@ import numpy as np
 
 from gpuload.concat import concat, stored_columns, with_columns
 from gpuload.errors import CorruptDataError, StoreError
+from gpuload.formats import arrays
 from gpuload.formats.addresses import as_address
-from gpuload.formats.arrays import (
-    check_n_dims,
-    check_plain_matrix,
-    checked_indptr,
-    damage_to_metadata,
-    dense_matrix,
-    member,
-    numbered,
-)
 from gpuload.formats.members import read_by_columns, read_members
 from gpuload.formats.mudata import is_mudata, modality_groups, read_modality
 from gpuload.formats.mudata import obs_columns as columns_of
 from gpuload.formats.obs import column_names
-from gpuload.formats.zarr_arrays import Array
-from gpuload.formats.zarr_nodes import Group, open_node
+from gpuload.formats.zarr_nodes import Array, Group, open_node
 from gpuload.formats.zarr_remote import RemoteTree
 from gpuload.formats.zarr_trees import FolderTree, ZipTree
+from gpuload.source import closed_on_error
 from gpuload.store import Store
 
 if TYPE_CHECKING:
@@ -64,10 +51,6 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "", 
 
     Parameters
     ----------
-    path
-        A folder or a zip file.
-    layer
-        ``"X"``, ``"raw.X"`` or the name of a layer.
     obs
         Columns of obs to keep in memory; for a modality, also those shared by all cells.
     modality
@@ -92,9 +75,12 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "", 
         if is_mudata(root):
             return read_modality(root, path, modality, obs, read)
         groups = _groups(root, path, modality)
-        if isinstance(root, Array):
-            return _read_array(root, access, path, layer, obs)
-        known = [column_names(member(group, "obs", path)) if obs and fill else obs for _, group in groups]
+        if isinstance(root, Array):  # by itself, of cells x values
+            arrays.check_plain_matrix(path, layer, obs, "store an AnnData")
+            arrays.check_n_dims(f"{path}: it", root.ndim)
+            matrix = arrays.dense_matrix(access.layout(root), f"{path}: it")
+            return _store(path, matrix, arrays.numbered(matrix.n_vars), {})
+        known = [column_names(arrays.member(group, "obs", path)) if obs and fill else obs for _, group in groups]
         each = zip(groups, stored_columns(obs, known), strict=True)
         stores = [with_columns(read(group, own, name), obs) for (name, group), own in each]
         return concat(stores, cure="the data sets of a collection have the same genes in the same order: recreate it.")
@@ -118,7 +104,7 @@ def obs_columns(path: str, modality: str = "") -> list[str]:
         if is_mudata(root):
             names = columns_of(root, path, modality)
         else:
-            frames = [member(group, "obs", path) for _, group in _groups(root, path, modality)]
+            frames = [arrays.member(group, "obs", path) for _, group in _groups(root, path, modality)]
             names = list(dict.fromkeys(name for frame in frames for name in column_names(frame)))
         access.close()
         return names
@@ -146,24 +132,20 @@ def _opened(path: str) -> Iterator[tuple[Group | Array, _Access]]:
     """Open a store's root; if an error ends the block, close the sources of the layouts."""
     address = as_address(path)
     access = _Access(path)
-    try:
-        tree: Tree
-        with ExitStack() as asking, damage_to_metadata(path):
-            if address is not None:
-                tree = RemoteTree(address)
-                asking.callback(tree.close)
-            elif os.path.isdir(path):
-                tree = FolderTree(path)
-            else:
-                tree = ZipTree(path)
-                access.held.append(tree.source)
-            root = open_node(tree, "")
-            if root is None:
-                raise StoreError(f"{path}: this is no zarr group; expected an AnnData written by its write_zarr.")
-            yield root, access
-    except BaseException:
-        access.close()
-        raise
+    tree: Tree
+    with closed_on_error(access), ExitStack() as asking, arrays.damage_to_metadata(path):
+        if address is not None:
+            tree = RemoteTree(address)
+            asking.callback(tree.close)
+        elif os.path.isdir(path):
+            tree = FolderTree(path)
+        else:
+            tree = ZipTree(path)
+            access.held.append(tree.source)
+        root = open_node(tree, "")
+        if root is None:
+            raise StoreError(f"{path}: this is no zarr group; expected an AnnData written by its write_zarr.")
+        yield root, access
 
 
 def _groups(root: Group | Array, path: str, modality: str) -> list[tuple[str, Group]]:
@@ -180,14 +162,6 @@ def _groups(root: Group | Array, path: str, modality: str) -> list[tuple[str, Gr
         if i != number:
             raise CorruptDataError(f"{path}: this collection lacks dataset_{i}; copy all of it again.")
     return [(os.path.join(path, name), root[name]) for _, name in found]
-
-
-def _read_array(array: Array, access: _Access, path: str, layer: str, obs: Sequence[str]) -> Store:
-    """Return the store of an array by itself, of cells x values."""
-    check_plain_matrix(path, layer, obs, "store an AnnData")
-    check_n_dims(f"{path}: it", array.ndim)
-    matrix = dense_matrix(access.layout(array), f"{path}: it")
-    return _store(path, matrix, numbered(matrix.n_vars), {})
 
 
 def _store(name: str, matrix: Matrix, var_names: NDArray[Any], obs: dict[str, ObsColumn]) -> Store:
@@ -220,4 +194,4 @@ class _Access:
         return layout
 
     def indptr(self, stored: Array, n_rows: int, nnz: tuple[int, int]) -> NDArray[np.int64]:
-        return checked_indptr(stored.read(), f"{self.name}: {stored.name}", n_rows, nnz)
+        return arrays.checked_indptr(stored.read(), f"{self.name}: {stored.name}", n_rows, nnz)

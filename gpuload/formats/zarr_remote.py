@@ -31,13 +31,7 @@ MAX_ASKED = 100_000
 
 
 class RemoteTree(Tree):
-    """A store at an address; see `zarr_trees.Tree`.
-
-    Parameters
-    ----------
-    address
-        The folder.
-    """
+    """A store at an address; see `zarr_trees.Tree`."""
 
     index: Index
 
@@ -107,7 +101,9 @@ class RemoteTree(Tree):
         if found is None:
             return None
         body = self._address.content(found)
-        if body and not _is_json(body):  # it may have been damaged in transfer, as chunks may
+        try:
+            json.loads(body or b"{}")
+        except ValueError:  # it may have been damaged in transfer, as chunks may
             _log.warning("%s: %s is not valid JSON. Reading it once more.", self.name, key)
             body = self._address.content(found)
         return body
@@ -123,11 +119,3 @@ class RemoteTree(Tree):
                 f"{self.name}: /{key}: access was denied, which some servers also say of what is not there, as chunks "
                 "of zeros need not be; copy the store first."
             ) from error
-
-
-def _is_json(body: bytes) -> bool:
-    try:
-        json.loads(body)
-    except ValueError:
-        return False
-    return True

@@ -1,11 +1,7 @@
 """Shards of a zarr array: find the chunks in them by their indices, which are read many at a time, or kept.
 
-Requirements this module answers
---------------------------------
-- The index of a shard is at its end or its start, with or without a checksum, which is verified.
-- A chunk marked absent in its shard is the fill value; one beyond the array's edge is ignored.
-- Nothing is trusted: every chunk must lie inside its shard.
-- What was kept from an earlier opening is of the same objects with the same ETags, or it is not used.
+A chunk marked absent in its shard is the fill value; one beyond the array's edge is ignored; all others must lie in the
+shard. What was kept from an earlier opening is of the same objects with the same ETags, or it is not used.
 
 References
 ----------
@@ -44,10 +40,6 @@ class Shards:
 
     Attributes
     ----------
-    source
-        The files.
-    name, spec
-        The array's path in the store, and its metadata.
     place, first, size : (n, n_dims), (n,) and (n,) int64
         Grid position, first byte and size of each shard.
     per_file, grid
@@ -65,11 +57,6 @@ class Shards:
 
     def chunks(self, index: Index | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first byte and the size of every chunk of the array in C order: int64, 0 if absent.
-
-        Parameters
-        ----------
-        index
-            What was kept of the store from an earlier opening; None if nothing is.
 
         Raises
         ------

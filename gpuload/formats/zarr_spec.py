@@ -1,11 +1,7 @@
 """The metadata of an array of a zarr store: what it says of shape, chunks and encoding.
 
-Accepts only what can be read from byte ranges and decoded chunk by chunk: chunks in C order, little-endian, plain or
-in shards. Anything else is refused by name when the array is opened.
-
-Requirements this module answers
---------------------------------
-- Zarr formats 2 and 3, regular grids, any separator; shards with a checksummed index at the end or the start.
+Accepts only what can be read from byte ranges and decoded chunk by chunk, of zarr formats 2 and 3: chunks of a regular
+grid in C order, little-endian, plain or in shards. Anything else is refused by name when the array is opened.
 
 References
 ----------
@@ -75,8 +71,6 @@ class Spec:
         ``"utf8"`` or ``"bytes"`` for variable-length strings, else ``""``.
     filters
         In the order in which they were applied.
-    fill_value
-        Value of chunks that were never written.
     prefix, separator
         A chunk's key is the prefix and its grid indices, joined by the separator.
     index_is_first, index_has_crc

@@ -67,13 +67,7 @@ class Tree(Protocol):
 
 
 class FolderTree(Tree):
-    """A store in a folder.
-
-    Parameters
-    ----------
-    path
-        The folder.
-    """
+    """A store in a folder."""
 
     def __init__(self, path: str) -> None:
         self.name = path
@@ -136,13 +130,7 @@ def _walk(folder: str, prefix: str) -> Iterator[tuple[str, int, int]]:
 
 
 class ZipTree(Tree):
-    """A store in a zip file whose members are not compressed by zip itself.
-
-    Parameters
-    ----------
-    path
-        The file.
-    """
+    """A store in a zip file whose members are not compressed by zip itself."""
 
     source: FileSource
     crc: dict[tuple[int, int], int]

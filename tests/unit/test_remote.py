@@ -465,11 +465,12 @@ def test_missing_credentials_are_not_retried() -> None:
     pytest.importorskip("obstore")
     remote = ObjectRemote("s3://data", region="us-east-1", access_key_id="a", secret_access_key="b")
     said = "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 3s - HTTP error: error"
-    error = remote._translated(remote._obstore.exceptions.GenericError(said), "")
-    assert "s3://data: there are no credentials" in str(error)
-    assert not isinstance(error, BusyError)
-    busy = remote._obstore.exceptions.GenericError(said + " status code: 503 Service Unavailable: ")
-    assert isinstance(remote._translated(busy, ""), BusyError)
+    kind = remote._obstore.exceptions.GenericError
+    with pytest.raises(ReadError, match=r"^s3://data: there are no credentials") as caught, remote._translating(""):
+        raise kind(said)
+    assert not isinstance(caught.value, BusyError)
+    with pytest.raises(BusyError), remote._translating(""):
+        raise kind(said + " status code: 503 Service Unavailable: ")
 
 
 @pytest.mark.parametrize("n_processes", [0, 1])

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from gpuload import remote_source
-from gpuload.aws import aws_profile
 from gpuload.backends import reading
 from gpuload.backends.reading import read_each
 from gpuload.errors import BusyError, PlanError, ReadError
+from gpuload.object_remote import aws_profile
 from gpuload.remote import Patience, RemoteObject
 from gpuload.remote_file import MissingError, RemoteFile
 from gpuload.remote_source import RemoteSource, Requests, _Piece

@@ -12,7 +12,7 @@ import pytest
 
 from gpuload.backends import tiledb
 from gpuload.backends.codecs import DecodeError
-from gpuload.backends.native import tiledb_bands
+from gpuload.backends.native import tiledb as native
 from gpuload.backends.native import tiledb_filters as filters
 from gpuload.backends.native.tiledb_filters import BAD_COUNT, BAD_TILE, BIT_WIDTH, N_STEP, XOR
 from gpuload.formats import tiledb_tiles
@@ -74,7 +74,7 @@ def test_inconsistent_bands_are_refused(given: np.ndarray, code: int) -> None:
     rows, values, place = np.empty(8, np.int64), np.empty(64, np.uint8), np.empty(8, np.int64)
     wanted, is_wanted = np.array([[0, 2]]), np.empty(8, np.bool_)
     starts, ranges = np.empty(8, np.int64), np.empty((8, 2), np.int64)
-    found = tiledb_bands.gather_rows(
+    found = native.gather_rows(
         np.require(given, requirements=["W"]),
         *(steps, steps, 4, 0, 2, wanted, out.ctypes.data, rows, values, place, is_wanted, starts, ranges),
         (scratch.ctypes.data, 1 << 14, work.tables.ctypes.data, work.addresses.table, work.inflater),

@@ -49,11 +49,6 @@ class _Announcement(event.Listener):
     """Logs once that kernels are being compiled: ten seconds of silence looks like a hang.
 
     numba reports only what it compiles, not what it finds in its cache.
-
-    Attributes
-    ----------
-    is_due
-        Whether it has not been said yet.
     """
 
     def __init__(self) -> None:
@@ -112,7 +107,7 @@ def _remove_empty(folder: str) -> None:
 
 _MODULES = (
     *("parts", "words", "checksums", "huffman", "deflate", "inflate", "calls", "frames", "decoders", "chunks"),
-    *("parquet_pages", "parquet_footer", "parquet_encodings", "parquet", "tiledb_filters", "tiledb", "tiledb_bands"),
+    *("parquet_pages", "parquet_footer", "parquet_encodings", "parquet", "tiledb_filters", "tiledb"),
     *("rows", "runs"),
 )
 

@@ -11,14 +11,7 @@ import numpy as np
 
 from gpuload.backends.native.calls import Callback, caller
 from gpuload.backends.native.checksums import is_crc32c, is_fletcher32
-from gpuload.backends.native.frames import (
-    N_ADDRESSES,
-    decode_blosc,
-    decode_lz4,
-    decode_zstd,
-    gunzip,
-    unshuffle_items,
-)
+from gpuload.backends.native.frames import N_ADDRESSES, decode_blosc, decode_lz4, decode_zstd, gunzip, unshuffle_items
 from gpuload.backends.native.inflate import inflate_two, inflate_zlib
 from gpuload.backends.native.words import I64, array_at, inline
 

@@ -196,6 +196,8 @@ def decode_blosc(  # noqa: PLR0911 - one return per outcome
 ) -> int:
     """Decode at least bytes ``lo:hi`` of a blosc container.
 
+    Return the number of bytes decoded, or a code of this module.
+
     Parameters
     ----------
     at, n
@@ -208,11 +210,6 @@ def decode_blosc(  # noqa: PLR0911 - one return per outcome
         Address of scratch of `size` bytes.
     tables, addresses
         Address of the inflater's workspace; the table of addresses.
-
-    Returns
-    -------
-    int
-        Number of bytes decoded, or a code of this module.
     """
     if n < 16 or load8(at) != 2:
         return BAD_BLOSC

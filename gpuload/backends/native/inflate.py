@@ -122,12 +122,7 @@ def inflate_two(
 ) -> Any:
     """Decode two zlib streams of `size` decoded bytes each, interleaved; see `suit_interleaving`.
 
-    Parameters are those of `inflate_zlib`, for each stream.
-
-    Returns
-    -------
-    tuple of int
-        The result of `inflate_zlib` for each.
+    Parameters are those of `inflate_zlib`, for each stream. Return the result of `inflate_zlib` for each.
     """
     if _check_header(at, n) < 0 or _check_header(at_2, n_2) < 0:
         return (

@@ -21,7 +21,7 @@ import numpy as np
 
 from gpuload.backends.native.checksums import crc32
 from gpuload.backends.native.chunks import read_fully
-from gpuload.backends.native.parquet_encodings import make_plain, store
+from gpuload.backends.native.parquet_encodings import make_plain
 from gpuload.backends.native.parquet_pages import (
     BAD_COUNT,
     BAD_CRC,
@@ -72,7 +72,18 @@ from gpuload.backends.native.parquet_pages import (
     snappy_front,
     start_levels,
 )
-from gpuload.backends.native.words import copy_bytes, load8, load16, load32, load64, native, shift_right, store32
+from gpuload.backends.native.words import (
+    copy_bytes,
+    get_item,
+    load8,
+    load16,
+    load32,
+    load64,
+    native,
+    put_item,
+    shift_right,
+    store32,
+)
 
 LEADER = 1
 """Token number of the whole cell, if the first value of each row is dropped; its expression value is below 0."""
@@ -214,18 +225,13 @@ def page_rows(  # noqa: PLR0911 - one return per error
 
 @native
 def scan_pages(src: Any, n: int, found: Any) -> int:
-    """Scan the page headers of a chunk, src[:n], for the sizes of scratch memory.
+    """Scan the page headers of a chunk, src[:n], for the sizes of scratch memory; return 0 or a code.
 
     Parameters
     ----------
     found : (3,) int64
         Out: size of the largest page, decompressed; entries of the dictionary; most values of a data page that must be
         converted to plain encoding first.
-
-    Returns
-    -------
-    int
-        0 or a code.
     """
     found[:] = 0
     page = np.empty(N_PAGE, dtype=np.int64)
@@ -247,14 +253,9 @@ def scan_pages(src: Any, n: int, found: Any) -> int:
 
 
 @native
-def _load(at: int, width: int) -> int:
-    return load32(at) if width == 4 else load64(at) if width == 8 else load16(at)
-
-
-@native
 def _item(at: int, spec: Any) -> int:
     """Return a stored value in output form, in the low bytes."""
-    item = _load(at, spec[WIDTH])
+    item = get_item(at, spec[WIDTH])
     if not spec[IS_GENES]:
         return item
     if spec[WIDTH] == 4:
@@ -311,7 +312,7 @@ def _look_up(at: int, first: int, bits: int, n: int, entries: int, n_entries: in
         index = shift_right(load64(at + (bit >> 3)), bit & 7) & mask
         bit += bits
         greatest = max(greatest, index)
-        store(to + width * k, _load(entries + width * min(index, last), width), width)
+        put_item(to + width * k, width, get_item(entries + width * min(index, last), width))
     return greatest
 
 
@@ -370,7 +371,7 @@ def _values(  # noqa: PLR0911 - one return per error
                 at += (bits + 7) >> 3
                 if index >= n_entries:
                     return BAD_INDEX
-                item = _load(entries + width * index, width)
+                item = get_item(entries + width * index, width)
         stop = min(done + left, dropped[k] if k < n_dropped else n)
         m = stop - done
         if m == 0:  # a leader
@@ -381,7 +382,7 @@ def _values(  # noqa: PLR0911 - one return per error
                 index = shift_right(load64(item + (bit >> 3)), bit & 7) & ((1 << bits) - 1)
                 if index >= n_entries:
                     return BAD_INDEX
-                value = _load(entries + width * index, width)
+                value = get_item(entries + width * index, width)
             else:
                 value = item
             if value & mask != leader:
@@ -396,7 +397,7 @@ def _values(  # noqa: PLR0911 - one return per error
                 return BAD_INDEX
         else:
             for i in range(m):
-                store(to + width * (out + i), item, width)
+                put_item(to + width * (out + i), width, item)
         done, left, run, out = stop, left - m, run + m, out + m
     return out
 
@@ -458,7 +459,7 @@ def decode_column(  # noqa: PLR0911 - one return per error
     rows: Any,
     addresses: Any,
 ) -> int:
-    """Decode a column chunk.
+    """Decode a column chunk; return the number of values, or a code.
 
     Parameters
     ----------
@@ -477,11 +478,6 @@ def decode_column(  # noqa: PLR0911 - one return per error
         Scratch with one element per row of the chunk; only for columns with a leader.
     addresses : (N_TABLE,) int64
         Of the codecs; see `parquet_pages`.
-
-    Returns
-    -------
-    int
-        Number of values, or a code.
     """
     page, cursors, place = np.empty(N_PAGE, dtype=np.int64), np.empty((2, 6), dtype=np.int64), np.zeros(4, np.int64)
     found = np.zeros(2, dtype=np.int64)

@@ -21,7 +21,7 @@ from gpuload.backends.native.parquet_pages import (
     read_varint,
     signed,
 )
-from gpuload.backends.native.words import load8, load64, native, shift_right, store16, store32, store64
+from gpuload.backends.native.words import load8, load64, native, put_item, shift_right
 
 _PER_WORD = 32
 """The number of deltas in a miniblock is a multiple of this."""
@@ -36,17 +36,6 @@ def make_plain(at: int, end: int, n: int, encoding: int, to: int, width: int) ->
 
 
 @native
-def store(to: int, item: int, width: int) -> None:
-    """Write the low `width` bytes of a value."""
-    if width == 4:
-        store32(to, item)
-    elif width == 8:
-        store64(to, item)
-    else:
-        store16(to, item)
-
-
-@native
 def _join_streams(at: int, end: int, n: int, to: int, width: int) -> int:
     """Reassemble values stored as a stream of all first bytes, then all second bytes, and so on."""
     if end - at != n * width:
@@ -55,7 +44,7 @@ def _join_streams(at: int, end: int, n: int, to: int, width: int) -> int:
         item = 0
         for b in range(width):
             item |= load8(at + n * b + k) << (8 * b)
-        store(to + width * k, item, width)
+        put_item(to + width * k, width, item)
     return 0
 
 
@@ -86,7 +75,7 @@ def _add_differences(  # noqa: PLR0911 - one return per error
     if at < 0 or n_values != n or not 0 < n_runs <= n_block <= MAX_PAGE or n_block % (_PER_WORD * n_runs):
         return BAD_COUNT
     in_run = n_block // n_runs
-    store(to, value, width)
+    put_item(to, width, value)
     done = 1
     while done < n:
         least, at = _read_integer(at, end, width)
@@ -109,7 +98,7 @@ def _add_differences(  # noqa: PLR0911 - one return per error
                 if bits + shift > 64:
                     more |= load8(place + 8) << (64 - shift)
                 value += least + (more & mask)
-                store(to + width * (done + k), value, width)
+                put_item(to + width * (done + k), width, value)
             at += n_bytes
             done += m
     return 0

@@ -378,7 +378,7 @@ def is_one_run(cursor: Any, n: int, level: int) -> bool:
 def find_rows(  # noqa: PLR0911 - one return per error
     rep: int, rep_end: int, defs: int, def_end: int, n: int, spec: Any, cursors: Any, starts: Any, found: Any
 ) -> int:
-    """Find the rows that begin in a page of n levels.
+    """Find the rows that begin in a page of n levels; return 0 or a code.
 
     Parameters
     ----------
@@ -388,11 +388,6 @@ def find_rows(  # noqa: PLR0911 - one return per error
         Out: index in the chunk of the first value of each row; that of the next row if it has none.
     found : (2,) int64
         Rows and values found so far, updated here.
-
-    Returns
-    -------
-    int
-        0 or a code.
     """
     rows, values = found[0], found[1]
     rep_levels, def_levels = cursors[0], cursors[1]

@@ -84,15 +84,7 @@ OVERLOADED: dict[str, Any] = {"no_cfunc_wrapper": True, **_AS_PART}
 
 
 class Native(CPUDispatcher):
-    """A function that is compiled into every function that calls it, and on its own only if Python calls it.
-
-    Parameters
-    ----------
-    function
-        What to compile.
-    options
-        numba's.
-    """
+    """A function that is compiled into every function that calls it, and on its own only if Python calls it."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         wanted = {"nopython": True, **options, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}

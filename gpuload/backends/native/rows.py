@@ -178,6 +178,8 @@ def make_row(
 ) -> int:
     """Write a cell's values in minibatch form and, if columns are selected, the places they go to.
 
+    Return the number of values.
+
     Parameters
     ----------
     start, stop
@@ -190,11 +192,6 @@ def make_row(
         The transform; 0 = no scaling.
     places, values : int32, float32
         Out: written from their start.
-
-    Returns
-    -------
-    int
-        Number of values written.
     """
     n = stop - start
     if columns.size:
@@ -458,14 +455,9 @@ def gather_csr(
     out_indices: Any,
     out_data: Any,
 ) -> bool:
-    """Gather resident CSR rows into one CSR matrix.
+    """Gather resident CSR rows into one CSR matrix; return whether the columns of every row are strictly ascending.
 
     `out_indices` (int32) and `out_data` (float32) are sized by `count_csr`.
-
-    Returns
-    -------
-    bool
-        Whether the columns of every row are strictly ascending.
     """
     indices, data, columns = borrowed(indices), borrowed(data), borrowed(columns)
     out_indices, out_data = borrowed(out_indices), borrowed(out_data)
@@ -495,6 +487,8 @@ def gather_csr(
 def sort_csr(indptr: Any, indices: Any, data: Any, n_cols: int, digits: Any, kept_indices: Any, kept: Any) -> bool:
     """Sort the columns of each row of a CSR matrix in place, by radix.
 
+    Return whether the columns of every row are now strictly ascending.
+
     Parameters
     ----------
     indptr, indices, data
@@ -504,11 +498,6 @@ def sort_csr(indptr: Any, indices: Any, data: Any, n_cols: int, digits: Any, kep
     digits : (256,) int64
     kept_indices, kept : (values of the longest row,) int32 and float32
         Scratch.
-
-    Returns
-    -------
-    bool
-        Whether the columns of every row are now strictly ascending.
     """
     indices, data = borrowed(indices), borrowed(data)
     digits, kept_indices, kept = borrowed(digits), borrowed(kept_indices), borrowed(kept)

@@ -23,18 +23,16 @@ from gpuload.backends.native.words import (
     array_at,
     copy_bytes,
     double_of,
+    get_item,
     load8,
-    load16,
     load32,
     load64,
     low_bits,
     native,
+    put_item,
     shift_left,
     shift_right,
     store8,
-    store16,
-    store32,
-    store64,
 )
 
 BAD_TILE = -401
@@ -72,29 +70,6 @@ REASONS = {
     BAD_COUNT: "its rows do not hold as many values as when the array was opened",
 }
 """What a code of this module means, as part of a sentence."""
-
-
-@native
-def get_item(at: int, size: int) -> int:
-    """Return the unsigned integer of 1, 2, 4 or 8 bytes at an address."""
-    if size == 8:
-        return load64(at)
-    if size == 4:
-        return load32(at)
-    return load16(at) if size == 2 else load8(at)
-
-
-@native
-def put_item(at: int, size: int, value: int) -> None:
-    """Write the low 1, 2, 4 or 8 bytes of a number at an address."""
-    if size == 8:
-        store64(at, value)
-    elif size == 4:
-        store32(at, value)
-    elif size == 2:
-        store16(at, value)
-    else:
-        store8(at, value)
 
 
 @native

@@ -80,6 +80,29 @@ low_bits = _arithmetic(
 )
 
 
+@native
+def get_item(at: int, size: int) -> int:
+    """Return the unsigned integer of 1, 2, 4 or 8 bytes at an address."""
+    if size == 8:
+        return load64(at)
+    if size == 4:
+        return load32(at)
+    return load16(at) if size == 2 else load8(at)
+
+
+@native
+def put_item(at: int, size: int, value: int) -> None:
+    """Write the low 1, 2, 4 or 8 bytes of a number at an address."""
+    if size == 8:
+        store64(at, value)
+    elif size == 4:
+        store32(at, value)
+    elif size == 2:
+        store16(at, value)
+    else:
+        store8(at, value)
+
+
 @intrinsic
 def reverse(_typing: Any, value: Any) -> Any:
     """Reverse all 64 bits."""
