@@ -15,6 +15,7 @@ A `Closer` ends what an object has started, including threads, when the object i
 from __future__ import annotations
 
 import _thread
+import contextlib
 import os
 import threading
 import time
@@ -311,10 +312,22 @@ def _work(tasks: SimpleQueue[_Task | None], idle: threading.Semaphore, ended: th
 
 
 def _make_calls(calls: SimpleQueue[Call[Any] | None]) -> None:
+    _preempt_nobody()
     while (call := calls.get()) is not None:
         call.make()
         del call  # keep nothing alive while waiting
     calls.put(None)  # for the next thread
+
+
+def _preempt_nobody() -> None:
+    """Let this thread take no processor from a running thread when it wakes up (sched(7), ``SCHED_BATCH``).
+
+    Else Linux may run it in place of the thread that has just woken it, which is the consumer, for as long as the call
+    takes. Its share of the processors stays the same.
+    """
+    with contextlib.suppress(OSError):  # forbidden or unknown in some containers
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _carry_out(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:

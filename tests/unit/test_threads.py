@@ -72,6 +72,24 @@ def test_calls_run_concurrently(threads: QuickThreads) -> None:
     assert sorted(call.result() for call in calls) == [0, 1]
 
 
+def test_calls_do_not_take_the_processor_of_the_thread_that_makes_them(threads: QuickThreads) -> None:
+    before = os.sched_getscheduler(0)
+    assert threads.submit(os.sched_getscheduler, 0).result() == os.SCHED_BATCH
+    assert os.sched_getscheduler(0) == before == os.SCHED_OTHER
+
+
+def test_calls_are_made_where_the_scheduler_cannot_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    pool = QuickThreads(1, "test-quick")
+    try:
+        assert pool.submit(os.sched_getscheduler, 0).result() == os.SCHED_OTHER
+    finally:
+        pool.close()
+
+
 def test_a_running_call_is_not_done(threads: QuickThreads) -> None:
     until = threading.Event()
     call = threads.submit(until.wait, 10)
