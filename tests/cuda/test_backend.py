@@ -18,7 +18,9 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
-from gpuload.backends.cuda.backend import CudaBackend, CudaResident, _Arena
+from gpuload.backends.cuda.backend import CudaBackend
+from gpuload.backends.cuda.gathering import Gatherer
+from gpuload.backends.cuda.loading import CudaResident, DeviceLoads, _Arena
 from gpuload.types import Form
 from tests import remotes, several
 from tests.cuda import shim
@@ -265,7 +267,7 @@ def test_a_stream_without_an_nvcomp_status_is_not_taken_for_decoded(
 
     opened.nvcomp.decode = decoded  # type: ignore[method-assign]
     retried: list[int] = []
-    on_host: Any = opened.loader._backend._host  # type: ignore[attr-defined]
+    on_host: Any = opened.loader._backend._loads._host  # type: ignore[attr-defined]
     retry = on_host.start
     on_host.start = lambda read, *args: retried.append(read.chunk_id.size) or retry(read, *args)
     for batch in opened.epoch():
@@ -455,8 +457,8 @@ def test_scratch_memory_is_that_of_a_single_part(
         opened = open_fake(path, batch_size=n_rows, fetch_factor=1, shuffle=False, prefetch=1)
         layouts = [layout for matrix in opened.loader._store.matrices for layout in matrix.layouts]
         decoded = max(layout.chunk_offset.size * layout.chunk_size * layout.dtype.itemsize for layout in layouts)
-        monkeypatch.setattr("gpuload.backends.cuda.backend.PART_NBYTES", -(-decoded // n_parts))
-        monkeypatch.setattr("gpuload.backends.cuda.backend.PART_STREAMS", 1)
+        monkeypatch.setattr("gpuload.backends.cuda.loading.PART_NBYTES", -(-decoded // n_parts))
+        monkeypatch.setattr("gpuload.backends.cuda.loading.PART_STREAMS", 1)
         list(opened.epoch())
         return opened.loader.memory()["scratch"]
 
@@ -483,8 +485,8 @@ def test_a_part_has_chunks_enough_for_a_gpu_if_its_memory_allows(
     opened = open_fake(stored.path, device_cache=device_cache, batch_size=len(stored.dense), fetch_factor=1, prefetch=1)
     (matrix,) = opened.loader._store.matrices
     assert [4 * layout.chunk_size for layout in matrix.layouts] in ([400, 256], [256, 400])
-    monkeypatch.setattr("gpuload.backends.cuda.backend.PART_NBYTES", 800)  # 2 chunks of data, 3 of indices
-    monkeypatch.setattr("gpuload.backends.cuda.backend.PART_STREAMS", 6)
+    monkeypatch.setattr("gpuload.backends.cuda.loading.PART_NBYTES", 800)  # 2 chunks of data, 3 of indices
+    monkeypatch.setattr("gpuload.backends.cuda.loading.PART_STREAMS", 6)
     decode, sizes = opened.nvcomp.decode, []
 
     def decoded(*args: Any, n: int, **options: Any) -> None:
@@ -523,13 +525,13 @@ def test_a_minibatch_is_one_launch_and_needs_no_upload(
 ) -> None:
     """Positions, and offsets of rows in CSR, are uploaded once per fetch."""
     stored = store_variant(kind)
-    opened, sizes, upload = open_fake(stored.path, output=output, **SMALL), list[tuple[str, int]](), CudaBackend._upload
+    opened, sizes, upload = open_fake(stored.path, output=output, **SMALL), list[tuple[str, int]](), Gatherer._upload
 
-    def spy(self: CudaBackend, host: NDArray[Any], *rest: Any) -> Any:
+    def spy(self: Gatherer, host: NDArray[Any], *rest: Any) -> Any:
         sizes.append((host.dtype.name, host.size))
         return upload(self, host, *rest)
 
-    monkeypatch.setattr(CudaBackend, "_upload", spy)
+    monkeypatch.setattr(Gatherer, "_upload", spy)
     for batch in opened.epoch():
         X = batch.X.toarray() if output == "csr" else batch.X
         np.testing.assert_array_equal(X, stored.dense[batch.rows])
@@ -604,8 +606,8 @@ def test_parts_before_a_failed_one_live_until_their_work_is_done(
     from gpuload.backends.cuda.decode import Decoder
     from tests.cuda import fake_device
 
-    monkeypatch.setattr("gpuload.backends.cuda.backend.PART_NBYTES", 256)
-    monkeypatch.setattr("gpuload.backends.cuda.backend.PART_STREAMS", 1)
+    monkeypatch.setattr("gpuload.backends.cuda.loading.PART_NBYTES", 256)
+    monkeypatch.setattr("gpuload.backends.cuda.loading.PART_STREAMS", 1)
     monkeypatch.setattr("gpuload.layout.MAX_EXTENT", 256)
     opened = open_fake(store_variant("csr-gzip4").path, batch_size=64, fetch_factor=1, prefetch=1)
     spoil, enqueue, wait = fake_device._Scribbler.__del__, Decoder.enqueue, opened.device.wait
@@ -760,9 +762,10 @@ def test_fetches_are_held_by_the_device_not_by_this_machine(
 def test_growing_arena_reclaims_idle_memory(open_fake: Callable[..., Opened], plain: Stored) -> None:
     opened = open_fake(plain.path, **SMALL)
     list(opened.epoch())
-    backend, arena = opened.loader._backend, _Arena(opened.device.stream())
+    loads: DeviceLoads = opened.loader._backend._loads  # type: ignore[attr-defined]
+    arena = _Arena(opened.device.stream())
     opened.device._left = 0
-    backend._grow(arena, 100)  # type: ignore[attr-defined]
+    loads._grow(arena, 100)
     assert arena.memory.nbytes >= 100
 
 
@@ -797,23 +800,23 @@ def test_keeping_an_error_keeps_no_device_memory(
     assert told.value.__traceback__ is not None
 
 
-@pytest.mark.parametrize("verb", ["_load", "take_rows"])
+@pytest.mark.parametrize(("owner", "verb"), [(DeviceLoads, "_load"), (CudaBackend, "take_rows")])
 @pytest.mark.parametrize("of", ["epoch", "take"])
 def test_keeping_an_error_of_one_matrix_keeps_nothing_of_the_other(
-    open_fake: Callable[..., Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, of: str
+    open_fake: Callable[..., Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, verb: str, of: str
 ) -> None:
     X = csr_matrix(np.ones((50, 20), dtype=np.float32))
     anndata.AnnData(X, layers={"a": X}).write_h5ad(tmp_path / "cells.h5ad")
     opened = open_fake(tmp_path / "cells.h5ad", prefetch=1, layer=["X", "a"], **SMALL)
-    free, do, begun = opened.device._left, getattr(CudaBackend, verb), []
+    free, do, begun = opened.device._left, getattr(owner, verb), []
 
-    def failing(self: CudaBackend, *args: Any) -> Any:
+    def failing(self: Any, *args: Any) -> Any:
         begun.append(verb)
         if len(begun) == 2:
             raise gpuload.DeviceError("cuda:0: out of memory.")
         return do(self, *args)
 
-    monkeypatch.setattr(CudaBackend, verb, failing)
+    monkeypatch.setattr(owner, verb, failing)
     gc.collect()
     gc.disable()
     try:
@@ -907,11 +910,11 @@ def test_a_part_is_not_read_before_its_arena_is_free(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the reader would wait for it, with full buffers and while its speed is measured."""
-    monkeypatch.setattr("gpuload.backends.cuda.backend.PART_NBYTES", 256)
-    monkeypatch.setattr("gpuload.backends.cuda.backend.PART_STREAMS", 1)
+    monkeypatch.setattr("gpuload.backends.cuda.loading.PART_NBYTES", 256)
+    monkeypatch.setattr("gpuload.backends.cuda.loading.PART_STREAMS", 1)
     monkeypatch.setattr("gpuload.layout.MAX_EXTENT", 256)
     opened = open_fake(store_variant("csr-gzip4").path, seed_of_streams=None, **SMALL)
-    device, reader = opened.device, opened.loader._backend._reader  # type: ignore[attr-defined]
+    device, reader = opened.device, opened.loader._backend._loads._reader  # type: ignore[attr-defined]
     start, was_free = reader.start, []
 
     def started(*args: Any, **options: Any) -> Any:

@@ -106,8 +106,8 @@ def test_memory_is_that_of_one_part_for_each_thread(
     for _ in range(4):
         for batch in opened.epoch():
             np.testing.assert_array_equal(batch.X, X[batch.rows].toarray())
-        held.append(sorted(memory.ctypes.data for memory in opened.loader._backend._host._pinned.values()))  # type: ignore[attr-defined]
-    pinned = sum(memory.nbytes for memory in opened.loader._backend._host._pinned.values())  # type: ignore[attr-defined]
+        held.append(sorted(memory.ctypes.data for memory in opened.loader._backend._loads._host._pinned.values()))  # type: ignore[attr-defined]
+    pinned = sum(memory.nbytes for memory in opened.loader._backend._loads._host._pinned.values())  # type: ignore[attr-defined]
     assert len(held[-1]) == 2
     assert held[-2] == held[-1]
     assert pinned <= 2 * (1 << 13)

@@ -1,8 +1,9 @@
 """The CUDA backend: reads stored bytes into device memory, decodes them there, and gathers minibatches with kernels.
 
-`backend` schedules the work. `readers`, `kvikio` and `pinned` read bytes; `decode`, with `work`, `nvcomp` and
-`containers`, decodes them into rows; `on_host` reads and decodes what a device cannot. `device` wraps all of CUDA that
-the rest uses, `memory` tracks which stream may use which memory, and `kernels/` holds the device code.
+`loading` fills residents: `readers`, `kvikio` and `pinned` read bytes; `decode`, with `work`, `nvcomp` and
+`containers`, decodes them into rows; `on_host` reads and decodes what a device cannot. `gathering` makes minibatches
+of them. `device` wraps all of CUDA that the rest uses, `memory` tracks which stream may use which memory, and
+`kernels/` holds the device code.
 """
 
 from __future__ import annotations

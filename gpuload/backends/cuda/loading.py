@@ -1,0 +1,393 @@
+"""Load fetches into device memory: read their stored bytes, and decode them there.
+
+Each load runs in its own thread and on its own stream, so that concurrent fetches overlap one another and the training
+step. A load is split into parts: while the stream decodes one part, the next is read into another arena. The thread
+waits for the device.
+
+Requirements this module answers
+--------------------------------
+- Nothing is allocated in the steady state: residents, arenas and scratch memory are recycled.
+- A chunk that the device finds bad is decoded again on the host, and reported if it is bad there too.
+- If a load fails, memory that launches use outlives them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.backends import host
+from gpuload.backends.cuda.cache import ChunkCache
+from gpuload.backends.cuda.decode import Decoder, Outcome
+from gpuload.backends.cuda.memory import DevicePool, Lease
+from gpuload.backends.cuda.on_host import HostDecoder
+from gpuload.backends.cuda.readers import PAGE, place_extents
+from gpuload.backends.damage import RoundingWarning
+from gpuload.layout import select_chunks
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gpuload.backends.cuda.device import Device
+    from gpuload.backends.cuda.nvcomp import Nvcomp
+    from gpuload.backends.cuda.readers import Reader
+    from gpuload.layout import ArrayLayout
+    from gpuload.stats import Stats
+    from gpuload.types import ArrayRead, Recipe
+
+PART_NBYTES = 256 << 20
+"""Decoded bytes per part, at least."""
+
+PART_STREAMS = 2048
+"""Compressed streams per part, if memory allows. A stream is decoded in sequence by one block of threads, so a launch
+takes as long for a few as for all that a GPU holds: of nvCOMP 5.3's deflate 25 per multiprocessor (64 threads of 40
+registers and 8.6 kB of shared memory each, on sm_90), 3,300 on an H100, where two fetches are loaded at a time."""
+
+PART_SHARE = 128
+"""A part larger than `PART_NBYTES` is at most this fraction of the device's memory: with what zstd takes, some five
+times as much, it is scratch memory of each of two loads."""
+
+N_LOADS = 2
+"""Number of fetches loaded concurrently."""
+
+N_ARENAS = 2
+"""Arenas per load: one is filled while the other is decoded."""
+
+_log = logging.getLogger("gpuload")
+
+
+@dataclass(slots=True, eq=False)
+class CudaResident:
+    """One fetch's decoded rows in device memory.
+
+    Attributes
+    ----------
+    host_indptr, indptr, indices, data
+        CSR: row offsets in host and in device memory, int64 (n_rows + 1,); int32 and float32 (nnz,) in device memory.
+    X
+        Dense: (nnz,) float32, rows concatenated; `indptr` is set if they are not all n_vars wide.
+    map_start : (n_rows,) int64, optional
+        Offset of each row's map in `Form.columns`.
+    leases
+        Leases of its memory, which must be told which streams use it.
+    kept_counts : (n_rows,) int64, optional
+        Number of values of each row that a minibatch stores, once counted; see `Gatherer._kept_counts`.
+    may_be_large : (n_rows,) int64, optional
+        Whether float16 may fail to hold a value of each row, once determined; empty if it holds all. See
+        `Gatherer._may_be_bad`.
+    held
+        Page-locked memory from which `indptr` and `map_start` are uploaded.
+    places
+        The positions that were uploaded last, and where they are in device memory; see `Gatherer._places`.
+    offsets
+        The positions whose offsets in CSR were computed last, and these; see `Gatherer._offsets`.
+    """
+
+    n_rows: int
+    n_vars: int
+    host_indptr: NDArray[np.int64] | None = None
+    indptr: Any = None
+    indices: Any = None
+    data: Any = None
+    X: Any = None
+    map_start: Any = None
+    leases: list[Lease] = field(default_factory=list)
+    kept_counts: NDArray[np.int64] | None = None
+    may_be_large: NDArray[np.int64] | None = None
+    held: list[Any] = field(default_factory=list)
+    places: tuple[NDArray[np.int32], Any] | None = None
+    offsets: tuple[NDArray[np.int32], NDArray[np.int64], Any, NDArray[np.bool_]] | None = None
+
+    def flat(self, target: str) -> Any:
+        """Return the flat array that a read fills."""
+        return getattr(self, target)
+
+
+@dataclass(slots=True, eq=False)
+class _Arena:
+    """Device memory that stored bytes are read into, and the stream that orders its reuse and its next fill."""
+
+    stream: Any
+    memory: Any = None
+
+
+class _Lane:
+    """What one loading thread decodes with: a stream, its scratch memory, and arenas used in turn."""
+
+    def __init__(self, device: Device, pools: list[DevicePool], scratch: list[DevicePool]) -> None:
+        self.stream = device.stream()
+        self.scratch = DevicePool(device, 32, pools)
+        scratch.append(self.scratch)
+        self.arenas = cycle([_Arena(device.stream()) for _ in range(N_ARENAS)])
+
+
+class _Lanes(threading.local):
+    """The lane of each loading thread."""
+
+    def __init__(self, *args: Any) -> None:
+        self.own = _Lane(*args)
+
+
+class DeviceLoads:
+    """Loads recipes into device memory, `N_LOADS` at a time; parameters as for `CudaBackend`."""
+
+    def __init__(
+        self,
+        device: Device,
+        reader: Reader,
+        nvcomp: Nvcomp,
+        stats: Stats,
+        pools: list[DevicePool],
+        *,
+        num_threads: int | None,
+        verify: str,
+        cache_nbytes: int,
+    ) -> None:
+        self._device, self._reader, self._stats, self._verify = device, reader, stats, verify
+        self.residents = DevicePool(device, 16, pools)
+        """Memory of the residents, which consumers use too."""
+        self._scratch: list[DevicePool] = []
+        self._lanes = _Lanes(device, pools, self._scratch)
+        self._decoder = Decoder(device, nvcomp)
+        self._rounding = RoundingWarning()
+        self._host = HostDecoder(device, nvcomp, host.n_threads(num_threads), verify, stats, self._rounding)
+        self._warned_of: set[str] = set()
+        self._device_reads = self._host_reads = False
+        self._cache = ChunkCache(device, cache_nbytes)
+        self._threads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
+        self._arena_nbytes: dict[int, int] = {}
+
+    @property
+    def io_mode(self) -> str:
+        """The I/O path, according to the reader's own counters; the host's if it has read everything."""
+        return "posix" if self._host_reads and not self._device_reads else str(self._reader.io_mode)
+
+    def start(self, recipe: Recipe) -> Future[CudaResident]:
+        """Start to read and decode a fetch."""
+        return self._threads.submit(self._load, recipe)
+
+    def memory(self) -> dict[str, int]:
+        """Return the peak memory held, in bytes, by what uses it; ``"host"`` is in host memory."""
+        return {
+            "residents": self.residents.peak_nbytes,
+            "arenas": sum(self._arena_nbytes.copy().values()),
+            "scratch": sum(pool.peak_nbytes for pool in self._scratch),
+            "cache": self._cache.used_nbytes,
+            "host": self._host.peak_nbytes,
+        }
+
+    def close(self) -> None:
+        """Stop the threads, after the loads in progress, and free the cache."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._host.close()
+        self._threads.shutdown(wait=not host.is_one_of_ours(), cancel_futures=True)
+        self._reader.close()
+        self._cache.clear()
+
+    def _load(self, recipe: Recipe) -> CudaResident:
+        self._device.use()
+        outcomes: list[Outcome] = []  # complete at all times: if a part fails, earlier ones must stay alive
+        try:
+            return self._filled(recipe, outcomes)
+        except BaseException as error:
+            self._give_up(outcomes)
+            # Otherwise whoever keeps the error, as notebooks do, keeps the device memory that its traceback's frames
+            # refer to. (Clearing frames would not free memory held by closures; none are involved.)
+            traceback.clear_frames(error.__traceback__)
+            outcomes.clear()
+            raise
+
+    def _give_up(self, outcomes: list[Outcome]) -> None:
+        """End what is under way; in a function, as the frame of `_load`, whose error is kept, must refer to none."""
+        for outcome in outcomes:
+            for task in outcome.on_host:
+                task.cancel()
+        self._device.wait(self._device.record(self._lanes.own.stream))  # memory that launches use must outlive them
+        for outcome in outcomes:
+            if outcome.kept is not None:
+                self._cache.release(outcome.read, outcome.kept[0])
+
+    def _filled(self, recipe: Recipe, outcomes: list[Outcome]) -> CudaResident:
+        """Return the resident of a recipe once it is whole; append the outcome of each part as it is launched."""
+        stream = self._lanes.own.stream
+        resident = self._new_resident(recipe, stream)
+        for read in recipe.reads:
+            if self._decoder.steps(read.layout) is None:
+                outcomes.append(self._on_host(read, resident))
+                continue
+            places = self._cache.places(read)
+            is_cached = places >= 0
+            if is_cached.any():
+                self._run_cached(read, places, resident, outcomes)
+            if not is_cached.all():
+                rest = select_chunks(read, ~is_cached) if is_cached.any() else read
+                for lo, hi in rest.parts(self._part_nbytes(read.layout)):
+                    self._run(rest, lo, hi, resident, outcomes)
+        start = time.perf_counter()
+        self._device.wait(self._device.record(stream))
+        self._stats.add(decode_s=time.perf_counter() - start)
+        for outcome in outcomes:
+            self._settle(outcome, resident)
+        return resident
+
+    def _part_nbytes(self, layout: ArrayLayout) -> int:
+        """Return the decoded bytes per part of a read."""
+        if layout.is_raw:
+            return PART_NBYTES
+        steps = self._decoder.steps(layout)
+        n_chunks = PART_STREAMS // (1 if steps is None or steps.cut is None else steps.cut.n_streams)
+        wanted = n_chunks * layout.chunk_size * layout.dtype.itemsize
+        return max(PART_NBYTES, min(wanted, self._device.capacity() // PART_SHARE))
+
+    def _new_resident(self, recipe: Recipe, stream: Any) -> CudaResident:
+        resident = CudaResident(recipe.n_rows, recipe.n_vars, recipe.indptr)
+        resident.indptr = self._uploaded(recipe.indptr, resident, stream)
+        resident.map_start = self._uploaded(recipe.map_start, resident, stream)
+        if recipe.kind == "dense":
+            resident.X = self._leased(recipe.nnz, np.float32, resident, stream)
+        else:
+            resident.indices = self._leased(recipe.nnz, np.int32, resident, stream)
+            resident.data = self._leased(recipe.nnz, np.float32, resident, stream)
+        return resident
+
+    def _leased(self, n: int, dtype: type, resident: CudaResident, stream: Any) -> Any:
+        made, lease = self.residents.array((n,), dtype, stream)
+        resident.leases.append(lease)
+        return made
+
+    def _uploaded(self, host: NDArray[np.int64] | None, resident: CudaResident, stream: Any) -> Any:
+        if host is None:
+            return None
+        made, pinned = self._leased(host.size, np.int64, resident, stream), self._device.pinned(host.nbytes)
+        pinned[:] = host.view(np.uint8)
+        self._device.upload(pinned, made, stream)
+        resident.held.append(pinned)
+        return made
+
+    def _run(self, read: ArrayRead, lo: int, hi: int, resident: CudaResident, outcomes: list[Outcome]) -> None:
+        """Read extents ``lo:hi`` into an arena, launch the decoding of their chunks, and append the outcome."""
+        self._device_reads = True
+        lane = self._lanes.own
+        arena = next(lane.arenas)
+        begun = time.perf_counter()
+        self._device.wait(self._device.record(arena.stream))  # else the reader would wait while holding full buffers
+        start = time.perf_counter()
+        source, name = read.layout.source, read.layout.name
+        offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
+        _, _, place, total = place_extents(offset, nbytes, source.nbytes)
+        self._grow(arena, total)
+        self._reader.start(source, offset, nbytes, place, arena.memory, arena.stream, name=name).result()
+        self._device.stream_wait(lane.stream, self._device.record(arena.stream))
+        middle = time.perf_counter()
+        numbers, at = _chunks_of(read, lo, hi, place)
+        outcome = self._enqueue(read, numbers, at, arena.memory, resident, outcomes)
+        kept, room = self._cache.reserve(read, numbers)
+        if kept.size:
+            outcome.kept = kept, room
+            self._decoder.move(
+                outcome, at[kept - numbers[0]], read.chunk_nbytes[kept], room, arena.memory, self._cache.memory, lane
+            )
+        self._device.stream_wait(arena.stream, self._device.record(lane.stream))
+        decode_s = time.perf_counter() - middle + start - begun
+        self._stats.add(read_nbytes=int(nbytes.sum()), read_s=middle - start, decode_s=decode_s)
+
+    def _on_host(self, read: ArrayRead, resident: CudaResident) -> Outcome:
+        """Start to decode a read on the host."""
+        self._host_reads = True
+        source, name, how = read.layout.source, read.layout.name, "+".join(f.name for f in read.layout.filters)
+        self._warn_once(
+            how, "%s: %s is stored as %s, which the GPU has no decoder for; the host decodes it", source.name, name, how
+        )
+        return Outcome(read, on_host=self._host.start(read, resident.flat(read.target), self._lanes.own))
+
+    def _run_cached(
+        self, read: ArrayRead, places: NDArray[np.int64], resident: CudaResident, outcomes: list[Outcome]
+    ) -> None:
+        """Launch the decoding of those chunks of a read that are in the cache, and append the outcomes."""
+        numbers = np.flatnonzero(places >= 0)
+        nbytes = int(read.layout.decoded_nbytes(read.chunk_id[numbers]).sum())
+        n_parts = -(-nbytes // self._part_nbytes(read.layout))
+        self._stats.add(n_chunks_cached=numbers.size)
+        for part in np.array_split(numbers, n_parts):
+            self._enqueue(read, part, places[part], self._cache.memory, resident, outcomes)
+
+    def _enqueue(
+        self,
+        read: ArrayRead,
+        numbers: NDArray[np.int64],
+        place: NDArray[np.int64],
+        memory: Any,
+        resident: CudaResident,
+        outcomes: list[Outcome],
+    ) -> Outcome:
+        """Launch the decoding of chunks, append the outcome, and start to decode on the host what is left to it."""
+        out, lane = resident.flat(read.target), self._lanes.own
+        outcome, left = self._decoder.enqueue(read, numbers, place, memory, out, lane, verify=self._verify)
+        outcomes.append(outcome)
+        if left.size:
+            outcome.on_host = self._host.start(_only(read, left), out, lane)
+        return outcome
+
+    def _grow(self, arena: _Arena, nbytes: int) -> None:
+        """Enlarge an unused arena if it is too small; it starts on a page boundary, as transfers do."""
+        if arena.memory is not None and arena.memory.nbytes >= nbytes:
+            return
+        arena.memory = None
+        memory = self.residents.allocate(nbytes + nbytes // 8 + PAGE)
+        arena.memory = memory[-self._device.address(memory) % PAGE :]
+        self._arena_nbytes[id(arena)] = arena.memory.nbytes
+
+    def _settle(self, outcome: Outcome, resident: CudaResident) -> None:
+        """Have the host decode the chunks that the device found bad, wait for all that it does, and record the rest."""
+        read, suspects = outcome.read, outcome.suspects()
+        if outcome.rounds(suspects):
+            self._rounding.warn(read)
+        good = outcome.good(suspects)  # the host counts those that it decodes
+        decoded_nbytes = int(read.layout.decoded_nbytes(read.chunk_id[good]).sum())
+        self._stats.add(decoded_nbytes=decoded_nbytes, n_chunks=good.size)
+        if suspects.size:
+            outcome.on_host += self._host.start(_only(read, suspects), resident.flat(read.target), self._lanes.own)
+        for task in outcome.on_host:
+            task.result()
+        if suspects.size:
+            layout, chunk = read.layout, int(read.chunk_id[suspects[0]])
+            path, _ = layout.source.where_is(int(read.chunk_offset[suspects[0]]))
+            self._warn_once(
+                f"retry {layout.source.name}",
+                "%s: chunk %d of %s could not be decoded on the GPU, so the host decoded it; others may follow, which "
+                "is slower",
+                *(path, layout.number_in_file(chunk), layout.name),
+            )
+        if outcome.verified is not None and self._verify != "never":
+            read.layout.verified[outcome.verified] = 1
+        if outcome.kept is not None:
+            numbers, place = outcome.kept
+            is_good = ~np.isin(numbers, suspects)
+            self._cache.keep(read, numbers[is_good], place[is_good])
+
+    def _warn_once(self, what: str, message: str, *args: object) -> None:
+        if what not in self._warned_of:
+            self._warned_of.add(what)
+            _log.warning(message, *args)
+
+
+def _only(read: ArrayRead, numbers: NDArray[np.int64]) -> ArrayRead:
+    """Return a read of some of its chunks."""
+    return select_chunks(read, np.isin(np.arange(read.chunk_id.size), numbers))
+
+
+def _chunks_of(
+    read: ArrayRead, lo: int, hi: int, place: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the numbers of the chunks of extents ``lo:hi``, and the places of their bytes, given those of extents."""
+    first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
+    shift = np.repeat(place - read.extent_offset[lo:hi], np.diff(read.extent_chunks[lo : hi + 1]))
+    return np.arange(first, last), read.chunk_offset[first:last] + shift
