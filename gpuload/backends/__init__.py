@@ -97,7 +97,10 @@ def device_number(device: object) -> int | None:
     if found is not None and found[1]:
         return int(found[1])
     if found is not None:
-        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        given = os.environ.get("LOCAL_RANK", "0")
+        if not given.strip().isdecimal():
+            raise PlanError(f"environment: LOCAL_RANK={given!r}: expected a whole number; use device='cuda:<number>'.")
+        rank = int(given)
         return 0 if rank and _n_gpus() == 1 else rank  # the launcher may make only its own GPU visible to each process
     if not (isinstance(device, str) and device in ("auto", "cpu")):
         raise PlanError(f"device={shown(device)}: expected 'auto', 'cpu', 'cuda' or 'cuda:<number>'.")

@@ -91,3 +91,11 @@ def test_a_process_takes_the_gpu_of_its_rank_or_the_only_one(
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(backends, "_n_gpus", lambda: n_gpus)
     assert backends.device_number(device) == number
+
+
+@pytest.mark.parametrize("given", ["", "first", "-1", "0.0"])
+def test_a_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("LOCAL_RANK", given)
+    told = rf"^environment: LOCAL_RANK='{given}': expected a whole number; use device='cuda:<number>'\.$"
+    with pytest.raises(gpuload.PlanError, match=told):
+        backends.device_number("cuda")
