@@ -23,6 +23,7 @@ from array import array
 from contextlib import closing, contextmanager, nullcontext, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 import h5py
 import numpy as np
@@ -115,6 +116,10 @@ class _OneFile(RemoteFile):
 
     is_opened = False
 
+    def __init__(self, source: RemoteSource) -> None:
+        super().__init__(source)
+        _contents[repr(self)] = self
+
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer; see `RemoteFile.readinto`."""
         if self.is_opened and self.tell() == 0 and len(buffer) == len(HDF5):
@@ -123,6 +128,15 @@ class _OneFile(RemoteFile):
                 "it first, with h5copy -f ext."
             )
         return super().readinto(buffer)
+
+
+_contents: WeakValueDictionary[str, _OneFile] = WeakValueDictionary()
+"""What h5py reads of objects, by its names for these files."""
+
+
+def content_of(file: h5py.File) -> RemoteFile | None:
+    """Return what h5py reads a file from, if that is an object of a remote."""
+    return _contents.get(file.filename)
 
 
 class _NoCollection:

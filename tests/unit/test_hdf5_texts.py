@@ -109,7 +109,7 @@ def test_texts_that_were_never_written_are_left_to_h5py(tmp_path: Path, by_h5py:
 
 def natively(file: h5py.File) -> list[str]:
     """Return the texts, read without h5py's help."""
-    return list(hdf5_texts._shared(hdf5_texts._joined(file["texts"], file.id), N))
+    return list(hdf5_texts._shared(hdf5_texts._joined(file["texts"], hdf5_texts._reader(file)), N))
 
 
 def damaged(path: Path, at: int, content: bytes) -> None:
