@@ -21,7 +21,7 @@ _BLOCK, _BLOCKS_AHEAD, _MAX_BLOCKS_AHEAD, _MAX_BLOCKS = 64 << 10, 4, 128, 4096
 _BEGIN, _END, _WHOLE = 32, 40, 96
 """Blocks at the begin and at the end of a file that are fetched before it is read; a file of so few is fetched whole.
 
-HDF5 puts its first groups at the begin, and what anndata writes last, obs and var, at the end: of 60,000 genes, 2 MB."""
+HDF5 puts its first groups at the begin, and what anndata writes last, obs and var, at the end: 2 MB of 60,000 genes."""
 
 _BEHIND, _BEYOND = 4, 12
 """Blocks fetched before and after one that was missing, as metadata are scattered around it."""

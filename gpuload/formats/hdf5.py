@@ -32,7 +32,7 @@ from gpuload.errors import CorruptDataError, ReadError, StoreError, first_line
 from gpuload.formats import arrays
 from gpuload.formats.addresses import as_address, first_bytes
 from gpuload.formats.index import Index, indptr_of
-from gpuload.formats.recognise import HDF5
+from gpuload.formats.recognise import HDF5, PARQUET, ZIP
 from gpuload.layout import ArrayLayout, Filter
 from gpuload.remote_file import RemoteFile
 from gpuload.remote_source import RemoteSource
@@ -289,6 +289,8 @@ def _open_file(path: str, content: _OneFile | None) -> h5py.File:
 
 _CURES = {
     _GZIP: "gunzip it first",
+    PARQUET: "this is a Parquet file: end its name in .parquet",
+    ZIP: "this is a zip file: copy it to a disk, and open the copy",
     HDF5: "it begins like one, so it was truncated or damaged: copy it again",
     b"version ": "this is Git LFS's pointer to the file; get that with `git lfs pull`",
     b"<": "this is a web page, or a server's refusal; look into it, and download the file again",

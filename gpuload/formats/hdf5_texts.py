@@ -150,7 +150,7 @@ def _all(read: Read, offset: int, nbytes: int) -> bytes:
 
 
 def _read_collections(read: Read, offsets: NDArray[np.int64], most: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return the collections at some offsets, ascending, one after the other, and one more byte; and where each ends."""
+    """Return the collections at ascending offsets, one after the other, and one more byte; and where each ends."""
     first, span = int(offsets[0]), int(offsets[-1] - offsets[0]) + _SIZE
     whole = read(first, span) if span <= most else b""
     parts, size = [], _SIZE
