@@ -84,7 +84,8 @@ def join_arrays(store: Store) -> Store:
         return store
     joined, layouts = join_files([matrix.layouts for matrix in store.matrices])
     matrices = tuple(matrix.over(*of) for matrix, of in zip(store.matrices, layouts, strict=True))
-    return replace(store, matrices=matrices, joined=joined)
+    far = tuple(source for source in joined.sources if source.ranges is not None)  # to be ended and closed too
+    return replace(store, matrices=matrices, joined=joined, sources=(*store.sources, *far))
 
 
 def _is_same(one: NDArray[np.object_] | None, other: NDArray[np.object_] | None) -> bool:

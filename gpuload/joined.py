@@ -1,8 +1,8 @@
 """Arrays of many files joined into one, so that a fetch from a hundred files is planned and read like any other.
 
-Files, or zarr folders, whose arrays have the same dtype and filter pipeline share one address space (`JoinedSource`).
-In it, their arrays are concatenated into one, each starting at a chunk boundary (`JoinedArray`). A file unlike all
-others keeps its own arrays (`Joined`).
+Files, or zarr folders, whose arrays have the same dtype and filter pipeline share one address space: a `JoinedSource`,
+or a `RemoteSource` of all their objects, if these are of one remote. In it, their arrays are concatenated into one,
+each starting at a chunk boundary (`JoinedArray`). A file unlike all others keeps its own arrays (`Joined`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.folder_source import FolderSource, bases_of
 from gpuload.layout import plan_read
+from gpuload.remote_source import RemoteSource
 from gpuload.source import FileSource, find_files
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.layout import ArrayLayout
-    from gpuload.types import ArrayRead
+    from gpuload.types import ArrayRead, Source
 
 
 class JoinedSource:
@@ -156,6 +157,12 @@ class Joined:
         groups = [tuple(_alone(layout) for layout in of_file) for of_file in layouts]
         return cls.over(groups, [[number] for number in range(len(layouts))])
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The sources that are of no file alone."""
+        arrays = (array for group in self.groups for array in group if len(array.parts) > 1)
+        return tuple(dict.fromkeys(array.layout.source for array in arrays))
+
     def is_of(self, layouts: Sequence[tuple[ArrayLayout, ...]]) -> bool:
         """Return whether these are the arrays of files with the given layouts."""
         places = zip(layouts, self.group.tolist(), self.place.tolist(), strict=False)
@@ -222,14 +229,23 @@ def _alone(layout: ArrayLayout) -> JoinedArray:
 
 def _join_alike(arrays: Sequence[tuple[ArrayLayout, ...]]) -> tuple[JoinedArray, ...]:
     """Join arrays, each given by its layout in every file; arrays with the same sources share one address space."""
-    shared = JoinedSource([layout.source for layout in arrays[0]])  # type: ignore[misc]
+    shared = _join_sources(arrays[0])
     joined = []
     for layouts in arrays:
         is_shared = all(a.source is b.source for a, b in zip(layouts, arrays[0], strict=True))
-        # in zarr, each array has its own folder
-        source = shared if is_shared else JoinedSource([layout.source for layout in layouts])  # type: ignore[misc]
-        joined.append(_join_array(layouts, source))
+        joined.append(_join_array(layouts, *(shared if is_shared else _join_sources(layouts))))  # in zarr, one for each
     return tuple(joined)
+
+
+def _join_sources(layouts: Sequence[ArrayLayout]) -> tuple[Source, NDArray[np.int64]]:
+    """Return the source of arrays in all files, and the address of the first byte of each file in it."""
+    sources: list[Any] = [layout.source for layout in layouts]
+    if not isinstance(sources[0], RemoteSource):
+        near = JoinedSource(sources)
+        return near, near.base
+    name = f"{sources[0].name} and {len(sources) - 1} more"
+    far = RemoteSource(name, sources[0].remote, [one for source in sources for one in source.objects])
+    return far, far.base[np.cumsum([0, *(len(source.objects) for source in sources[:-1])])]
 
 
 _OF_ANY_LENGTH = {"shuffle", "deflate", "gzip", "lzf", "zstd", "fletcher32", "crc32c"}
@@ -241,17 +257,18 @@ _ENCODE_ONLY = {"deflate", "gzip", "lzf", "zstd"}
 
 def _kind(layout: ArrayLayout) -> tuple[object, ...] | None:
     """Return what must be equal for arrays to be joined; None if this one cannot be joined at all."""
+    far = layout.source if isinstance(layout.source, RemoteSource) and layout.source.objects else None
     is_near = isinstance(layout.source, (FileSource, FolderSource))
-    if not is_near or layout.edges is not None or not all(layout.shape[1:]):
+    if not (is_near or far) or layout.edges is not None or not all(layout.shape[1:]):
         return None
     steps = tuple((step.name, () if step.name in _ENCODE_ONLY else step.values) for step in layout.filters)
     may_differ = len(layout.shape) == 1 and {name for name, _ in steps} <= _OF_ANY_LENGTH
     chunk_shape = None if may_differ else layout.chunk_shape
-    return layout.dtype, repr(layout.fill_value), layout.shape[1:], chunk_shape, steps
+    return layout.dtype, repr(layout.fill_value), layout.shape[1:], chunk_shape, steps, far and id(far.remote)
 
 
-def _join_array(layouts: Sequence[ArrayLayout], source: JoinedSource) -> JoinedArray:
-    """Join arrays that are alike; the chunk tables are copied once and shared by all."""
+def _join_array(layouts: Sequence[ArrayLayout], source: Source, base: NDArray[np.int64]) -> JoinedArray:
+    """Join arrays that are alike, given the base of each file; the chunk tables are copied once and shared by all."""
     n_chunks = np.array([layout.chunk_offset.size for layout in layouts], dtype=np.int64)
     length = np.array([layout.chunk_shape[0] for layout in layouts], dtype=np.int64)
     first = np.append(0, np.cumsum(n_chunks))
@@ -269,7 +286,7 @@ def _join_array(layouts: Sequence[ArrayLayout], source: JoinedSource) -> JoinedA
         name="/".join(reversed(common)),
         shape=(int(start[-1]), *layouts[0].shape[1:]),
         chunk_shape=(int(length.max()), *layouts[0].chunk_shape[1:]),
-        chunk_offset=np.concatenate([part.chunk_offset + b for part, b in zip(layouts, source.base, strict=True)]),
+        chunk_offset=np.concatenate([part.chunk_offset + b for part, b in zip(layouts, base, strict=True)]),
         chunk_nbytes=np.concatenate([part.chunk_nbytes for part in layouts]),
         chunk_mask=np.concatenate([part.chunk_mask for part in layouts]),
         edges=edges,

@@ -47,7 +47,7 @@ _OF_BOTO3 = {"sso_session", "sso_start_url", "role_arn", "credential_process"}
 """Settings through which an AWS profile obtains keys if it has none itself."""
 
 _SLOWEST = 4
-"""Many responses that share a slow network take long, though none stops: 64 of 4 MB in 120 s are 2 MB/s."""
+"""Many responses that share a slow network take long, though none stops: 128 of 2 MB in 120 s are 2 MB/s."""
 
 _MOST_SHOWN = 16
 """Longer values of a query are not shown: they may be secret."""

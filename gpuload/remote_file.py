@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 _BLOCK, _BLOCKS_AHEAD, _MAX_BLOCKS_AHEAD, _MAX_BLOCKS = 64 << 10, 4, 128, 4096
 """Cache of a file: bytes per block; minimum blocks per read, and maximum in sequential reading; blocks kept."""
 
-_BEGIN, _END, _WHOLE = 4, 16, 64
+_BEGIN, _END, _WHOLE = 32, 40, 96
 """Blocks at the begin and at the end of a file that are fetched before it is read; a file of so few is fetched whole.
 
-HDF5 puts its first groups at the begin, and what anndata writes last, such as var, at the end."""
+HDF5 puts its first groups at the begin, and what anndata writes last, obs and var, at the end: 2 MB of 60,000 genes."""
 
 _BEHIND, _BEYOND = 4, 12
 """Blocks fetched before and after one that was missing, as metadata are scattered around it."""
@@ -56,8 +56,8 @@ class RemoteFile(io.RawIOBase):
         self._nodes: dict[int, bytes] = {}
         self._next_block, self._ahead = 0, _BLOCKS_AHEAD
         self.can_wait = True
-        self._missing: list[tuple[int, int]] = []
-        self._trees: list[tuple[list[int], int]] = []
+        self._missing: list[tuple[int, int, int]] = []
+        self._trees: list[tuple[int, int]] = []
 
     def readable(self) -> bool:
         """Return True."""
@@ -84,22 +84,29 @@ class RemoteFile(io.RawIOBase):
             self._fill(out[:n], self._at)
             children = _children(out[:n].tobytes()) if n < _BLOCK else []
             if children and self.can_wait:
-                self._read_nodes(children, n)
+                self._read_nodes((at, n) for at in children)
             elif not self._nodes.keys() >= set(children):
-                self._trees.append((children, n))
+                self._trees += [(at, n) for at in children]
         self._at += n
         return n
 
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Return bytes from an offset on, fewer only at the end, without a move; what is missing, is so all at once."""
+        out = np.empty(max(0, min(nbytes, self._source.nbytes - offset)), dtype=np.uint8)
+        if out.size:
+            self._fill(out, offset)
+        return out.tobytes()
+
     def _fill(self, out: NDArray[np.uint8], at: int) -> None:
         """Fill `out` from cached blocks, reading those that are missing first."""
-        first, last = at // _BLOCK, (at + out.size - 1) // _BLOCK + 1
-        missing = [number for number in range(first, last) if number not in self._blocks]
+        wanted = _blocks_of(at, out.size)
+        missing = [number for number in wanted if number not in self._blocks]
         if missing and not self.can_wait:
-            self._missing.append((missing[0], missing[-1] + 1))
+            self._missing.append((at, missing[0], missing[-1] + 1))
             raise MissingError(f"{self.name}: bytes from {at} on are not there yet.")
         if missing:
             self._read_blocks(missing[0], missing[-1] + 1)
-        for number in range(first, last):
+        for number in wanted:
             block = self._blocks[number]
             start = number * _BLOCK
             lo, hi = max(at, start), min(at + out.size, start + block.size)
@@ -112,7 +119,12 @@ class RemoteFile(io.RawIOBase):
         is_next = first == self._next_block
         self._ahead = min(2 * self._ahead, _MAX_BLOCKS_AHEAD) if is_next else ahead
         self._next_block = max(last, first + self._ahead)
-        self._fetch([(first if is_next else max(0, first - behind), self._next_block)])
+        begin, end = first if is_next else max(0, first - behind), self._next_block
+        while begin < first and begin in self._blocks:
+            begin += 1
+        while end > last and end - 1 in self._blocks:
+            end -= 1
+        self._fetch([(begin, end)])
 
     def _fetch(self, runs: Sequence[tuple[int, int]]) -> None:
         """Read runs of blocks, each a first block and that after its last, by concurrent requests."""
@@ -147,10 +159,10 @@ class RemoteFile(io.RawIOBase):
         self._missing, self._trees = [], []
         if not missing:
             return False
-        for children, nbytes in trees:
-            self._read_nodes(children, nbytes)
-        for first, last in () if trees else missing:  # or else it was a node
-            self._read_blocks(first, last, _BEYOND, _BEHIND)
+        self._read_nodes(trees)
+        for at, first, last in missing:
+            if at not in self._nodes:
+                self._read_blocks(first, last, _BEYOND, _BEHIND)
         return True
 
     def bring(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -159,6 +171,9 @@ class RemoteFile(io.RawIOBase):
         Each then serves reads that start at its first byte. Ranges that extend beyond the file are skipped.
         """
         inside = sorted({(at, n) for at, n in ranges if at >= 0 and 0 < n <= self._source.nbytes - at})
+        there = [(at, n) for at, n in inside if self._blocks.keys() >= set(_blocks_of(at, n))]
+        self._nodes |= {at: self.read_at(at, n) for at, n in there}
+        inside = sorted(set(inside).difference(there))
         runs: list[list[tuple[int, int]]] = []
         end = -_BLOCK
         for at, n in inside:  # nearby ones are read together
@@ -175,12 +190,16 @@ class RemoteFile(io.RawIOBase):
             for at, n in run:
                 self._nodes[at] = buffer[start + at : start + at + n].tobytes()
 
-    def _read_nodes(self, children: list[int], nbytes: int) -> None:
-        """Read nodes of a tree and the levels below them, a whole level at a time."""
-        while children:
-            new = {at for at in children if at not in self._nodes}
-            self.bring((at, nbytes) for at in new)
-            children = [child for at in new if at in self._nodes for child in _children(self._nodes[at])]
+    def _read_nodes(self, nodes: Iterable[tuple[int, int]]) -> None:
+        """Read nodes of trees, each a first byte and a length, and the levels below, a whole level of all at a time."""
+        while new := {(at, n) for at, n in nodes if at not in self._nodes}:
+            self.bring(new)
+            nodes = [(child, n) for at, n in new if at in self._nodes for child in _children(self._nodes[at])]
+
+
+def _blocks_of(at: int, nbytes: int) -> range:
+    """Return the numbers of the blocks that hold a range of bytes, which is not empty."""
+    return range(at // _BLOCK, (at + nbytes - 1) // _BLOCK + 1)
 
 
 def _children(node: bytes) -> list[int]:

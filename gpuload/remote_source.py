@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-IN_FLIGHT = 64
-"""Concurrent requests of this process: at 1 MB and 30 ms each, 2 GB/s, more than most networks deliver."""
+IN_FLIGHT = 128
+"""Concurrent requests of this process: at 30 ms, 4,000 of small chunks in a second, or 4 GB/s in requests of 1 MB."""
 
 MAX_GAP, MAX_EXTENT = 128 << 10, 4 << 20
-"""Limits of coalescing: with so many in flight, a 30 ms request costs 0.5 ms of network time, in which 250 MB/s deliver
+"""Limits of coalescing: with so many in flight, a 30 ms request costs 0.25 ms of network time, in which 500 MB/s are
 128 KB; and an object store reaches full throughput from a few MB per request on."""
 
 _SLOW = 4.0

@@ -22,7 +22,7 @@ from gpuload.object_remote import named_query, split_query
 from gpuload.remote import Patience, open_remote
 
 if TYPE_CHECKING:
-    from gpuload.cache import SampleStore
+    from gpuload.cache import BlockCache, SampleStore
     from gpuload.remote import Remote, RemoteObject
 
 _OF_FILES = (".h5ad", ".h5mu", ".h5", ".parquet", ".npy", ".npz", ".zip")
@@ -33,11 +33,12 @@ _NOT_THERE = "gpuload-looks-whether-this-is-there"
 
 
 class _Clients:
-    """The remotes of addresses that are given together: one for all objects of a folder, with its connections."""
+    """The remotes of addresses given together: one for all objects of a folder, or of a cache, with its connections."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._remotes: dict[str, Remote] = {}
+        self._caches: dict[int, BlockCache] = {}
 
     def remote(self, url: str, options: Mapping[str, Any]) -> Remote:
         """Return the remote of a folder, the same each time."""
@@ -45,6 +46,15 @@ class _Clients:
             if url not in self._remotes:
                 self._remotes[url] = open_remote(url, **options)
             return self._remotes[url]
+
+    def cache_over(self, store: SampleStore) -> BlockCache:
+        """Return the cache in a store, the same each time."""
+        from gpuload.cache import BlockCache
+
+        with self._lock:
+            if id(store) not in self._caches:
+                self._caches[id(store)] = BlockCache(store)
+            return self._caches[id(store)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Clients, ()
@@ -122,9 +132,7 @@ class Address(str):  # noqa: SLOT000 - caches what it has found
     @cached_property
     def _reached(self) -> tuple[Remote, str]:
         if self.cache is not None:
-            from gpuload.cache import BlockCache
-
-            remote = BlockCache(self.cache)
+            remote = self.clients.cache_over(self.cache)
             if self.query:
                 raise PlanError(
                     f"{self}: a cache reads it as its own remote does, without what follows the '?'; leave that out "

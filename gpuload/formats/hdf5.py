@@ -23,6 +23,7 @@ from array import array
 from contextlib import closing, contextmanager, nullcontext, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 import h5py
 import numpy as np
@@ -31,7 +32,7 @@ from gpuload.errors import CorruptDataError, ReadError, StoreError, first_line
 from gpuload.formats import arrays
 from gpuload.formats.addresses import as_address, first_bytes
 from gpuload.formats.index import Index, indptr_of
-from gpuload.formats.recognise import HDF5
+from gpuload.formats.recognise import HDF5, PARQUET, ZIP
 from gpuload.layout import ArrayLayout, Filter
 from gpuload.remote_file import RemoteFile
 from gpuload.remote_source import RemoteSource
@@ -115,6 +116,10 @@ class _OneFile(RemoteFile):
 
     is_opened = False
 
+    def __init__(self, source: RemoteSource) -> None:
+        super().__init__(source)
+        _contents[repr(self)] = self
+
     def readinto(self, buffer: Any) -> int:
         """Fill a buffer; see `RemoteFile.readinto`."""
         if self.is_opened and self.tell() == 0 and len(buffer) == len(HDF5):
@@ -123,6 +128,15 @@ class _OneFile(RemoteFile):
                 "it first, with h5copy -f ext."
             )
         return super().readinto(buffer)
+
+
+_contents: WeakValueDictionary[str, _OneFile] = WeakValueDictionary()
+"""What h5py reads of objects, by its names for these files."""
+
+
+def content_of(file: h5py.File) -> RemoteFile | None:
+    """Return what h5py reads a file from, if that is an object of a remote."""
+    return _contents.get(file.filename)
 
 
 class _NoCollection:
@@ -275,6 +289,8 @@ def _open_file(path: str, content: _OneFile | None) -> h5py.File:
 
 _CURES = {
     _GZIP: "gunzip it first",
+    PARQUET: "this is a Parquet file: end its name in .parquet",
+    ZIP: "this is a zip file: copy it to a disk, and open the copy",
     HDF5: "it begins like one, so it was truncated or damaged: copy it again",
     b"version ": "this is Git LFS's pointer to the file; get that with `git lfs pull`",
     b"<": "this is a web page, or a server's refusal; look into it, and download the file again",

@@ -22,10 +22,15 @@ import numpy as np
 
 from gpuload.backends import codecs
 from gpuload.formats.arrays import as_strings
-from gpuload.formats.hdf5 import filters_of
+from gpuload.formats.hdf5 import content_of, filters_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
+
+    Read = Callable[[int, int], bytes]
+    """Return bytes of a file, given the first and how many; fewer at its end."""
 
 _FEW, _MANY = 1 << 10, 1 << 17
 """h5py reads fewer texts in less than a millisecond; more are no genes, and would be in memory several times."""
@@ -57,14 +62,25 @@ class _UnusualError(Exception):
 
 def read_texts(stored: Any) -> NDArray[np.object_]:
     """Return an HDF5 data set of one dimension as strings, shape (n,) object: one array for all that are alike."""
-    kind, file = stored.id.get_type(), stored.file
-    is_usual = hasattr(kind, "is_variable_str") and kind.is_variable_str() and file.driver == "sec2"
-    if is_usual and _FEW <= len(stored) <= _MANY:
+    kind = stored.id.get_type()
+    is_usual = hasattr(kind, "is_variable_str") and kind.is_variable_str()
+    if is_usual and _FEW <= len(stored) <= _MANY and (read := _reader(stored.file)) is not None:
         try:
-            return _shared(_joined(stored, file.id), len(stored))
+            return _shared(_joined(stored, read), len(stored))
         except (_UnusualError, codecs.DecodeError, OSError, RuntimeError, ValueError):
             pass
     return as_strings(stored[()])
+
+
+def _reader(file: Any) -> Read | None:
+    """Return what reads bytes of a file that h5py has open; None if only h5py can read it."""
+    content = content_of(file)
+    if content is not None:
+        return content.read_at
+    if file.driver != "sec2":
+        return None
+    descriptor = file.id.get_vfd_handle()
+    return lambda offset, nbytes: os.pread(descriptor, nbytes, offset)
 
 
 def _shared(joined: bytes, n: int) -> NDArray[np.object_]:
@@ -81,10 +97,10 @@ def _shared(joined: bytes, n: int) -> NDArray[np.object_]:
     return found
 
 
-def _joined(stored: Any, file: Any) -> bytes:
+def _joined(stored: Any, read: Read) -> bytes:
     """Return the texts, each followed by a zero."""
-    created, descriptor = file.get_create_plist(), file.get_vfd_handle()
-    references = _references(stored, descriptor)
+    created = stored.file.id.get_create_plist()
+    references = _references(stored, read)
     nbytes, heap, number = (references[name].astype(np.int64) for name in ("nbytes", "heap", "number"))
     limits = ((nbytes, _LONGEST), (heap, 1 << 47), (number, 1 << 16))  # an empty text is in no collection
     if any(not 0 < of.min() <= of.max() < limit for of, limit in limits) or created.get_sizes() != (8, 8):
@@ -93,28 +109,28 @@ def _joined(stored: Any, file: Any) -> bytes:
     heap, number = heap[places], number[places]
     is_first = np.append(True, heap[1:] != heap[:-1])
     most = _MOST_READ * int(nbytes.sum() + _HEADER * nbytes.size)
-    read, end = _read_collections(descriptor, heap[is_first] + created.get_userblock(), most)
+    found, end = _read_collections(read, heap[is_first] + created.get_userblock(), most)
     start = np.empty_like(places)
-    start[places] = _starts(read, end // 8, is_first, number, nbytes[places])
-    read[start + nbytes] = 0
+    start[places] = _starts(found, end // 8, is_first, number, nbytes[places])
+    found[start + nbytes] = 0
     parts = []
     for k in range(0, start.size, _TOGETHER):
         sizes = nbytes[k : k + _TOGETHER] + 1
         ends = np.cumsum(sizes)
         index = np.repeat(start[k : k + _TOGETHER] - ends + sizes, sizes)
         index += np.arange(index.size)
-        parts.append(read[index].tobytes())
+        parts.append(found[index].tobytes())
     return b"".join(parts)
 
 
-def _references(stored: Any, descriptor: int) -> NDArray[Any]:
+def _references(stored: Any, read: Read) -> NDArray[Any]:
     """Return the references as they are stored."""
     n, size = len(stored), _REFERENCE.itemsize
     if stored.chunks is None:
         offset = stored.id.get_offset()
         if offset is None or stored.id.get_storage_size() != n * size:
             raise _UnusualError
-        return np.frombuffer(_read(descriptor, offset, n * size), dtype=_REFERENCE)
+        return np.frombuffer(_all(read, offset, n * size), dtype=_REFERENCE)
     (length,) = stored.chunks
     if length > 2 * _MANY:
         raise _UnusualError
@@ -125,26 +141,26 @@ def _references(stored: Any, descriptor: int) -> NDArray[Any]:
     return np.concatenate(parts).view(_REFERENCE)[:n]
 
 
-def _read(descriptor: int, offset: int, nbytes: int) -> bytes:
-    """Return bytes of the file."""
-    read = os.pread(descriptor, nbytes, offset)
-    if len(read) < nbytes:
+def _all(read: Read, offset: int, nbytes: int) -> bytes:
+    """Return bytes of the file, as many as are wanted."""
+    found = read(offset, nbytes)
+    if len(found) < nbytes:
         raise _UnusualError
-    return read
+    return found
 
 
-def _read_collections(
-    descriptor: int, offsets: NDArray[np.int64], most: int
-) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Return the collections at some offsets, one after the other, and one more byte; and where each ends."""
+def _read_collections(read: Read, offsets: NDArray[np.int64], most: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return the collections at ascending offsets, one after the other, and one more byte; and where each ends."""
+    first, span = int(offsets[0]), int(offsets[-1] - offsets[0]) + _SIZE
+    whole = read(first, span) if span <= most else b""
     parts, size = [], _SIZE
     for offset in offsets.tolist():
-        read = os.pread(descriptor, size, offset)  # as large as the one before it
-        size = int.from_bytes(read[8:16], "little")
+        part = whole[offset - first : offset - first + size] or read(offset, size)  # as large as the one before it
+        size = int.from_bytes(part[8:16], "little")
         most -= size
-        if not read.startswith(_BEGIN) or size <= _HEADER or size % 8 or most < 0:
+        if not part.startswith(_BEGIN) or size <= _HEADER or size % 8 or most < 0:
             raise _UnusualError
-        parts.append((read + _read(descriptor, offset + len(read), max(0, size - len(read))))[:size])
+        parts.append((part + _all(read, offset + len(part), max(0, size - len(part))))[:size])
     ends = np.cumsum([len(part) for part in parts])
     return np.frombuffer(bytearray().join([*parts, b"\0"]), dtype=np.uint8), ends
 

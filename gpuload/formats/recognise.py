@@ -1,7 +1,7 @@
 """Recognise what a path leads to by its contents, and choose the function that opens it.
 
-A format is recognised by its first bytes and its members; a file's suffix only decides which files of a folder count.
-No slow import is made for a format that is not there.
+A format is recognised by its first bytes and its members; a file's suffix only decides which files of a folder count,
+and spares a request at an address. No slow import is made for a format that is not there.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ USER_BLOCKS = (0, 512, 1024, 2048)
 
 ENDINGS = (".h5ad", ".h5mu", ".h5", ".zarr", ".npz", ".npy", ".parquet")
 """File suffixes looked for in a folder."""
+
+_OF_HDF5 = (".h5ad", ".h5mu", ".h5")
+"""Suffixes by which an object counts as HDF5, as there may be thousands: each is asked for once less."""
 
 GENES_FILE = "gene_metadata.parquet"
 """The table beside Parquet files of cells that says which gene a number stands for; see `parquet_genes`."""
@@ -316,8 +319,11 @@ def _form(path: str) -> str:
     """Return a form of folder, ``"npy"``, ``"npz"``, ``"parquet"`` or, for any other file, ``"hdf5"``."""
     if _is_folder(path):
         return folder_form(path) or "zarr"  # whose error says what it is not
+    address = as_address(path)
+    if address is not None and address.base.endswith(_OF_HDF5):
+        return "hdf5"
     first = first_bytes(path)
-    if as_address(path) is not None and first.startswith((NPY, ZIP)):
+    if address is not None and first.startswith((NPY, ZIP)):
         raise StoreError(
             f"{path}: HDF5, Parquet and zarr folders can be read at an address, but .npy, .npz and zip files cannot; "
             "copy it first."

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 import anndata
+import h5py
 import numpy as np
 import pytest
 import scipy.sparse
@@ -28,7 +29,7 @@ pytest.importorskip("zarr", minversion="3.0")
 import gpuload
 from benchmarks.s3server import start
 from gpuload.cache import BlockRemote, SampleStore
-from gpuload.errors import PlanError, ReadError, StoreError
+from gpuload.errors import CorruptDataError, PlanError, ReadError, StoreError
 from gpuload.formats import zarr_remote
 from gpuload.formats.addresses import Address
 from gpuload.remote import open_remote
@@ -67,6 +68,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     root = tmp_path_factory.mktemp("s3")
     (root / "data").mkdir()
     with start(root) as running:
+        remote = open_remote("s3://data", **options(running))
+        assert remote.head("none") is None  # obstore's own threads start once per process
         yield running
 
 
@@ -675,8 +678,6 @@ def test_pattern_selects_matching_files(
 def test_a_large_chunk_tree_is_read_a_level_at_a_time(
     server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import h5py
-
     from gpuload import remote_file
     from tests import writers
 
@@ -912,3 +913,91 @@ def test_inspect_accepts_addresses(
         far = json.loads(capsys.readouterr().out)
         assert [{**a, "file": ""} for a in far["arrays"]] == [{**a, "file": ""} for a in near["arrays"]]
         assert path.is_dir() or far["file_nbytes"] == near["file_nbytes"]
+
+
+@pytest.mark.parametrize("form", ["h5ad", "cached", "zarr"])
+def test_files_in_one_folder_are_read_like_one(server: Running, tmp_path: Path, form: str) -> None:
+    """Else each would be planned and read by itself, a few requests at a time."""
+    genes, folder = [f"gene_{i}" for i in range(30)], tmp_path / tmp_path.name
+    parts = [several.part(seed, genes=genes, n_obs=20 + seed) for seed in range(4)]
+    settings: dict[str, Any] = {"batch_size": 7, "fetch_factor": 12, "block_size": 2}
+    if form == "zarr":
+        import zarr
+
+        paths = [folder / f"{number}.zarr" for number in range(4)]
+        for path, part in zip(paths, parts, strict=True):
+            whole = np.vstack([part.X.toarray()] * 2)[:30]
+            zarr.create_array(str(path), shape=whole.shape, chunks=(7, 30), dtype="f4")[:] = whole
+    else:
+        settings["obs"] = ["depth"]
+        paths = several.write(folder, parts[:3], compression="gzip") + several.write(tmp_path / "odd", parts[3:])
+        paths[3] = paths[3].rename(folder / "odd.h5ad")  # without compression, so read by itself
+    near, there, reached = batches(paths, **settings), put(server, folder), options(server)
+    addresses = [f"s3://data/{there}/{path.name}" for path in paths]
+    if form == "cached":
+        blocks = BlockRemote(open_remote("s3://data", **reached))
+        store = settings["cache"] = SampleStore(tmp_path / "cache", blocks, n_processes=0, fetch=False)
+    else:
+        store, settings["storage_options"] = nullcontext(), reached
+    with store, gpuload.open_loader(addresses, seed=1, **settings) as loader:
+        for _ in range(2):
+            loader.set_epoch(0)
+            assert_same([(batch.X.copy(), batch.rows, dict(batch.obs)) for batch in loader], near)
+        n_reads = len(loader.store.recipe(np.array([[0, loader.n_obs]])).reads)
+        assert n_reads == (1 if form == "zarr" else 4), "not one each for data and indices, and those of the odd file"
+        assert (loader.hit_ratio or 0) >= (0.5 if form == "cached" else 0)
+        sources = {layout.source for matrix in loader.store.matrices for layout in matrix.layouts}
+    for source in sources:
+        with pytest.raises(ReadError, match="the loader was closed"):
+            source.read_into(np.empty(1, dtype=np.uint8), 0)
+
+
+def test_joined_files_are_named_in_errors(server: Running, tmp_path: Path, no_leaks: None) -> None:
+    genes = [f"gene_{i}" for i in range(30)]
+    parts = [several.part(seed, genes=genes) for seed in range(3)]
+    folder = tmp_path / tmp_path.name
+    paths = several.write(folder, parts, compression="gzip")
+    there = put(server, folder)
+    addresses = [f"s3://data/{there}/{path.name}" for path in paths]
+    with gpuload.open_loader(addresses, storage_options=options(server)) as loader:
+        second = server.root / "data" / there / paths[1].name
+        second.with_name("new").write_bytes(paths[2].read_bytes() + b"more")
+        second.with_name("new").replace(second)
+        with pytest.raises(ReadError, match=rf"^{addresses[1]}: the object was changed since it was listed; open it"):
+            list(loader)
+    with h5py.File(paths[2]) as file:
+        where = file["X/data"].id.get_chunk_info(0)
+    raw = bytearray(paths[2].read_bytes())
+    raw[where.byte_offset + 10 : where.byte_offset + where.size] = bytes(where.size - 10)
+    (server.root / "data" / there / paths[2].name).write_bytes(raw)
+    with gpuload.open_loader(addresses[::2], storage_options=options(server)) as loader:
+        words = rf"^{addresses[2]}: chunk 0 of /X/data at byte {where.byte_offset} is damaged"
+        with pytest.raises(CorruptDataError, match=words):
+            list(loader)
+
+
+def test_small_files_take_few_requests_to_open(server: Running, tmp_path: Path) -> None:
+    """Begin and end are fetched at once, and the genes' names then; nothing is asked of the object before that."""
+    cells = several.part(0, genes=[f"ENSG{i:011}" for i in range(60_000)])
+    path = several.write(tmp_path / tmp_path.name, [cells])[0]
+    there = put(server, path.parent)
+    before = server.counts()
+    with gpuload.open_loader(f"s3://data/{there}/{path.name}", storage_options=options(server)) as loader:
+        assert loader.var_names.tolist() == list(cells.var_names)
+    asked = {kind: n - before.get(kind, 0) for kind, n in server.counts().items() if kind[:4] in ("GET ", "HEAD")}
+    n_parts = -(-path.stat().st_size // (4 << 20))
+    assert {kind: n for kind, n in asked.items() if n} == {"HEAD 200": 1, "GET 206": n_parts}
+
+
+@pytest.mark.parametrize(
+    ("content", "cure"),
+    [
+        (b"PK\x03\x04" + bytes(100), "this is a zip file: copy it to a disk, and open the copy"),
+        (b"PAR1" + bytes(100), r"this is a Parquet file: end its name in \.parquet"),
+        (b"cells", r"expected an \.h5ad file"),
+    ],
+)
+def test_what_is_no_hdf5_in_spite_of_its_name_is_told(server: Running, content: bytes, cure: str) -> None:
+    (server.root / "data" / "odd.h5ad").write_bytes(content)
+    with pytest.raises(StoreError, match=rf"^s3://data/odd\.h5ad: not a readable HDF5 file \(.*\); {cure}\.$"):
+        gpuload.open_loader("s3://data/odd.h5ad", storage_options=options(server))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -9,8 +10,12 @@ import numpy as np
 import pytest
 
 import gpuload
-from gpuload.formats import hdf5_texts
+from gpuload import remote_file
+from gpuload.formats import hdf5, hdf5_texts
 from gpuload.formats.hdf5_texts import read_texts
+from gpuload.remote import FolderRemote
+from gpuload.remote_file import MissingError
+from gpuload.remote_source import RemoteSource
 from tests.writers import counts, write_csr, write_h5ad
 
 if TYPE_CHECKING:
@@ -107,9 +112,44 @@ def test_texts_that_were_never_written_are_left_to_h5py(tmp_path: Path, by_h5py:
     assert by_h5py == [N]
 
 
+def far(path: Path, wait: bool) -> tuple[list[str], int]:
+    """Return the texts of a file as an object of a remote, and how many rounds of requests they took."""
+    remote = FolderRemote(path.parent)
+    found = remote.head(path.name)
+    assert found is not None
+    with closing(RemoteSource("far", remote, [found])) as source:
+        content, n_rounds = hdf5._OneFile(source), 0
+        content.can_wait = wait
+        while True:
+            try:
+                with h5py.File(content, "r") as file:
+                    return list(read_texts(file["texts"])), n_rounds
+            except MissingError:
+                n_rounds += 1
+                assert content.bring_missing()
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (700,), "compression": "gzip"}, {"userblock_size": 512}])
+@pytest.mark.parametrize("wait", [True, False])
+def test_texts_of_an_object_are_read_as_those_of_a_file(
+    tmp_path: Path,
+    by_h5py: list[int],
+    wait: bool,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    no_leaks: None,
+) -> None:
+    for name, value in (("_BLOCK", 1024), ("_BEHIND", 0), ("_BEYOND", 2), ("_MAX_BLOCKS_AHEAD", 2)):
+        monkeypatch.setattr(remote_file, name, value)
+    found, n_rounds = far(written(tmp_path / "t.h5", texts(), **options), wait)
+    assert found == texts()
+    assert by_h5py == []
+    assert n_rounds <= (8 if "chunks" in options else 5), "the heaps were asked for one after another"
+
+
 def natively(file: h5py.File) -> list[str]:
     """Return the texts, read without h5py's help."""
-    return list(hdf5_texts._shared(hdf5_texts._joined(file["texts"], file.id), N))
+    return list(hdf5_texts._shared(hdf5_texts._joined(file["texts"], hdf5_texts._reader(file)), N))
 
 
 def damaged(path: Path, at: int, content: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -355,7 +356,7 @@ def test_file_that_does_not_wait_says_what_it_lacks(
     source.close()
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 70_000, 64 << 16, (64 << 16) + 1, 9_000_000])
+@pytest.mark.parametrize("nbytes", [0, 1, 70_000, 64 << 16, 96 << 16, (96 << 16) + 1, 9_000_000])
 def test_ends_of_a_file_are_fetched_at_once(nbytes: int, no_leaks: None) -> None:
     content = (DATA * 9)[:nbytes]
     remote = FakeRemote({"a": content})
@@ -369,6 +370,42 @@ def test_ends_of_a_file_are_fetched_at_once(nbytes: int, no_leaks: None) -> None
     file.seek(max(0, nbytes - 900_000))
     assert file.read() == content[-900_000:]
     assert len(remote.asked) == n_asked
+    source.close()
+
+
+def test_what_is_there_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> None:
+    """Neither blocks around one that is missing, nor what is around the nodes of chunk trees."""
+    for name, value in (("_BLOCK", 4096), ("_BEHIND", 4), ("_BEYOND", 8)):
+        monkeypatch.setattr(remote_file, name, value)
+    content = DATA[: 100 * 4096]
+    remote = FakeRemote({"a": content})
+    source = source_of(remote)
+    file = RemoteFile(source)
+    file.can_wait = False
+    for at in (50, 60, 55, 57, 45):
+        file.seek(at * 4096)
+        with suppress(MissingError):
+            file.read(10)
+        file.bring_missing()
+    asked = [n for _, start, stop in remote.asked for n in range(start // 4096, stop // 4096)]
+    assert asked == [*range(46, 58), *range(58, 68), *range(41, 46)]
+    source.close()
+    with h5py.File(tmp_path / "trees.h5", "w") as written:
+        for name in "xy":
+            written.create_dataset(name, data=np.arange(60_000), chunks=(100,), compression="gzip")
+    remote = FakeRemote({"a": (tmp_path / "trees.h5").read_bytes()})
+    source = source_of(remote)
+    file = RemoteFile(source)
+    file.can_wait = False
+    n_rounds, is_read = 0, False
+    while not is_read:
+        with suppress(MissingError), h5py.File(file, "r") as opened:
+            for name in "xy":
+                opened[name].id.chunk_iter(lambda _: None)
+            is_read = True
+        n_rounds += file.bring_missing()
+    assert n_rounds < 9
+    assert sum(stop - start > 4096 for _, start, stop in remote.asked) == 2, "blocks around nodes were fetched"
     source.close()
 
 
