@@ -164,16 +164,17 @@ def _as_kind(column: ObsColumn, kind: str) -> ObsColumn:
 
 
 def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
-    columns = _of_one_kind(name, [s.obs.pop(name) for s in stores], [s.paths[0] for s in stores])
+    stored, paths = [s.obs.pop(name) for s in stores], [s.paths[0] for s in stores]
+    columns = _of_one_kind(name, stored, paths)
     if len(columns) == 1:
         return columns[0]
     if columns[0].categories is None:
         values = [c.values for c in columns if c.values.size] or [columns[0].values]
         dtype = np.result_type(*values)
         if dtype.kind == "f":
-            for store, column in zip(stores, columns, strict=True):
-                if column.values.dtype.kind in "iu":
-                    check_whole(column.values, f"{store.paths[0]}: obs column {name!r}")
+            for path, column in zip(paths, stored, strict=True):
+                if column.categories is None and column.values.dtype.kind in "iu":
+                    check_whole(column.values, f"{path}: obs column {name!r}")
             own = [c.values.dtype for c in columns if c.has_value]  # NaN fits any width
             dtype = np.result_type(*own) if np.result_type(*own, np.bool_).kind == "f" else dtype
         return ObsColumn(np.concatenate(values, dtype=dtype, casting="same_kind"))

@@ -141,7 +141,8 @@ def deal_cells(wanted: Mapping[str, Any], n_obs: int, classes: Grouping | None, 
     there = np.bincount(part + 1, minlength=len(wanted) + 1)[1:]
     for name, n in zip(wanted, there.tolist(), strict=True):
         if not n:
-            raise PlanError(f"shares[{name!r}]={wanted[name]!r}: too small a share of {n_obs} cells; make it larger.")
+            share = "..." if wanted[name] is ... else wanted[name]  # as it is written, not as its repr
+            raise PlanError(f"shares[{name!r}]={share}: too small a share of {n_obs} cells; make it larger.")
     return part
 
 

@@ -195,7 +195,8 @@ class PairedControl:
                 f"{which}the cells with that value in column {self.column!r} are left out by where= or a Subset; keep "
                 "them in."
             )
-        known_names = (np.unique(column.values) if names is None else names).tolist()
+        held_values = np.unique(column.values)  # pandas keeps categories that no cell has
+        known_names = (held_values if names is None else names[held_values[held_values >= 0]]).tolist()
         there = {str(name): name for name in known_names if name == name}  # noqa: PLR0124 - NaN
         near = nearest(str(wanted[0]), list(there)) if wanted else None
         guess = f"did you mean {there[near]!r}?" if near else "pass the value that marks controls."

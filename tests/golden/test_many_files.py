@@ -413,6 +413,8 @@ TRUTHS = pd.array([True, None], dtype="boolean")
         ((["a"], pd.array([None], dtype="boolean")), "codes", ["a", None]),
         (([3], [True, False]), "int64", [3, 1, 0]),
         (([3.5], [7]), "float64", [3.5, 7]),
+        ((pd.Categorical([]), [3.5], [7]), "float64", [3.5, 7]),
+        (([7], np.empty(0, object), [np.nan]), "float64", [7, None]),
     ],
 )
 def test_compatible_column_types_are_joined(columns: Any, dtype: str, expected: list[Any]) -> None:

@@ -250,6 +250,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
             "PairedControl(control='none'): no cell has that value in column 'drug'; pass the value that",
         ),
         (
+            PairedControl("empty", "a", match="batch"),
+            "PairedControl(control='a'): no cell has that value in column 'empty'; pass the value that marks",
+        ),
+        (
             PairedControl("drug", "dmsoo", match="batch"),
             "PairedControl(control='dmsoo'): no cell has that value in column 'drug'; did you mean 'dmso'?",
         ),

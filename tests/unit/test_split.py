@@ -393,6 +393,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (HALVES, {"seed": 1.5}, r"seed=1\.5: expected"),
     ({f"p{i}": 0.2 for i in range(5)}, {"by": "year"}, "4 groups by year cannot fill 5 parts"),
     ({"a": [2020, 2021, 2022, 2023], "b": ...}, {"by": "year"}, "0 groups by year cannot fill 1 parts"),
+    ({"a": 0.9999, "b": ...}, {}, r"shares\['b'\]=\.\.\.: too small a share of 700 cells; make it larger"),
     ({"a": 0.9999, "b": 0.0001}, {}, r"shares\['b'\]=0\.0001: too small a share of 700 cells; make it larger"),
     ({f"p{i}": 1e-5 for i in range(32768)}, {}, "32768 parts; at most 32767"),
 ]
