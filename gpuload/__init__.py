@@ -122,7 +122,7 @@ def open_loader(
     layer: str | Sequence[str] = "X",
     obsm: str | Sequence[str] = (),
     modality: str | Sequence[str] = (),
-    genes: Sequence[str] | NDArray[np.bool_] | None = None,
+    genes: str | Sequence[str] | NDArray[np.bool_] | None = None,
     join: str | Sequence[str] | None = None,
     where: str | None = None,
     transform: Transform | Mapping[str, Transform | None] | None = None,
@@ -219,7 +219,11 @@ def open_loader(
         and `genes` refer to the first, and ``batch.modalities[name]`` holds the X of each of the others with all of its
         genes and the same `output` and `dtype`. All must have the same cell names in the same order.
     genes
-        Gene names, returned in the order given, or a boolean mask over all genes, in file order; None takes all.
+        Gene names in a list, returned in the order given; or a boolean mask over all genes, in file order; or a
+        condition on columns of var, written like `where`, also in file order: ``"highly_variable"``,
+        ``"feature_type == 'protein_coding'"``. None takes all. A condition applies to the var of the first layer; the
+        others return the same genes. Of several files, each needs these columns, and for no gene may the condition
+        hold in one and not in another. Of Parquet, SCDL, .npy and .npz, no columns of var are read.
     join
         How to combine files whose genes, or gene orders, differ. None raises an error; ``"inner"`` takes the genes
         common to all files, in the order of the first; ``"outer"`` those of any file, in order of first appearance,
@@ -311,6 +315,7 @@ def open_loader(
     transform = check_transform(transform, layers, modalities[1:])
     join = check_join(join)
     wanted = None if where is None else parse_where(where)
+    wanted_genes = parse_where(genes, "genes") if isinstance(genes, str) else None
     obs = check_obs_names("obs", obs)
     meant = opening.check_categories(categories, obs)
     from gpuload.backends import open_backend
@@ -338,7 +343,14 @@ def open_loader(
     with closed_on_error(backend), ExitStack() as on_error:
         try:
             stores = open_matrices(
-                paths, layers=layers, obsm=obsm, modalities=modalities, obs=columns, obs_table=table, join=join
+                paths,
+                layers=layers,
+                obsm=obsm,
+                modalities=modalities,
+                obs=columns,
+                obs_table=table,
+                join=join,
+                var=() if wanted_genes is None else wanted_genes.columns,
             )
         except StoreError as error:
             opening.explain_missing_column(error, sampler, (*obs, *columns_of_where), obs_table, wanted)
@@ -349,7 +361,8 @@ def open_loader(
         if wanted is not None:
             sampler = Subset(wanted.mask(store.obs), sampler)
         strategy = opening.bind(sampler, shuffle, block_size, batch_size, fetch_factor, store, cell_names)
-        stores["X"] = replace(store, obs={name: opening.coded(store, name, meant.get(name)) for name in obs})
+        genes = genes if wanted_genes is None else opening.genes_where(wanted_genes, stores)
+        stores["X"] = replace(store, obs={name: opening.coded(store, name, meant.get(name)) for name in obs}, var=())
         tables = make_tables(stores, layers[0], genes=genes, transform=transform, output=output, dtype=dtype)
         opening.check_batches(list(tables.values()), batch_size, backend.takes_ahead)
         plan = Plan(

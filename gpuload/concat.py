@@ -46,7 +46,8 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         _check_kind(first, store)
         if join is None:
             _check_genes(first, store, cure)
-    obs = {name: _concat_column(name, stores) for name in list(first.obs)}
+    parts = [store.paths[0] for store in stores]
+    obs = {name: concat_column(name, [s.obs.pop(name) for s in stores], parts) for name in list(first.obs)}
     whole = Store(
         matrices=tuple(m for s in stores for m in s.matrices),
         paths=tuple(p for s in stores for p in s.paths),
@@ -55,6 +56,7 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         sources=tuple(x for s in stores for x in s.sources),
         file_sources=tuple(x for s in stores for x in s.file_sources),
         var_ids=first.var_ids if all(_is_same(first.var_ids, s.var_ids) for s in stores) else None,
+        var=tuple(columns for s in stores for columns in s.var),
     )
     if join is None or join == UNCOMPARED:
         return whole
@@ -129,7 +131,7 @@ def _kind(column: ObsColumn) -> str:
     return "categories of numbers" if kind == "numbers" else kind
 
 
-def _of_one_kind(name: str, columns: list[ObsColumn], paths: Sequence[str]) -> list[ObsColumn]:
+def _of_one_kind(name: str, columns: list[ObsColumn], paths: Sequence[str], key: str) -> list[ObsColumn]:
     """Convert columns to one kind, or raise StoreError if their values are of several kinds.
 
     Columns without any value take the kind of the others; missing numbers are NaN.
@@ -146,7 +148,7 @@ def _of_one_kind(name: str, columns: list[ObsColumn], paths: Sequence[str]) -> l
     if len(wanted) > 1:
         odd = next(number for number in there if kinds[number] != kinds[there[0]])
         raise StoreError(
-            f"{paths[odd]}: obs column {name!r} holds {kinds[odd]}, unlike in {paths[there[0]]}; make the column's "
+            f"{paths[odd]}: {key} column {name!r} holds {kinds[odd]}, unlike in {paths[there[0]]}; make the column's "
             "type the same in all files."
         )
     (kind,) = wanted
@@ -163,9 +165,9 @@ def _as_kind(column: ObsColumn, kind: str) -> ObsColumn:
     return column if is_coded else column.of_booleans()
 
 
-def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
-    stored, paths = [s.obs.pop(name) for s in stores], [s.paths[0] for s in stores]
-    columns = _of_one_kind(name, stored, paths)
+def concat_column(name: str, stored: list[ObsColumn], paths: Sequence[str], key: str = "obs") -> ObsColumn:
+    """Concatenate a column of obs or var of several files; raise StoreError if its values are of several kinds."""
+    columns = _of_one_kind(name, stored, paths, key)
     if len(columns) == 1:
         return columns[0]
     if columns[0].categories is None:
@@ -174,7 +176,7 @@ def _concat_column(name: str, stores: Sequence[Store]) -> ObsColumn:
         if dtype.kind == "f":
             for path, column in zip(paths, stored, strict=True):
                 if column.categories is None and column.values.dtype.kind in "iu":
-                    check_whole(column.values, f"{path}: obs column {name!r}")
+                    check_whole(column.values, f"{path}: {key} column {name!r}")
             own = [c.values.dtype for c in columns if c.has_value]  # NaN fits any width
             dtype = np.result_type(*own) if np.result_type(*own, np.bool_).kind == "f" else dtype
         return ObsColumn(np.concatenate(values, dtype=dtype, casting="same_kind"))

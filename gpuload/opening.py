@@ -11,6 +11,7 @@ import numpy as np
 
 from gpuload import machine
 from gpuload.checks import as_array, check_order
+from gpuload.concat import concat_column
 from gpuload.errors import PlanError, StoreError, listing, shown
 from gpuload.plan import DEFAULT_BLOCK_SIZE, chunks_per_block
 from gpuload.sampling import Cells, Subset, block_size_of, plain
@@ -211,6 +212,53 @@ def explain_missing_column(
         raise StoreError(f"{said}; {cure}.") from None
     if table is not None:
         raise StoreError(f"{said}.") from None
+
+
+def genes_where(where: Where, stores: Mapping[str, Store]) -> NDArray[Any]:
+    """Return the genes of the first matrix for which a condition on its var is true, in their order.
+
+    Returns
+    -------
+    (n_vars,) bool; or names, object, if another layer has other genes than X, as raw.X does.
+
+    Raises
+    ------
+    PlanError
+        It holds for no gene, or, of a gene that several files have, in one file and not in another.
+    StoreError
+        A column holds values of different kinds in different files.
+    """
+    store = stores["X"]
+    maps, starts = None, [0] * len(store.var)
+    if store.alignment is not None:
+        maps, starts = store.alignment.maps, store.alignment.starts.tolist()
+    seen: dict[tuple[int, int], int] = {}  # most files have the same genes, and the same columns, as another
+    for file, (columns, start) in enumerate(zip(store.var, starts, strict=True)):
+        seen.setdefault((id(columns), start), file)
+    files = list(seen.values())
+    paths = [store.paths[file] for file in files]
+    var = {name: concat_column(name, [store.var[f][name] for f in files], paths, "var") for name in where.columns}
+    holds, end = where.holds(var), 0
+    is_chosen, file_of = np.zeros(store.n_vars, dtype=bool), np.full(store.n_vars, -1)
+    for file in files:
+        n = store.matrices[file].n_vars
+        own, end = holds[end : end + n], end + n
+        place = np.arange(n) if maps is None else maps[starts[file] : starts[file] + n]
+        own, place = own[place >= 0], place[place >= 0]
+        differs = (file_of[place] >= 0) & (is_chosen[place] != own)
+        if differs.any():
+            at = place[np.argmax(differs)]
+            with_it, without = (file_of[at], file) if is_chosen[at] else (file, file_of[at])
+            raise PlanError(
+                f"genes={where.text!r:.200}: it holds for gene {store.var_names[at]!r} in {store.paths[with_it]} but "
+                f"not in {store.paths[without]}; pass the names of genes in a list."
+            )
+        is_chosen[place], file_of[place] = own, file
+    if not is_chosen.any():
+        raise PlanError(f"genes={where.text!r:.200}: it holds for none of the {store.n_vars} genes; relax it.")
+    layers = (other for name, other in stores.items() if name.startswith("layers/"))
+    is_one = all(np.array_equal(other.var_names, store.var_names) for other in layers)
+    return is_chosen if is_one else store.var_names[is_chosen]
 
 
 def bind(

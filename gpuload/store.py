@@ -22,6 +22,8 @@ from gpuload.layout import split_at
 from gpuload.types import Recipe, consecutive, expand_ranges
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
 
     from gpuload.alignment import Alignment
@@ -37,7 +39,7 @@ MAX_WHOLE = 1 << 53
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObsColumn:
-    """One column of obs in host memory.
+    """One column of obs, or of var, in host memory.
 
     Attributes
     ----------
@@ -203,6 +205,8 @@ class Store:
         Maps the columns of each matrix to genes; None if all matrices have the genes `var_names`.
     joined
         The arrays of all matrices, joined where matrices are alike; by default, none are joined.
+    var
+        The requested columns of each matrix's var, (n_vars,) of the matrix each.
     file_start : (n_files + 1,) int64
         First row of each file, and the end.
     """
@@ -216,6 +220,7 @@ class Store:
     alignment: Alignment | None = None
     joined: Joined = _NONE_JOINED
     file_sources: tuple[tuple[Source, ...], ...] = ()
+    var: tuple[Mapping[str, ObsColumn], ...] = ()
     file_start: NDArray[np.int64] = field(init=False)
     _widths: NDArray[np.int64] = field(init=False)
 

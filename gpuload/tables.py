@@ -138,8 +138,6 @@ def select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, ND
     """Return the output column of every stored gene (-1 = not chosen; None = all) and the names of the chosen genes."""
     if genes is None:
         return None, store.var_names
-    if isinstance(genes, str):
-        raise PlanError(f"genes={genes!r}: expected a list of gene names or a mask, for example genes=[{genes!r}].")
     check_order(f"genes={shown(genes)}", genes, "a list of gene names, whose order is that of the columns, or a mask")
     if isinstance(genes, (bytes, AbstractSet, Mapping)) or not hasattr(genes, "__len__"):
         raise PlanError(

@@ -1,7 +1,8 @@
 """Cell selection by a short expression over columns of obs: ``"cell_type == 'T cell' and pct_mito < 0.1"``.
 
 The expression is parsed as Python and its tree walked: only comparisons, and/or/not, in, parentheses, literals, column
-names and isna/notna are allowed, so nothing in it is ever executed. X is not read.
+names and isna/notna are allowed, so nothing in it is ever executed. X is not read. Genes are selected by the same over
+columns of var.
 
 Missing values compare as in pandas: equal to nothing, unequal to everything, neither less nor greater.
 """
@@ -41,6 +42,10 @@ _COMPARE: dict[type[ast.cmpop], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.GtE: (">=", operator.ge),
 }
 _MIRRORED: dict[Any, Any] = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE}
+_MASK = {"where": "sampler=Subset(mask)", "genes": "a mask over all genes"}
+_NAMES = {"where": "", "genes": "; names of genes go in a list"}
+"""What else may be given in place of an expression, by the setting."""
+
 _WORDS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|`([^`]*)`|(#[^\n]*)""")
 """Quoted text, names in backticks, and comments, each up to the end of its line."""
 
@@ -69,12 +74,15 @@ class Where:
     ----------
     names
         Maps placeholders to the names given in backticks.
+    setting
+        The argument that it was given as: ``"where"`` over obs, or ``"genes"`` over var.
     """
 
     text: str
     columns: tuple[str, ...]
     tree: ast.expr
     names: Mapping[str, str]
+    setting: str
 
     def name_of(self, node: ast.Name) -> str:
         """Return the column that a name stands for."""
@@ -105,30 +113,42 @@ class Where:
         PlanError
             A value is compared with a column that cannot hold it, no cell has a named category, or no cells are left.
         """
-        test = _Compiler(self, obs).test(self.tree)
-        n_rows = next(iter(obs.values())).values.size
+        mask = self.holds(obs)
+        if not mask.any():
+            raise PlanError(f"where={self.text!r}: it holds for none of the {mask.size} cells; relax it.")
+        return mask
+
+    def holds(self, table: Mapping[str, Column]) -> NDArray[np.bool_]:
+        """Return for which rows of a table, of cells or genes, the expression is true; it may be none."""
+        test = _Compiler(self, table).test(self.tree)
+        n_rows = next(iter(table.values())).values.size
         mask = np.empty(n_rows, dtype=bool)
         for start in range(0, n_rows, SLICE):
             rows = slice(start, start + SLICE)
             mask[rows] = test(rows)
-        if not mask.any():
-            raise PlanError(f"where={self.text!r}: it holds for none of the {n_rows} cells; relax it.")
         return mask
 
 
-def parse(text: Any) -> Where:
+def parse(text: Any, setting: str = "where") -> Where:
     """Parse an expression, without opening anything.
 
     Parameters
     ----------
     text
         The expression. Columns whose name is not a Python name go in backticks (```pct mito```); text is quoted.
+    setting
+        See `Where`.
 
     Raises
     ------
     PlanError
         It is not a valid expression.
     """
+    if setting == "genes" and not text.strip():
+        raise PlanError(
+            f"genes={text!r}: expected a condition on columns of var, such as 'highly_variable', or names of genes in "
+            "a list."
+        )
     if not isinstance(text, str) or not text.strip():
         is_list = not isinstance(text, str) and hasattr(text, "__getitem__")
         rows = "; pass a mask or row numbers as sampler=gpuload.Subset(mask)" if is_list else ""
@@ -137,7 +157,7 @@ def parse(text: Any) -> Where:
             f"where=\"cell_type == 'T cell' and pct_mito < 0.1\"{rows}."
         )
     if len(text) > MAX_LENGTH:
-        raise PlanError(f"where: {len(text)} characters; at most {MAX_LENGTH} are read. Pass sampler=Subset(mask).")
+        raise PlanError(f"{setting}: {len(text)} characters; at most {MAX_LENGTH} are read. Pass {_MASK[setting]}.")
     names: dict[str, str] = {}
     mark = "_column_"
     while mark in text:
@@ -156,18 +176,19 @@ def parse(text: Any) -> Where:
         line = re.sub(r"[\r\n]", " ", _WORDS.sub(put, text)).strip()
         tree = ast.parse(line, mode="eval").body
         _restore_names(tree, line)
-        where = Where(text, (), tree, names)
+        where = Where(text, (), tree, names, setting)
         columns = tuple(dict.fromkeys(_check(tree, where)))
     except (SyntaxError, ValueError, MemoryError) as error:
         if isinstance(error, PlanError):
             raise
         reason = getattr(error, "msg", None) or type(error).__name__
         raise PlanError(
-            f"where={text!r:.200}: it cannot be read as an expression ({_named(reason, names)}); {_meant(text)}."
+            f"{setting}={text!r:.200}: it cannot be read as an expression ({_named(reason, names)}); {_meant(text)}"
+            f"{_NAMES[setting]}."
         ) from error
     except RecursionError as error:
-        raise PlanError(f"where={text!r:.200}: it is nested too deeply; pass sampler=Subset(mask).") from error
-    return Where(text, columns, tree, names)
+        raise PlanError(f"{setting}={text!r:.200}: it is nested too deeply; pass {_MASK[setting]}.") from error
+    return Where(text, columns, tree, names, setting)
 
 
 def _restore_names(tree: ast.expr, line: str) -> None:
@@ -270,7 +291,11 @@ def _call_name(node: ast.Call) -> str:
 
 
 def _refusal(where: Where, node: ast.expr, what: str) -> PlanError:
-    return PlanError(f"where={where.text!r:.200}: {_shown(node, where)!r:.100} {what}. See open_loader(where=...).")
+    setting = where.setting
+    return PlanError(
+        f"{setting}={where.text!r:.200}: {_shown(node, where)!r:.100} {what}{_NAMES[setting]}. See "
+        f"open_loader({setting}=...)."
+    )
 
 
 def _shown(node: ast.expr, where: Where) -> str:
@@ -317,8 +342,8 @@ class _Compiler:
         name, column = self._column(node)
         if not _kind(column) == "booleans":
             raise PlanError(
-                f"where={self._where.text!r:.200}: column {name!r} holds {_kind(column)}, so it is neither true nor "
-                "false; compare it with a value."
+                f"{self._where.setting}={self._where.text!r:.200}: column {name!r} holds {_kind(column)}, so it is "
+                "neither true nor false; compare it with a value."
             )
         return self._lookup(column, operator.eq, True)
 
@@ -354,7 +379,7 @@ class _Compiler:
     def _check_values(self, name: str, column: Column, values: list[Any], sign: str) -> None:
         """Raise PlanError for values that a column cannot hold, or that no cell has."""
         found = _kind(column)
-        where = f"where={self._where.text!r:.200}: column {name!r} holds {found}"
+        where = f"{self._where.setting}={self._where.text!r:.200}: column {name!r} holds {found}"
         known = [] if column.categories is None or found != "text" else [str(c) for c in column.categories]
         is_known = frozenset(known)  # both values and categories may number in the thousands
         for value in values:

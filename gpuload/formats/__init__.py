@@ -16,13 +16,14 @@ import numpy as np
 from gpuload.concat import concat, join_arrays, stored_columns, with_columns
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.addresses import Address, check_given, child_of
-from gpuload.formats.arrays import OBSM, as_strings, numbered
+from gpuload.formats.arrays import OBSM, as_strings, no_var, numbered
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
 from gpuload.formats.obs_table import check_obs_table, table_columns
 from gpuload.formats.progress import Progress, each_of, threads_for_parts
 from gpuload.formats.recognise import expand, is_parquet, obs_columns, open_path
 from gpuload.source import FileSource, closed_on_error, replaced
 from gpuload.store import ObsColumn
+from gpuload.types import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ def open_matrices(
     obs: Sequence[str],
     join: Join,
     obs_table: tuple[pd.DataFrame, Callable[[], NDArray[np.object_]]] | None = None,
+    var: Sequence[str] = (),
 ) -> dict[str, Store]:
     """Open several matrices of the same cells.
 
@@ -66,6 +68,8 @@ def open_matrices(
     obs_table
         Further columns of obs, which replace those of the files, and a function that returns the names of all cells;
         see `obs_table`.
+    var
+        Columns of the first matrix's var to keep in memory.
 
     Returns
     -------
@@ -85,11 +89,11 @@ def open_matrices(
     with ExitStack() as on_error:
         stores: dict[str, Store] = {}
 
-        def add(name: str, cells: Any, layer: str, obs: Sequence[str], join: Join) -> None:
-            stores[name] = open_store(cells, layer=layer, obs=obs, join=join)
+        def add(name: str, cells: Any, layer: str, obs: Sequence[str], join: Join, var: Sequence[str] = ()) -> None:
+            stores[name] = open_store(cells, layer=layer, obs=obs, join=join, var=var)
             on_error.enter_context(closed_on_error(stores[name]))
 
-        add("X", first, layers[0], [name for name in obs if name not in in_table], join)
+        add("X", first, layers[0], [name for name in obs if name not in in_table], join, var)
         if obs_table is not None:
             table, cell_names = obs_table
             names = [name for name in obs if name in in_table]
@@ -111,7 +115,7 @@ def open_matrices(
     return stores
 
 
-def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None) -> Store:
+def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None, var: Sequence[str] = ()) -> Store:
     """Open files, or cells in memory, as one table of cells.
 
     Parameters
@@ -126,6 +130,8 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
     join
         How to join genes that differ between files; see `concat`. With ``"outer"``, columns of obs that only
         some files have, or some data sets of a collection, are missing values in the others.
+    var
+        Columns of var to keep in memory; each file must have them.
 
     Raises
     ------
@@ -140,9 +146,9 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None)
     is_made = SOURCE_FILE in obs and SOURCE_FILE not in _columns_of(each[0])
     stored = [name for name in obs if name != SOURCE_FILE] if is_made else obs
     stores = (
-        [_open(each[0], None, layer, stored, join == "outer")]
+        [_open(each[0], None, layer, stored, var, join == "outer")]
         if len(each) == 1
-        else _open_all(each, layer, stored, join)
+        else _open_all(each, layer, stored, join, var)
     )
     with closed_on_error(*stores):
         first = stores[0]
@@ -196,7 +202,7 @@ def _source_file(store: Store) -> ObsColumn:
     return ObsColumn(np.repeat(codes, store.file_rows), np.array(list(number), dtype=object))
 
 
-def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -> list[Store]:
+def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join, var: Sequence[str] = ()) -> list[Store]:
     """Open several stores, a few concurrently; if some cannot be opened, raise the error of the first of them.
 
     With ``"outer"``, a column that only some of them have becomes missing values in the others.
@@ -209,10 +215,11 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join) -
         fill = join == "outer"
         known = pool.map(lambda one: _columns_of(one, obs), each) if obs and fill else [obs] * len(each)
         for place, (one, stored) in enumerate(zip(each, stored_columns(obs, known), strict=True)):
-            opening.append(pool.submit(_open, one, place, layer, stored, fill))
+            opening.append(pool.submit(_open, one, place, layer, stored, var, fill))
         while opening:
             store = with_columns(_opened(opening[0], () if fill else stores), obs)
-            stores.append(replace(store, var_names=names.shared(store.var_names), var_ids=names.shared(store.var_ids)))
+            shared = {"var_names": names.shared(store.var_names), "var_ids": names.shared(store.var_ids)}
+            stores.append(replace(store, **shared, var=tuple(map(names.shared_columns, store.var))))
             progress.one(store.paths[0])
             del store
             opening.popleft()  # which holds its own names
@@ -249,6 +256,7 @@ class _Names:
         self._tables: dict[int, NDArray[np.object_]] = {}
         self._known: dict[Any, Any] = {}
         self._given: set[int] = set()
+        self._columns: dict[Any, Any] = {}
 
     def shared(self, names: Any) -> Any:
         """Return these names: as an array that was given before, or else in this one, each as a known string."""
@@ -263,6 +271,14 @@ class _Names:
         self._tables[key] = names
         self._given.add(id(names))
         return names
+
+    def shared_columns(self, columns: Mapping[str, ObsColumn]) -> Mapping[str, ObsColumn]:
+        """Return these columns of var: as a table that was given before, if they are the same."""
+        content: list[Any] = []
+        for column in columns.values():
+            values, names = column.values, column.categories  # noqa: PD011 - not a pandas frame
+            content += [values.dtype.str, values.tobytes(), () if names is None else (kind_of(names), *names)]
+        return self._columns.setdefault(tuple(content), columns) if columns else columns
 
 
 def _close_opened(opening: Future[Store]) -> None:
@@ -287,15 +303,17 @@ def _together(parts: Sequence[Any]) -> list[Any]:
     return out
 
 
-def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str], fill: bool) -> Store:
+def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str], var: Sequence[str], fill: bool) -> Store:
     if isinstance(cells, tuple):
         from gpuload.formats.parquet_cells import open_cells
 
+        if var:
+            raise no_var(cells[0], var)
         store = open_cells(cells, layer=layer, obs=obs, fill=fill)
     elif isinstance(cells, str):
-        store = open_path(cells, layer=layer, obs=obs, fill=fill)
+        store = open_path(cells, layer=layer, obs=obs, fill=fill, var=var)
     else:
-        store = open_memory(cells, place, layer=layer, obs=obs)
+        store = open_memory(cells, place, layer=layer, obs=obs, var=var)
     return replace(store, paths=tuple(map(str, store.paths)))  # names alone: an Address holds how it is reached
 
 

@@ -274,10 +274,23 @@ def other_matrices(layers: Sequence[str], others: Sequence[str]) -> str:
     return f"choose {', or '.join(each)}." if each else "no other matrix is there: name another file."
 
 
-def no_column(where: str, name: str, names: Sequence[str]) -> StoreError:
-    """Return the error for a missing column of obs, listing those that exist."""
+def no_var(where: str, names: Sequence[str]) -> StoreError:
+    """Return the error for columns of var that are requested where no var is read."""
+    return StoreError(
+        f"{where}: no columns of var are read from it, so genes= cannot be a condition on {listing(names)}; pass the "
+        "names of genes in a list, or a mask over all genes."
+    )
+
+
+def no_column(where: str, name: str, names: Sequence[str], frame: str = "obs") -> StoreError:
+    """Return the error for a missing column of obs or var, listing those that exist."""
     near = nearest(name, names)
     guess = f"did you mean {near!r}? It has" if near else "it has"
+    if frame != "obs":
+        return StoreError(
+            f"{where}: {frame} has no column {name!r}; {guess} {listing(names)}. In genes=, put names of genes in a "
+            "list, and text in quotes."
+        )
     if name in _NAMES_OF_CELLS:
         guess = "the names of cells are gpuload.obs_names(paths)[batch.rows]. It has"
     error = StoreError(f"{where}: obs has no column {name!r}; {guess} {listing(names)}.")

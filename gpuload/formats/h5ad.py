@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-def open_hdf5(path: str, *, layer: str, obs: Sequence[str], modality: str = "") -> Store:
+def open_hdf5(path: str, *, layer: str, obs: Sequence[str], modality: str = "", var: Sequence[str] = ()) -> Store:
     """Open an HDF5 file that is an AnnData, a MuData or a feature-barcode matrix.
 
     Parameters
@@ -33,6 +33,8 @@ def open_hdf5(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
         Columns of obs to keep in memory; for a modality, also those shared by all cells.
     modality
         The modality of a MuData; may be ``""`` if there is only one.
+    var
+        Columns of var to keep in memory.
 
     Raises
     ------
@@ -46,14 +48,14 @@ def open_hdf5(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
 
     def take(file: Any, source: hdf5.Hdf5Source) -> Store:
         def read(root: Any, own: Sequence[str], name: str) -> Store:
-            matrix, var_names, columns = read_members(root, name, layer, own, hdf5.Access(source))
-            return Store((matrix,), (name,), var_names, columns, (source,))
+            matrix, var_names, columns, of_genes = read_members(root, name, layer, own, var, hdf5.Access(source))
+            return Store((matrix,), (name,), var_names, columns, (source,), var=(of_genes,))
 
         if mudata.is_mudata(file):
             return mudata.read_modality(file, path, modality, obs, read)
         if _groups(file, path, modality):
             return read(file, obs, path)
-        return tenx.read_tenx(file, hdf5.Access(source), layer, obs)
+        return tenx.read_tenx(file, hdf5.Access(source), layer, obs, var)
 
     return hdf5.read(path, take)[0]
 

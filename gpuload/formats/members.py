@@ -48,9 +48,9 @@ class Access(Protocol):
 
 
 def read_members(
-    root: Any, path: str, layer: str, obs: Sequence[str], access: Access
-) -> tuple[Matrix, NDArray[Any], dict[str, ObsColumn]]:
-    """Return the matrix of an AnnData, the names of its genes, and columns of its obs.
+    root: Any, path: str, layer: str, obs: Sequence[str], var: Sequence[str], access: Access
+) -> tuple[Matrix, NDArray[Any], dict[str, ObsColumn], dict[str, ObsColumn]]:
+    """Return the matrix of an AnnData, the names of its genes, and columns of its obs and of the matrix's var.
 
     Parameters
     ----------
@@ -69,18 +69,23 @@ def read_members(
     matrix_key, var_key = keys_of(root, layer, path)
     matrix = _open_matrix(root, matrix_key, path, access)
     if var_key:
-        var = arrays.member(root, var_key, path)
-        if var is None:
+        genes = arrays.member(root, var_key, path)
+        if genes is None:
             raise StoreError(f"{path}: there is no /{var_key}; it has {_members(root)}. Is it {access.owner}?")
-        var_names = read_index(var, path, var_key)
+        var_names = read_index(genes, path, var_key)
         arrays.check_length(f"{path}: {name_in(root, var_key)}", var_names.size, matrix.n_vars, "genes")
+    elif var:
+        raise arrays.no_var(path, var)
     else:
         var_names = arrays.numbered(matrix.n_vars)
     frame = arrays.member(root, "obs", path) if obs else None
     columns = {name: read_column(frame, name, path) for name in obs}
     for name, column in columns.items():
         arrays.check_length(f"{path}: {name_in(root, 'obs')}/{name}", column.values.size, matrix.n_rows, "cells")
-    return matrix, var_names, columns
+    of_genes = {name: read_column(genes, name, path, var_key) for name in var}
+    for name, column in of_genes.items():
+        arrays.check_length(f"{path}: {name_in(root, var_key)}/{name}", column.values.size, matrix.n_vars, "genes")
+    return matrix, var_names, columns, of_genes
 
 
 def open_csr(group: Any, n_rows: int, n_vars: int, access: Access) -> CsrMatrix:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.layout import ArrayLayout
-    from gpuload.store import Matrix
+    from gpuload.store import Matrix, ObsColumn
 
 
 def is_anndata(cells: object) -> bool:
@@ -44,7 +44,7 @@ def is_matrix(cells: object) -> bool:
     return isinstance(cells, np.ndarray) and not (cells.ndim == 1 and cells.dtype.kind in "OSU")
 
 
-def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]) -> Store:
+def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str], var: Sequence[str] = ()) -> Store:
     """Make a store of cells in memory.
 
     Parameters
@@ -69,8 +69,8 @@ def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]
     if is_anndata(cells):
         where = f"<AnnData{number}>"
         if cells.isbacked and layer in ("X", "raw.X"):
-            return _open_backed(cells, where, layer, obs)
-        return _open_anndata(cells, where, layer, obs)
+            return _open_backed(cells, where, layer, obs, var)
+        return _open_anndata(cells, where, layer, obs, var)
     if not is_matrix(cells):
         cure = "; of a data frame of genes, pass anndata.AnnData(frame)" if hasattr(cells, "iloc") else ""
         raise StoreError(
@@ -78,6 +78,8 @@ def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]
             f"matrix or a NumPy array{cure}."
         )
     arrays.check_plain_matrix(where, layer, obs, "pass an AnnData")
+    if var:
+        raise arrays.no_var(where, var)
     matrix, sources = _matrix(cells, where, "", "X = X.tocsr()")
     return Store((matrix,), (where,), arrays.numbered(matrix.n_vars), {}, sources)
 
@@ -86,20 +88,30 @@ def _kind(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
-def _open_anndata(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Store:
+def _open_anndata(adata: Any, where: str, layer: str, obs: Sequence[str], var: Sequence[str]) -> Store:
     from gpuload.formats.obs import frame_columns
 
-    X, var, name, cure = _member(adata, where, layer)
+    X, genes, name, cure = _member(adata, where, layer)
     if (place := _place_in_file(X)) is not None:
-        return _open_file(adata, where, *place, obs, var)
+        return _open_file(adata, where, *place, obs, var, genes)
     matrix, sources = _matrix(X, where, name, cure)
     arrays.check_length(f"{where}: obs", adata.n_obs, matrix.n_rows, "cells")
-    var_names = arrays.numbered(matrix.n_vars) if var is None else arrays.as_strings(var.index)
+    var_names = arrays.numbered(matrix.n_vars) if genes is None else arrays.as_strings(genes.index)
     arrays.check_length(f"{where}: var", var_names.size, matrix.n_vars, "genes")
-    return Store((matrix,), (where,), var_names, frame_columns(adata, obs, where), sources)
+    of_genes = _var_columns(adata, var, where, genes)
+    return Store((matrix,), (where,), var_names, frame_columns(adata, obs, where), sources, var=(of_genes,))
 
 
-def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Store:
+def _var_columns(adata: Any, names: Sequence[str], where: str, genes: Any) -> dict[str, ObsColumn]:
+    """Return columns of a matrix's var; raise StoreError if its columns have no names, nor anything else."""
+    from gpuload.formats.obs import frame_columns
+
+    if genes is None and names:
+        raise arrays.no_var(where, names)
+    return frame_columns(adata, names, where, genes, "var") if names else {}
+
+
+def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str], var: Sequence[str]) -> Store:
     """Open the file of a backed AnnData, which may have been closed."""
     path = os.fspath(adata.filename)
     if adata.is_view:
@@ -111,7 +123,8 @@ def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str]) -> Stor
         stored = adata.file["X"]
         stored.file.flush()  # pending writes
         path += stored.name.removesuffix("/X")  # of a MuData, the modality
-    return _open_file(adata, where, path, layer, obs, adata.var if layer == "X" else getattr(adata.raw, "var", None))
+    genes = adata.var if layer == "X" else getattr(adata.raw, "var", None)
+    return _open_file(adata, where, path, layer, obs, var, genes)
 
 
 def _place_in_file(X: Any) -> tuple[str, str] | None:
@@ -132,17 +145,20 @@ def _place_in_file(X: Any) -> tuple[str, str] | None:
     return file + root, layer or ("raw.X" if is_raw else "X")
 
 
-def _open_file(adata: Any, where: str, path: str, layer: str, obs: Sequence[str], var: Any) -> Store:
-    """Open a matrix in a file; names and obs come from memory, as they may have been changed."""
+def _open_file(
+    adata: Any, where: str, path: str, layer: str, obs: Sequence[str], var: Sequence[str], genes: Any
+) -> Store:
+    """Open a matrix in a file; names, obs and var come from memory, as they may have been changed."""
     from gpuload.formats.obs import frame_columns
     from gpuload.formats.recognise import open_path
 
     store = open_path(path, layer=layer, obs=())
     with closed_on_error(store):
         arrays.check_length(f"{where}: obs", adata.n_obs, store.n_obs, "cells")
-        var_names = store.var_names if var is None else arrays.as_strings(var.index)
+        var_names = store.var_names if genes is None else arrays.as_strings(genes.index)
         arrays.check_length(f"{where}: var", var_names.size, store.n_vars, "genes")
-        return replace(store, obs=frame_columns(adata, obs, where), var_names=var_names)
+        of_genes = _var_columns(adata, var, where, genes)
+        return replace(store, obs=frame_columns(adata, obs, where), var_names=var_names, var=(of_genes,))
 
 
 def _member(adata: Any, where: str, layer: str) -> tuple[Any, Any, str, str]:

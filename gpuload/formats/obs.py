@@ -86,8 +86,8 @@ def index_pieces(frame: Any, path: str, key: str) -> Iterator[NDArray[np.object_
         yield read_index(frame, path, key)
 
 
-def read_column(frame: Any, name: str, path: str) -> ObsColumn:
-    """Return one column of a stored obs.
+def read_column(frame: Any, name: str, path: str, key: str = "obs") -> ObsColumn:
+    """Return one column of a stored obs, or of the var that `key` names.
 
     Returns
     -------
@@ -105,9 +105,9 @@ def read_column(frame: Any, name: str, path: str) -> ObsColumn:
     """
     names = column_names(frame)
     if name not in names:
-        raise no_column(path, name, names)
-    with damage_of(path, name):
-        return encode(read_values(frame, name, path), name, path)
+        raise no_column(path, name, names, key)
+    with damage_of(path, name, key):
+        return encode(read_values(frame, name, path), name, path, key)
 
 
 @contextmanager
@@ -125,25 +125,30 @@ def damage_of(path: str, name: str, frame: str = "obs") -> Iterator[None]:
         ) from error
 
 
-def frame_columns(adata: Any, names: Sequence[str], where: str) -> dict[str, ObsColumn]:
+def frame_columns(
+    adata: Any, names: Sequence[str], where: str, table: Any = None, key: str = "obs"
+) -> dict[str, ObsColumn]:
     """Return columns of an AnnData's obs, which is not changed, as they would be read from a file written by it.
+
+    Those of a var, if it is given as `table`, with its name in errors as `key`.
 
     Raises
     ------
     StoreError
         There is no such column, two have that name, or its type is not supported in a minibatch.
     """
-    known = [str(name) for name in adata.obs.columns]
+    table = adata.obs if table is None else table
+    known = [str(name) for name in table.columns]
     for name in names:
         if name not in known:
-            raise no_column(where, name, known)
+            raise no_column(where, name, known, key)
         if known.count(name) > 1:
-            raise StoreError(f"{where}: obs has {known.count(name)} columns {name!r}; rename all but one.")
-    columns = {name: adata.obs.iloc[:, known.index(name)] for name in names}
+            raise StoreError(f"{where}: {key} has {known.count(name)} columns {name!r}; rename all but one.")
+    columns = {name: table.iloc[:, known.index(name)] for name in names}
     texts = [name for name, column in columns.items() if pd.api.types.infer_dtype(column) == "string"]
     frame = pd.DataFrame({name: columns[name] for name in texts if not has_nul(columns[name].to_numpy(dtype=object))})
     adata.strings_to_categoricals(frame)  # as anndata does on writing; of 'a\0b' and 'a\0c' it would make one category
-    return {name: encode(array_of(frame.get(name, columns[name])), name, where) for name in names}
+    return {name: encode(array_of(frame.get(name, columns[name])), name, where, key) for name in names}
 
 
 def write_h5ad(
@@ -230,10 +235,10 @@ def _attribute(stored: Any, name: str) -> str:
     return as_text(stored.attrs[name]) if name in stored.attrs else ""
 
 
-def encode(values: Any, name: str, path: str) -> ObsColumn:
+def encode(values: Any, name: str, path: str, key: str = "obs") -> ObsColumn:
     """Return a NumPy or pandas array as a column; types as for `read_column`."""
     if values.ndim != 1:
-        raise _no_column_type(values, name, path)
+        raise _no_column_type(values, name, path, key)
     if isinstance(values, pd.Categorical):
         names = np.asarray(values.categories, dtype=object)
         if values.categories.dtype == np.float32:  # as the numbers that are written: 0.1, not 0.10000000149011612
@@ -248,7 +253,7 @@ def encode(values: Any, name: str, path: str) -> ObsColumn:
     if is_extension and pd.api.types.is_numeric_dtype(values):
         own = values.dtype.numpy_dtype
         if own.kind in "iu":
-            check_whole(values.dropna().to_numpy(dtype=own), f"{path}: obs column {name!r}")
+            check_whole(values.dropna().to_numpy(dtype=own), f"{path}: {key} column {name!r}")
         dtype = own if own.kind == "f" else np.float64
         return ObsColumn(np.asarray(values.to_numpy(dtype=dtype, na_value=np.nan)))
     array = values if is_extension else np.asarray(values)
@@ -259,20 +264,21 @@ def encode(values: Any, name: str, path: str) -> ObsColumn:
             return _encode_strings(array)
         except UnicodeDecodeError as error:
             raise StoreError(
-                f"{path}: obs column {name!r} holds bytes that are no UTF-8 text ({first_line(error)}); write them as "
-                "text, or leave the column out."
+                f"{path}: {key} column {name!r} holds bytes that are no UTF-8 text ({first_line(error)}); write them "
+                "as text, or leave the column out."
             ) from error
         except TypeError:  # lists, which no code can stand for
             pass
-    raise _no_column_type(array, name, path)
+    raise _no_column_type(array, name, path, key)
 
 
-def _no_column_type(values: Any, name: str, path: str) -> StoreError:
-    """Return the error for a column of another type, or of an array for each cell."""
+def _no_column_type(values: Any, name: str, path: str, key: str) -> StoreError:
+    """Return the error for a column of another type, or of an array for each cell or gene."""
+    use = "cell can be delivered" if key == "obs" else "gene can be compared"
     return StoreError(
-        f"{path}: obs column {name!r} has dtype {values.dtype} and shape {values.shape}; only categorical, string, "
-        "numeric (of up to 8 bytes) and boolean columns of one value per cell can be delivered; leave it out, or "
-        f"convert it (of dates, obs[{name!r}].astype(str) is text)."
+        f"{path}: {key} column {name!r} has dtype {values.dtype} and shape {values.shape}; only categorical, string, "
+        f"numeric (of up to 8 bytes) and boolean columns of one value per {use}; leave it out, or "
+        f"convert it (of dates, {key}[{name!r}].astype(str) is text)."
     )
 
 

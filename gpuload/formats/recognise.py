@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import BusyError, ReadError, StoreError
 from gpuload.formats.addresses import as_address, child_of, first_bytes
-from gpuload.formats.arrays import names_in
+from gpuload.formats.arrays import names_in, no_var
 from gpuload.formats.zarr_trees import METADATA
 
 if TYPE_CHECKING:
@@ -61,6 +61,9 @@ _OPENERS = {
 
 _OF_ANNDATA = ("hdf5", "zarr")
 """Forms that may hold AnnData: their modules also open a CSC matrix, and give the groups."""
+
+_WITH_VAR = ("hdf5", "zarr", "soma")
+"""Forms from which columns of var are read."""
 
 _WITHOUT_OBS = ("npy", "npz")
 """Forms without columns of obs, which the modules of all others name."""
@@ -140,7 +143,7 @@ def folder_form(path: str) -> str:
     return "scdl" if is_scdl(path) else ""
 
 
-def open_path(path: str, *, layer: str, obs: Sequence[str], fill: bool = False) -> Store:
+def open_path(path: str, *, layer: str, obs: Sequence[str], fill: bool = False, var: Sequence[str] = ()) -> Store:
     """Open one file, or a folder that is one store.
 
     Parameters
@@ -149,6 +152,8 @@ def open_path(path: str, *, layer: str, obs: Sequence[str], fill: bool = False) 
         The path; for a MuData or a SOMA experiment with several modalities, followed by one: ``"cells.h5mu/rna"``.
     fill
         Fill columns of obs that only some data sets of a collection have with missing values in the others.
+    var
+        Columns of var to keep in memory.
 
     Raises
     ------
@@ -165,7 +170,11 @@ def open_path(path: str, *, layer: str, obs: Sequence[str], fill: bool = False) 
         from gpuload.formats.mudata import no_modalities
 
         raise no_modalities(path, modality)
+    if var and form not in _WITH_VAR:
+        raise no_var(path, var)
     named: dict[str, Any] = {"modality": modality} if form in _WITH_MODALITIES else {}
+    if var:
+        named["var"] = var
     if form == "zarr":
         named["fill"] = fill
     given = [path] if form == "parquet" else path

@@ -21,7 +21,7 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gpuload.errors import StoreError, listing
-from gpuload.formats.arrays import OBSM, as_strings, damage_to_metadata, no_column, no_obsm, numbered
+from gpuload.formats.arrays import OBSM, as_strings, damage_to_metadata, no_column, no_obsm, no_var, numbered
 from gpuload.formats.soma_matrices import open_matrix
 from gpuload.formats.tiledb_arrays import open_arrays, read_tables
 from gpuload.formats.tiledb_files import files_of
@@ -45,7 +45,7 @@ _CELL_NAMES = ("obs_id",)
 _GENE_NAMES = ("var_id", "feature_name", "feature_id")
 
 
-def open_soma(path: str, *, layer: str, obs: Sequence[str], modality: str = "") -> Store:
+def open_soma(path: str, *, layer: str, obs: Sequence[str], modality: str = "", var: Sequence[str] = ()) -> Store:
     """Open an experiment.
 
     Parameters
@@ -54,6 +54,8 @@ def open_soma(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
         ``"X"``, ``"raw.X"``, the name of a layer, or ``"obsm/<name>"``.
     modality
         The measurement; empty if there is only one, besides ``"raw"``.
+    var
+        Columns of the measurement's var to keep in memory.
 
     Raises
     ------
@@ -69,20 +71,24 @@ def open_soma(path: str, *, layer: str, obs: Sequence[str], modality: str = "") 
         _check_columns(cells, obs, path)
         tables = {cells: obs}
         if genes is not None:
-            tables[genes] = [name for name in _GENE_NAMES if name in genes.schema.fields]
+            _check_columns(genes, var, path, "var")
+            tables[genes] = list(dict.fromkeys([*(n for n in _GENE_NAMES if n in genes.schema.fields), *var]))
+        elif var:
+            raise no_var(path, var)
         read = read_tables(tables, _ID, array)
         ids, columns = read[cells]
         n_obs = _checked(ids, cells)
         encoded = {name: encode(values, name, path) for name, values in columns.items()}
         if genes is None:
             matrix, source = open_matrix(array, n_obs, None)
-            names, gene_ids = numbered(matrix.n_vars), None
+            names, gene_ids, of_genes = numbered(matrix.n_vars), None, {}
         else:
             gene_numbers, named = read[genes]
             n_vars = _checked(gene_numbers, genes)
             names, gene_ids = _gene_names(named, n_vars)
+            of_genes = {name: encode(named[name], name, path, "var") for name in var}
             matrix, source = open_matrix(array, n_obs, n_vars)
-    return Store((matrix,), (path,), names, encoded, (source,), gene_ids)
+    return Store((matrix,), (path,), names, encoded, (source,), gene_ids, var=(of_genes,))
 
 
 def obs_columns(path: str) -> list[str]:
@@ -215,15 +221,15 @@ def _opened(path: str) -> Iterator[_Experiment]:
         yield _Experiment(files)
 
 
-def _check_columns(cells: Array, names: Sequence[str], path: str) -> None:
-    """Raise StoreError if obs lacks columns, or they cannot be delivered."""
-    known = [name for name in cells.schema.fields if name != _ID]
+def _check_columns(table: Array, names: Sequence[str], path: str, key: str = "obs") -> None:
+    """Raise StoreError if obs or var lacks columns, or they cannot be delivered."""
+    known = [name for name in table.schema.fields if name != _ID]
     for name in names:
         if name not in known:
-            raise no_column(path, name, known)
-        if cells.field(name).is_time:
+            raise no_column(path, name, known, key)
+        if table.field(name).is_time:
             raise StoreError(
-                f"{path}: obs column {name!r} holds dates or times; only categorical, string, numeric and boolean "
+                f"{path}: {key} column {name!r} holds dates or times; only categorical, string, numeric and boolean "
                 "columns can be delivered."
             )
 

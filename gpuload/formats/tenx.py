@@ -43,7 +43,7 @@ def genomes(file: Any) -> list[str]:
     return [name for name, node in file.items() if hdf5.is_group(node) and {"barcodes", "indptr"} <= set(node)]
 
 
-def read_tenx(file: Any, access: hdf5.Access, layer: str, obs: Sequence[str]) -> Store:
+def read_tenx(file: Any, access: hdf5.Access, layer: str, obs: Sequence[str], var: Sequence[str]) -> Store:
     """Return the store of a feature-barcode matrix.
 
     Parameters
@@ -52,6 +52,8 @@ def read_tenx(file: Any, access: hdf5.Access, layer: str, obs: Sequence[str]) ->
         ``"X"``; or the name of a genome, if a file of version 2 holds several.
     obs
         ``"barcode"`` and, in probe matrices, ``"filtered_barcodes"``.
+    var
+        ``"id"``, ``"name"`` and, since version 3, whatever else is in ``features``, such as ``"feature_type"``.
 
     Raises
     ------
@@ -69,7 +71,8 @@ def read_tenx(file: Any, access: hdf5.Access, layer: str, obs: Sequence[str]) ->
     names, ids = ("features/name", "features/id") if "features" in group else ("gene_names", "genes")
     var_names, var_ids = (_strings(group, key, where, n_vars, "genes") for key in (names, ids))
     columns = {name: _column(group, name, where, n_rows) for name in obs}
-    return Store((matrix,), (access.name,), var_names, columns, (access.source,), var_ids)
+    of_genes = {name: _var_column(group, name, where, n_vars) for name in var}
+    return Store((matrix,), (access.name,), var_names, columns, (access.source,), var_ids, var=(of_genes,))
 
 
 def obs_columns(file: Any) -> list[str]:
@@ -115,3 +118,15 @@ def _column(group: Any, name: str, where: str, n_rows: int) -> ObsColumn:
     stored = group[COLUMNS[name]]
     check_length(f"{where}/{COLUMNS[name]}", stored.size, n_rows, "cells")
     return encode(np.asarray(stored[()]).astype(bool), name, where)
+
+
+def _var_column(group: Any, name: str, where: str, n_vars: int) -> ObsColumn:
+    known = {"id": "genes", "name": "gene_names"}
+    if "features" in group:
+        known = {key: f"features/{key}" for key, node in group["features"].items() if hdf5.is_array(node)}
+    if name not in known:
+        raise no_column(where, name, [key for key in known if not key.startswith("_")], "var")
+    stored = group[known[name]]
+    check_stored(stored, f"{where}/{known[name]}")
+    check_length(f"{where}/{known[name]}", stored.size, n_vars, "genes")
+    return encode(stored[()], name, where, "var")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from gpuload.source import closed_on_error
 from gpuload.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -46,7 +47,9 @@ _COLLECTION = "annbatch-preshuffled"
 _DATASET = re.compile(r"dataset_(0|[1-9][0-9]*)")
 
 
-def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "", fill: bool = False) -> Store:
+def open_zarr(
+    path: str, *, layer: str, obs: Sequence[str], modality: str = "", fill: bool = False, var: Sequence[str] = ()
+) -> Store:
     """Open an AnnData in zarr, an annbatch collection of them, or a modality of a MuData.
 
     Parameters
@@ -57,6 +60,8 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "", 
         The modality of a MuData; may be ``""`` if there is only one.
     fill
         Fill columns of obs that only some data sets of a collection have with missing values in the others.
+    var
+        Columns of var to keep in memory.
 
     Raises
     ------
@@ -70,13 +75,15 @@ def open_zarr(path: str, *, layer: str, obs: Sequence[str], modality: str = "", 
     with _opened(path) as (root, access):
 
         def read(group: Any, own: Sequence[str], name: str) -> Store:
-            return _store(name, *read_members(group, name, layer, own, access))
+            return _store(name, *read_members(group, name, layer, own, var, access))
 
         if is_mudata(root):
             return read_modality(root, path, modality, obs, read)
         groups = _groups(root, path, modality)
         if isinstance(root, Array):  # by itself, of cells x values
             arrays.check_plain_matrix(path, layer, obs, "store an AnnData")
+            if var:
+                raise arrays.no_var(path, var)
             arrays.check_n_dims(f"{path}: it", root.ndim)
             matrix = arrays.dense_matrix(access.layout(root), f"{path}: it")
             return _store(path, matrix, arrays.numbered(matrix.n_vars), {})
@@ -164,10 +171,16 @@ def _groups(root: Group | Array, path: str, modality: str) -> list[tuple[str, Gr
     return [(os.path.join(path, name), root[name]) for _, name in found]
 
 
-def _store(name: str, matrix: Matrix, var_names: NDArray[Any], obs: dict[str, ObsColumn]) -> Store:
+def _store(
+    name: str,
+    matrix: Matrix,
+    var_names: NDArray[Any],
+    obs: dict[str, ObsColumn],
+    var: Mapping[str, ObsColumn] = MappingProxyType({}),
+) -> Store:
     """Return the store of one matrix and its cells; `name` is its name in errors."""
     sources = tuple(dict.fromkeys(layout.source for layout in matrix.layouts))
-    return Store((matrix,), (name,), var_names, obs, sources)
+    return Store((matrix,), (name,), var_names, obs, sources, var=(var,))
 
 
 class _Access:

@@ -512,7 +512,17 @@ def test_bench_takes_genes_from_a_file(run, path, tmp_path):
     assert json.loads(out)["n_vars"] == 2
     code, _, err = run("bench", path, "--genes", tmp_path / "none.txt")
     assert code == 1
+    assert "expected a text file of genes, or a condition on columns of var; " in err
     assert "none.txt: cannot be opened" in err
+
+
+def test_bench_takes_genes_by_a_condition(run, tmp_path):
+    X, obs, var = tahoe_shaped(300, n_vars=400, n_plates=4, n_cell_lines=3, n_drugs=5)
+    write_h5ad(tmp_path / "cells.h5ad", X, obs, var.assign(rank=range(400)), "gzip")
+    options = ("--json", "--seconds", 0.05, "--repeats", 1, "--fetch-factor", 2)
+    code, out, _ = run("bench", tmp_path / "cells.h5ad", "--genes", "rank < 3", *options)
+    assert code == 0
+    assert json.loads(out)["n_vars"] == 3
 
 
 def test_bench_refuses_an_epoch_without_minibatches(run, path, tmp_path):

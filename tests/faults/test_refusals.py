@@ -785,7 +785,6 @@ def test_sparse_and_dense_files_together(plain: Stored, tmp_path: Path) -> None:
         (np.ones((53, 1), bool), ("mask",)),
         (np.zeros(53, bool), ("at least one",)),
         ([], ("at least one",)),
-        ("gene_001", ("'gene_001'", "list")),
         ([1, 2, 3], ("names", "mask")),
         (np.array([0.5]), ("names", "mask")),
         ({"gene_001", "gene_002"}, ("genes={'gene_001', 'gene_002'}: a set has no order; pass a list of gene names",)),
