@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpuload.errors import GpuloadError, PlanError, ReadError
+from gpuload.where import parse as parse_where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -60,6 +61,31 @@ def read_names(path: str) -> list[str]:
         raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
     except UnicodeDecodeError as error:
         raise ReadError(f"{path}: not a text file in UTF-8; expected one gene name per line.") from error
+
+
+GENES = "the genes named in a text file, one per line, or for which a condition on var holds, such as highly_variable"
+"""What `read_genes` takes, for ``--help``."""
+
+
+def read_genes(given: str) -> list[str] | str:
+    """Return genes as `gpuload.open_loader` takes them: the names in a text file of that name, or else a condition.
+
+    Raises
+    ------
+    ReadError
+        The file cannot be read, or it is neither a file nor a condition.
+    """
+    try:
+        return read_names(given)
+    except ReadError as error:
+        if os.path.exists(given):
+            raise
+        try:
+            return parse_where(given, "genes").text
+        except PlanError:
+            raise ReadError(
+                f"--genes {given}: expected a text file of genes, or a condition on columns of var; {error}"
+            ) from error
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -57,7 +57,7 @@ try:
     from tqdm import tqdm
 
     import gpuload
-    from gpuload.program import exit_code, positive, positive_or_0, whole_number
+    from gpuload.program import GENES, exit_code, positive, positive_or_0, whole_number
     from gpuload.scores import macro_f1
     from gpuload.torch import CellDataset
 except ImportError as missing:
@@ -328,7 +328,7 @@ def add_options(found: argparse.ArgumentParser) -> None:
         metavar="COLUMN",
         help="obs column to balance in balanced order (default: %(default)s)",
     )
-    add("--genes", metavar="FILE", help="use only the genes named in this text file, one per line (default: all)")
+    add("--genes", metavar="GENES", help=f"use only {GENES} (default: all)")
     add("--values", choices=("counts", "log1p"), default="counts",
         help="raw counts, or log1p of counts per 10,000 (default: %(default)s)")  # fmt: skip
     add("--orders", nargs="+", choices=ORDERS, default=list(ORDERS), metavar="ORDER",

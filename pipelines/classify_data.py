@@ -13,7 +13,7 @@ from classify_run import n_processes, process, say
 from tqdm import tqdm
 
 import gpuload
-from gpuload.program import read_names
+from gpuload.program import read_genes
 
 if TYPE_CHECKING:
     import argparse
@@ -68,7 +68,7 @@ class Cells:
             "batch_size": args.batch_size,
             "fetch_factor": args.fetch_factor,
             "obs": [*dict.fromkeys([*args.labels, args.plate])],
-            "genes": read_names(args.genes) if args.genes else None,
+            "genes": read_genes(args.genes) if args.genes else None,
             "transform": gpuload.Transform(target_sum=1e4, log1p=True) if args.values == "log1p" else None,
             "device": args.device,
         }

@@ -28,11 +28,12 @@ try:
     import gpuload
     from gpuload.dali import CellIterator, cells
     from gpuload.program import (
+        GENES,
         check_one_process,
         exit_code,
         fraction,
         positive_or_0,
-        read_names,
+        read_genes,
         whole_number,
         whole_number_or_0,
     )
@@ -52,7 +53,7 @@ On a CPU, two runs with the same settings give the same model, unless --seconds 
 
 examples:
   python pipelines/train_dali.py cells.h5ad --label cell_line
-  python pipelines/train_dali.py plate1.h5ad plate2.h5ad --label drug --epochs 3 --genes highly_variable.txt
+  python pipelines/train_dali.py plate1.h5ad plate2.h5ad --label drug --epochs 3 --genes highly_variable
   python pipelines/train_dali.py cells.h5ad --label cell_line --batch-size 1024 --fetch-factor 64 --hidden 512 --bf16
   torchrun --nproc-per-node 1 pipelines/train_dali.py cells.h5ad --label cell_line     (on the GPU of LOCAL_RANK)
 
@@ -84,7 +85,7 @@ def open_cells(args: argparse.Namespace) -> gpuload.Loader:
         fetch_factor=args.fetch_factor,
         seed=args.seed,
         obs=[args.label],
-        genes=read_names(args.genes) if args.genes else None,
+        genes=read_genes(args.genes) if args.genes else None,
         # Here rather than in DALI, because the gather takes the logarithm of the stored values only.
         transform=gpuload.Transform(target_sum=1e4, log1p=True),
         device=choose_device(args.device),
@@ -304,7 +305,7 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="consecutive cells to read together, or 'chunk' for the file's own chunks (default: chunk)",
     )
     add("--fetch-factor", type=whole_number, default=256, metavar="N", help="minibatches per fetch (default: 256)")
-    add("--genes", metavar="FILE", help="use only the genes named in this text file, one per line (default: all)")
+    add("--genes", metavar="GENES", help=f"use only {GENES} (default: all)")
     add("--mask", type=fraction, default=0.1, metavar="P", help="fraction of genes to mask (default: 0.1)")
     add(
         "--hidden",

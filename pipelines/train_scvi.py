@@ -22,7 +22,7 @@ try:
 
     import gpuload
     from gpuload.lightning import CellDataModule
-    from gpuload.program import check_one_process, exit_code, positive, read_names, whole_number
+    from gpuload.program import GENES, check_one_process, exit_code, positive, read_genes, whole_number
 except ImportError as missing:
     sys.exit(
         f"train_scvi.py: {missing}. From the checkout, pip install '.[lightning]' scvi-tools installs what this needs."
@@ -171,7 +171,7 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("paths", nargs="+", metavar="FILE", help="an .h5ad file of counts; several with the same genes are read as one")
     add("--batch-key", metavar="COLUMN", help="obs column of the batch effect to correct for, such as plate")
-    add("--genes", metavar="FILE", help="use only the genes named in this text file, one per line (default: all)")
+    add("--genes", metavar="GENES", help=f"use only {GENES} (default: all)")
     add("--layer", default="X", help="matrix of counts: X, raw.X or a layer's name (default: X)")
     add("--epochs", type=whole_number, default=10, metavar="N", help="passes over the cells (default: 10)")
     add("--batch-size", type=int, default=128, metavar="N", help="cells per minibatch (default: 128)")
@@ -186,7 +186,7 @@ def read_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> None:
     """Train a model of the cells and save it."""
     check_one_process("start one, since several would write the same files")
-    genes = read_names(args.genes) if args.genes else None
+    genes = read_genes(args.genes) if args.genes else None
     cells = Cells(args.paths, args.batch_key, layer=args.layer, genes=genes, batch_size=args.batch_size, seed=args.seed)
     print(f"{cells.n_obs:,} cells x {cells.n_vars:,} genes in {len(cells.batches)} batches", flush=True)
     if args.out is not None:

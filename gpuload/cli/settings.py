@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import gpuload
@@ -10,9 +9,8 @@ from gpuload.alignment import JOINS
 from gpuload.cli import text
 from gpuload.errors import PlanError, ReadError
 from gpuload.plan import DEFAULT_BLOCK_SIZE
-from gpuload.program import positive, read_names, whole_number
+from gpuload.program import GENES, positive, read_genes, read_names, whole_number
 from gpuload.settings import known_settings, read_settings
-from gpuload.where import parse as parse_where
 
 if TYPE_CHECKING:
     import argparse
@@ -72,10 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--genes",
         metavar="GENES",
-        help=(
-            "load only the genes named in this text file, one per line, or those for which a condition on columns of "
-            "var holds, such as highly_variable"
-        ),
+        help=f"load only {GENES} (default: all)",
     )
     group.add_argument("--target-sum", type=positive, metavar="X", help="scale the values of each cell to this total")
     group.add_argument("--log1p", action="store_true", help="apply log(1 + x) to the values")
@@ -176,30 +171,6 @@ def join_of(args: argparse.Namespace) -> str | list[str] | None:
         raise ReadError(f"--join {join}: expected inner, outer or a text file of genes; {error}") from error
 
 
-def genes_of(args: argparse.Namespace) -> Any:
-    """Return ``genes`` as `gpuload.open_loader` takes it; a file, where there is one of that name, counts first.
-
-    Raises
-    ------
-    ReadError
-        The file of genes cannot be read, or it is neither a file nor a condition.
-    """
-    genes = args.genes
-    if not isinstance(genes, str):
-        return genes
-    try:
-        return read_names(genes)
-    except ReadError as error:
-        if os.path.exists(genes):
-            raise
-        try:
-            return parse_where(genes, "genes").text
-        except PlanError:
-            raise ReadError(
-                f"--genes {genes}: expected a text file of genes, or a condition on columns of var; {error}"
-            ) from error
-
-
 def open_loader(args: argparse.Namespace, cache: SampleStore | None = None) -> Loader:
     """Open the files with the settings from the command line, through a cache if there is one."""
     has_arithmetic = args.target_sum is not None or args.log1p
@@ -208,7 +179,7 @@ def open_loader(args: argparse.Namespace, cache: SampleStore | None = None) -> L
         args.paths,
         shuffle=not args.stream,
         obs=(args.label,) if args.label else (),
-        genes=genes_of(args),
+        genes=read_genes(args.genes) if isinstance(args.genes, str) else args.genes,
         join=join_of(args),
         transform=transform,
         cache=cache,
