@@ -147,7 +147,18 @@ def test_csr(open_fake: Callable[..., Opened], stored: Stored) -> None:
             np.testing.assert_array_equal(getattr(batch.X, name), getattr(expected, name))
 
 
-def test_cells_taken_during_an_iteration(open_fake: Callable[..., Opened], stored: Stored) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("csr-contiguous", "csr-gzip4", "csr-filter-masks", "csr-bitshuffle-lz4", "csr-blosc-zstd-shuffle"),
+        *("csr-all-empty", "csr-absent-chunks-3", "csr-data-f8", "csr-unsorted", "csr-1x1"),
+        *("dense-contiguous", "dense-gzip4", "dense-one-chunk", "dense-blosc-lz4-tiles", "dense-1x53"),
+    ],
+)
+def test_cells_taken_during_an_iteration(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str
+) -> None:
+    stored = store_variant(kind)
     opened = open_fake(stored.path, layer=stored.layer, seed=3, **SMALL)
     rng, seen, taken = np.random.default_rng(0), [], []
     for batch in opened.loader:  # nothing waits for the streams until the end
