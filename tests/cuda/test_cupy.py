@@ -19,7 +19,9 @@ from tests.cuda.test_readers import ROOT, compile_fake
 if TYPE_CHECKING:
     from pathlib import Path
 
-SOME = "gzip4 or blosc or filter-masks or zarr or 131x0 or 1x1 or tiles or big or absent"
+SOME = (
+    "csr-gzip4 or blosc-lz4-shuffle or filter-masks or zarr or 131x0 or 1x1 or one-chunk or big-f4 or absent-chunks-3"
+)
 """The forms on disk that differ in their use of CuPy."""
 
 
@@ -44,5 +46,5 @@ def test_gpu_tests_pass_over_a_fake_runtime(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) > 100
+    assert int(passed[1]) > 80
     assert "skipped" not in done.stdout

@@ -100,20 +100,20 @@ def outcome(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_every_order_is_trained_scored_and_plotted(run_and_draw: Callable[..., Any], tmp_path: Path) -> None:
-    models = ("linear", "mlp", "linear")  # a model named twice is trained once
+    models = ("linear", "linear")  # a model named twice is trained once
     code, out, err = run_and_draw("--out", tmp_path, "--seeds", 2, "--models", *models, "--loader-seconds", 0.05)
     assert (code, err) == (0, "")
     report = report_in(tmp_path)
     assert (report["n_train"], report["n_test"]) == (N_TRAIN, N_TEST)
-    rows = {(row["model"], row["order"]): row for row in report["summary"]}
-    assert list(rows) == [(model, order) for model in ("linear", "mlp") for order in ORDERS]
+    rows = {row["order"]: row for row in report["summary"]}
+    assert list(rows) == list(ORDERS)
     assert len(report["runs"]) == 2 * len(rows)
     for row in rows.values():
         assert row["n_seeds"] == 2
         assert row["macro_f1"].keys() == row["macro_f1_sd"].keys() == set(LABELS)
         assert row["loader_epoch_s"] == pytest.approx(N_TRAIN / row["loader_cells_per_s"])
     assert all(result["n_tested"] == N_TEST for result in report["runs"])
-    bits = {order: rows["linear", order]["entropy_bits"] for order in ORDERS}
+    bits = {order: row["entropy_bits"] for order, row in rows.items()}
     assert bits["streaming"]["drug"] < bits["buffer"]["drug"] < bits["block"]["drug"] < bits["random"]["drug"]
     assert bits["streaming"]["plate"] < 0.2 < bits["block"]["plate"]
     assert bits["streaming"]["cell_line"] == pytest.approx(bits["random"]["cell_line"], abs=0.1)
@@ -221,7 +221,7 @@ def interrupt(classify: ModuleType, monkeypatch: pytest.MonkeyPatch, step: int) 
     return calls
 
 
-@pytest.mark.parametrize("n_done", [5, 61, 110, 200])
+@pytest.mark.parametrize("n_done", [5, 61, 200])
 def test_resumed_run_matches_an_uninterrupted_one(
     run: Callable[..., Any],
     classify: ModuleType,
@@ -306,6 +306,7 @@ def test_finished_run_is_repeated_only_with_fresh(
     monkeypatch.setattr(classify, "train", lambda one, *more: trained.append(one.name) or as_it_is(one, *more))
     assert run(*common, "--models", "linear", "mlp")[0] == 0
     assert trained == ["mlp-block-0"]
+    assert [row["model"] for row in report_in(tmp_path)["summary"]] == ["linear", "mlp"]
     code, _, err = run(*common, "--lr", 0.5)
     assert (code, trained) == (2, ["mlp-block-0"])
     assert f"--out {tmp_path}: runs were started there with lr=0.001, but here it is 0.5; choose another folder" in err
