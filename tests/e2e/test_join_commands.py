@@ -20,7 +20,7 @@ pytest.importorskip("tqdm")
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    parts = [several.part(seed, n_obs=200 + seed, is_dense=seed == 1) for seed in range(3)]
+    parts = [several.part(seed, n_obs=200 + seed) for seed in range(3)]
     for part in parts:
         part.obs["plate"] = [f"plate {i // 50}" for i in range(part.n_obs)]
     return [str(path) for path in several.write(tmp_path_factory.mktemp("joined"), parts)]

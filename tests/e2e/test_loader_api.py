@@ -309,15 +309,6 @@ def test_order_depends_on_seed_and_epoch_only(plain: Stored) -> None:
     assert len({tuple(epoch) for epoch in orders[0]}) == 3
 
 
-def test_values_do_not_depend_on_threads_or_prefetch(plain: Stored) -> None:
-    for num_threads, prefetch in ((1, 1), (2, 5), (5, 2)):
-        with gpuload.open_loader(
-            plain.path, batch_size=3, fetch_factor=2, num_threads=num_threads, prefetch=prefetch
-        ) as loader:
-            for batch in loader:
-                np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
-
-
 def test_each_iteration_is_the_next_epoch_even_after_a_break(loader: gpuload.Loader) -> None:
     epochs = [rows_of(loader) for _ in range(4)]
     loader.set_epoch(0)
@@ -329,25 +320,6 @@ def test_each_iteration_is_the_next_epoch_even_after_a_break(loader: gpuload.Loa
     loader.set_epoch(1)
     np.testing.assert_array_equal(rows_of(loader), epochs[1])
     np.testing.assert_array_equal(rows_of(loader), epochs[2])
-
-
-def test_set_epoch_during_an_iteration_applies_to_the_next(loader: gpuload.Loader) -> None:
-    epochs = [rows_of(loader) for _ in range(4)]
-    loader.set_epoch(1)
-    batches = iter(loader)
-    first = next(batches)
-    loader.set_epoch(3)
-    np.testing.assert_array_equal(rows_of([first, *batches]), epochs[1])
-    np.testing.assert_array_equal(rows_of(loader), epochs[3])
-
-
-def test_set_epoch_after_iter_does_not_change_the_iteration(loader: gpuload.Loader) -> None:
-    """The epoch is fixed when iter() is called."""
-    epochs = [rows_of(loader) for _ in range(3)]
-    loader.set_epoch(0)
-    batches = iter(loader)
-    loader.set_epoch(2)
-    np.testing.assert_array_equal(rows_of(batches), epochs[0])
 
 
 @pytest.mark.parametrize("epoch", [-1, 1.5, "one", None, True])
@@ -364,6 +336,8 @@ def test_a_second_iteration_ends_the_first(loader: gpuload.Loader) -> None:
         next(first)
     assert rows_of(second).size == 131
     assert list(second) == []  # exhausted, not ended by another
+    with pytest.raises(gpuload.PlanError, match="one can run at a time"):
+        list(zip(loader, loader, strict=True))
 
 
 def test_iteration_reports_that_its_loader_was_closed(loader: gpuload.Loader) -> None:
@@ -372,16 +346,6 @@ def test_iteration_reports_that_its_loader_was_closed(loader: gpuload.Loader) ->
     loader.close()
     with pytest.raises(gpuload.PlanError, match=r"ended by a later .*close\(\)"):
         next(batches)
-
-
-def test_nested_loops_end_the_outer_one(loader: gpuload.Loader) -> None:
-    outer = iter(loader)
-    next(outer)
-    assert rows_of(loader).size == 131
-    with pytest.raises(gpuload.PlanError, match="one can run at a time"):
-        next(outer)
-    with pytest.raises(gpuload.PlanError, match="one can run at a time"):
-        list(zip(loader, loader, strict=True))
 
 
 def test_deleting_an_old_iterator_does_not_end_the_new_one(loader: gpuload.Loader) -> None:

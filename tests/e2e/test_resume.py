@@ -84,23 +84,6 @@ def test_values_after_a_resume_match_the_rows(plain: Stored) -> None:
                 np.testing.assert_array_equal(batch.obs["depth"], plain.obs["depth"].to_numpy()[batch.rows])
 
 
-@pytest.mark.parametrize(("step", "n_fetches"), [(N_BATCHES - 1, 1), (N_BATCHES, 0)])
-def test_resume_reads_only_the_fetches_that_are_left(plain: Stored, step: int, n_fetches: int) -> None:
-    first, second = whole(plain.path)
-    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
-        batches = iter(loader)
-        for _ in range(step):
-            next(batches)
-        state = loader.state_dict()
-    assert (state["epoch"], state["step"]) == (0, step)
-    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
-        loader.load_state_dict(state)
-        assert rows_of(loader) == first[step:]
-        assert loader.stats.n_fetches == n_fetches
-        assert bool(loader.stats.read_nbytes) == bool(n_fetches)
-        assert rows_of(loader) == second
-
-
 def test_resume_accepts_the_same_files_in_another_folder(plain: Stored, copy_of: Callable[[str], Path]) -> None:
     with gpuload.open_loader([plain.path, plain.path], **SETTINGS) as loader:
         next(iter(loader))
