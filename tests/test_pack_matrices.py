@@ -199,9 +199,8 @@ def joined(adatas: list[ad.AnnData], join: Any) -> ad.AnnData:
 LISTED = ["gene_3", "gene_61", "gene_0", "gene_25", "gene_40"]
 
 
-@pytest.mark.parametrize("memory", [MEMORY, "1GiB"])
+@pytest.mark.parametrize(("is_dense", "memory"), [(False, MEMORY), (True, MEMORY), (False, "1GiB")])
 @pytest.mark.parametrize("join", ["inner", "outer", LISTED], ids=["inner", "outer", "listed"])
-@pytest.mark.parametrize("is_dense", [False, True])
 def test_joined_genes_match_anndata(is_dense: bool, join: Any, memory: int | str, tmp_path: Path) -> None:
     adatas = parts(is_dense=is_dense)
     paths = several.write(tmp_path / "in", adatas)

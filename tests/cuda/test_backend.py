@@ -24,6 +24,7 @@ from tests import remotes, several
 from tests.cuda import shim
 from tests.cuda.fake_device import FakeDevice, FakeNvcomp
 from tests.golden.test_joined import files_of_other_widths
+from tests.variants import LAYOUTS, VARIANTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -128,10 +129,15 @@ def assert_asks_as_the_cpu(
     assert sorted(asked) == expected
 
 
-@pytest.mark.parametrize("block_size", [5, "chunk"])
-def test_shuffled_dense(open_fake: Callable[..., Opened], stored: Stored, block_size: int | str) -> None:
-    settings: dict[str, Any] = {"batch_size": 13, "fetch_factor": 2, "block_size": block_size}
-    opened = open_fake(stored.path, layer=stored.layer, seed=3, **settings)
+@pytest.mark.parametrize(
+    ("kind", "block_size"),
+    [*((variant.name, 5) for variant in VARIANTS), *((name, "chunk") for name in LAYOUTS)],
+)
+def test_shuffled_dense(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, block_size: int | str
+) -> None:
+    stored = store_variant(kind)
+    opened = open_fake(stored.path, layer=stored.layer, block_size=block_size, seed=3, **SMALL)
     for _ in range(2):
         seen = []
         for batch in opened.epoch():

@@ -61,19 +61,8 @@ FEWER_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 def sanitized_runs() -> Iterator[dict[str, subprocess.Popen[str]]]:
     """Start the tests of kernels under each sanitizer, side by side."""
     files = sorted(map(str, Path(__file__).parent.glob("test_kernels*.py")))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-s",
-        "-p",
-        "pytest_timeout",
-        "-p",
-        "no:cacheprovider",
-        *files,
-    ]
+    options = ["-q", "-x", "-s", "--noconftest", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *files]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     builds = [build for build in SANITIZERS if shim.refusal(build) is None]
     with ThreadPoolExecutor() as pool:

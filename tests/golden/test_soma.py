@@ -429,13 +429,18 @@ def test_matrix_without_stored_values(tmp_path: Path) -> None:
 # --- cells and genes
 
 
+OF_NUMBERS = [ZSTD, ("double-delta", "zstd"), ("byteshuffle", "zstd"), ("bit-width", "lz4")]
+OF_TEXT = [("zstd",), ("dictionary", "zstd"), ("rle",), ("rle", "lz4"), ("dictionary",), ()]
+
+
 @pytest.mark.parametrize(
-    "numbers", [ZSTD, ("double-delta", "zstd"), ("byteshuffle", "zstd"), ("bit-width", "lz4")], ids=name_of
+    ("text", "numbers", "parts"),
+    [
+        (text, OF_NUMBERS[(i + k) % len(OF_NUMBERS)], parts)
+        for k, parts in enumerate([(), (40,)])
+        for i, text in enumerate(OF_TEXT)
+    ],
 )
-@pytest.mark.parametrize(
-    "text", [("zstd",), ("dictionary", "zstd"), ("rle",), ("rle", "lz4"), ("dictionary",), ()], ids=name_of
-)
-@pytest.mark.parametrize("parts", [(), (40,)], ids=["one", "two"])
 def test_every_kind_of_column(tmp_path: Path, text: Any, numbers: Any, parts: Any) -> None:
     path = write_experiment(tmp_path / "cells", frames={"text": text, "numbers": numbers, "parts": parts})
     assert_columns(path, COLUMNS, cells_frame())
