@@ -331,8 +331,7 @@ def test_matrix_of_an_open_file_takes_names_and_obs_from_memory(
 
 
 @pytest.mark.parametrize("key", ["X", "raw/X", "layers/more"])
-@pytest.mark.parametrize("root", ["", "/dataset_0"])
-@pytest.mark.parametrize("is_csr", [True, False])
+@pytest.mark.parametrize(("root", "is_csr"), [("", True), ("/dataset_0", True), ("", False)])
 def test_matrix_of_a_zarr_folder_takes_names_and_obs_from_memory(
     tmp_path: Path, root: str, key: str, is_csr: bool
 ) -> None:
