@@ -79,22 +79,6 @@ def kind_of(server: Running, path: str, wanted: bytes) -> str:
 # --- the answers ---
 
 
-def test_ranges_and_conditions(quiet: Running) -> None:
-    etag = f'"{hashlib.md5(DATA).hexdigest()}"'
-    status, headers, body = ask(quiet, "/data/deep/one")
-    assert (status, body, headers["ETag"]) == (200, DATA, etag)
-    status, headers, body = ask(quiet, "/data/deep/one", Range="bytes=10-19")
-    assert (status, body, headers["Content-Range"]) == (206, DATA[10:20], f"bytes 10-19/{len(DATA)}")
-    assert ask(quiet, "/data/deep/one", Range="bytes=-7")[2] == DATA[-7:]
-    assert ask(quiet, "/data/deep/one", Range="bytes=299999-")[2] == DATA[-1:]
-    assert ask(quiet, "/data/deep/one", Range=f"bytes={len(DATA)}-")[0] == 416
-    assert ask(quiet, "/data/deep/one", If_Match='"other"')[0] == 412
-    assert ask(quiet, "/data/deep/one", If_None_Match=etag)[0] == 304
-    assert ask(quiet, "/data/nothing")[0] == 404
-    status, headers, body = ask(quiet, "/data/deep/one", "HEAD")
-    assert (status, body, headers["Content-Length"]) == (200, b"", str(len(DATA)))
-
-
 def test_a_key_is_the_path_of_a_file_in_one_way_only(quiet: Running) -> None:
     (quiet.root / "aside").write_bytes(b"in no bucket")
     (quiet.root / "data" / "100% & ü").write_bytes(b"value")
