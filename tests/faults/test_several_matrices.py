@@ -311,21 +311,9 @@ def test_csr_and_dense_files_are_not_joined(tmp_path: Path) -> None:
     )
 
 
-def test_column_missing_from_one_file_is_refused(tmp_path: Path) -> None:
-    parts = [part(0), part(1)]
-    del parts[1].obs["donor"]
-    paths = write(tmp_path, parts)
-    assert refusal(paths, join="inner", obs=["donor"]) == (
-        f"{paths[1]}: obs has no column 'donor'; it has 'depth'; {paths[0]} has that column: leave it out, or make its "
-        "values missing elsewhere with join='outer'."
-    )
-
-
 def test_gene_mask_applies_to_the_joined_genes(tmp_path: Path) -> None:
     paths = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "bcd"])])
     assert refusal(paths, gpuload.PlanError, join="inner", genes=np.ones(3, bool)) == (
         "genes is a mask of 3 entries but the matrix has 2 genes; pass one for each."
     )
     assert "loader.var_names[numbers] are the names" in refusal(paths, gpuload.PlanError, join="inner", genes=[0, 1])
-    message = refusal(paths, gpuload.PlanError, join="inner", genes=["a"])
-    assert message.startswith("genes: 'a' is not in all of the 2 files (1 of 1 are not), as join='inner' demands; ")
