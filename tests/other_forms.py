@@ -349,3 +349,12 @@ FORMS: dict[str, Callable[[Path], Form]] = {
     },
 }
 """Every format by name, and the function that writes it into an empty folder."""
+
+KINDS_OF_FORM = (
+    *("folder-of-h5ad", "tenx-3", "tenx-2", "tenx-2-genomes"),
+    *("mudata-rna", "mudata-prot", "mudata-few", "mudata-alone"),
+    *("npy-f4", "npy-no-rows", "npy-no-genes", "npy-one-gene", "npz-stored", "npz-deflated", "list-of-npz"),
+    *("scdl", "scdl-no-header", "scdl-u1", "scdl-wide", "soma", "soma-narrow", "soma-dense"),
+    *("parquet", "parquet-tahoe", "parquet-version-2", "parquet-delta", "parquet-no-dictionary"),
+)
+"""Those that differ in more than how values are encoded."""

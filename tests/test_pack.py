@@ -25,7 +25,7 @@ from gpuload.cli import main
 from gpuload.formats import frames
 from gpuload.packing import job as jobs
 from tests import writers
-from tests.other_forms import FORMS
+from tests.other_forms import FORMS, KINDS_OF_FORM
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -562,7 +562,7 @@ def test_edge_cases(X: Any, codec: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* names are not unique:UserWarning")
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [*KINDS_OF_FORM, "npy-i8", "npz-f8", *(n for n in FORMS if "int" in n)])
 def test_every_form_can_be_packed(name: str, tmp_path: Path) -> None:
     if name.startswith(("scdl", "parquet")):
         pytest.importorskip("pyarrow")

@@ -748,8 +748,7 @@ def resize(path: Path, key: str, n: int) -> None:
             file[name].attrs.update(attributes)
 
 
-@pytest.mark.parametrize("n_more", [-1, 1])
-@pytest.mark.parametrize("is_by_columns", [False, True])
+@pytest.mark.parametrize(("is_by_columns", "n_more"), [(False, -1), (True, 1)])
 @pytest.mark.parametrize(
     ("key", "where", "axis"),
     [

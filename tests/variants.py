@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import warnings
 import zlib
 from dataclasses import dataclass, field
@@ -439,3 +440,8 @@ def _libver(path: Path, libver: str) -> None:
 
 
 VARIANTS: tuple[Variant, ...] = tuple(_table())
+
+_OF_VALUES = re.compile(r"-(data|indices|big|bool|[iuf]\d)|blosc|bitshuffle")
+
+LAYOUTS = tuple(variant.name for variant in VARIANTS if not _OF_VALUES.search(variant.name))
+"""Names of those that differ in where elements and chunks are, and not only in dtype or codec."""

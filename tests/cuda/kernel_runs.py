@@ -21,6 +21,7 @@ SANITIZERS = ("address", "thread")
 SOME = settings(
     max_examples={"": 60, "address": 8, "thread": 4}[BUILD],
     deadline=None,
+    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

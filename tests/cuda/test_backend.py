@@ -26,6 +26,7 @@ from tests import remotes, several
 from tests.cuda import shim
 from tests.cuda.fake_device import FakeDevice, FakeNvcomp
 from tests.golden.test_joined import files_of_other_widths
+from tests.variants import LAYOUTS, VARIANTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,8 +131,14 @@ def assert_asks_as_the_cpu(
     assert sorted(asked) == expected
 
 
-@pytest.mark.parametrize("block_size", [5, "chunk"])
-def test_shuffled_dense(open_fake: Callable[..., Opened], stored: Stored, block_size: int | str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "block_size"),
+    [*((variant.name, 5) for variant in VARIANTS), *((name, "chunk") for name in LAYOUTS)],
+)
+def test_shuffled_dense(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, block_size: int | str
+) -> None:
+    stored = store_variant(kind)
     opened = open_fake(stored.path, layer=stored.layer, block_size=block_size, seed=3, **SMALL)
     for _ in range(2):
         seen = []
@@ -149,7 +156,18 @@ def test_csr(open_fake: Callable[..., Opened], stored: Stored) -> None:
             np.testing.assert_array_equal(getattr(batch.X, name), getattr(expected, name))
 
 
-def test_cells_taken_during_an_iteration(open_fake: Callable[..., Opened], stored: Stored) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("csr-contiguous", "csr-gzip4", "csr-filter-masks", "csr-bitshuffle-lz4", "csr-blosc-zstd-shuffle"),
+        *("csr-all-empty", "csr-absent-chunks-3", "csr-data-f8", "csr-unsorted", "csr-1x1"),
+        *("dense-contiguous", "dense-gzip4", "dense-one-chunk", "dense-blosc-lz4-tiles", "dense-1x53"),
+    ],
+)
+def test_cells_taken_during_an_iteration(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str
+) -> None:
+    stored = store_variant(kind)
     opened = open_fake(stored.path, layer=stored.layer, seed=3, **SMALL)
     rng, seen, taken = np.random.default_rng(0), [], []
     for batch in opened.loader:  # nothing waits for the streams until the end

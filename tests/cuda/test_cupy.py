@@ -19,7 +19,9 @@ from tests.cuda.test_readers import ROOT, compile_fake
 if TYPE_CHECKING:
     from pathlib import Path
 
-SOME = "gzip4 or blosc or filter-masks or zarr or 131x0 or 1x1 or tiles or big or absent"
+SOME = (
+    "csr-gzip4 or blosc-lz4-shuffle or filter-masks or zarr or 131x0 or 1x1 or one-chunk or big-f4 or absent-chunks-3"
+)
 """The forms on disk that differ in their use of CuPy."""
 
 
@@ -35,14 +37,28 @@ def test_gpu_tests_pass_over_a_fake_runtime(tmp_path: Path) -> None:
         **os.environ,
         "GPULOAD_FAKE_RUNTIME": str(tmp_path / "libfake_runtime.so"),
         "CUPY_CACHE_DIR": str(tmp_path / "cupy"),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     chosen = f"(test_csr or test_every_form) and ({SOME}) or cpu_backend or bound or damaged or rank or device or cases"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu", "-k", chosen]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "pytest_timeout",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        "-k",
+        chosen,
+    ]
     files = ["tests/cuda/test_gpu.py", "tests/cuda/fake_runtime_cases.py"]
     command += ["-p", "tests.cuda.on_fake_runtime", *files]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) > 100
+    assert int(passed[1]) > 80
     assert "skipped" not in done.stdout

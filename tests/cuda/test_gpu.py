@@ -80,15 +80,14 @@ def test_good_chunks_are_never_decoded_on_the_host(
 @pytest.mark.parametrize(
     "name", ["v2-csr-gzip", *(f"v3-csr-{how}-crc32c" for how in ("gzip", "zstd", "blosc-lz4", "sharded"))]
 )
-def test_chunks_of_zarr_are_decoded_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_chunks_of_zarr_are_decoded_on_the_device(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     pytest.importorskip("zarr", minversion="3.0")
     from tests import zarr_writers as writers
 
-    (form,) = [form for form in writers.forms() if form.name == name]
-    form.write(tmp_path / "store.zarr")
-    expected = writers.read_matrix(tmp_path / "store.zarr", "X").toarray()
+    path = writers.written(name)
+    expected = writers.read_matrix(path, "X").toarray()
     monkeypatch.setattr("gpuload.backends.cuda.on_host.HostDecoder.start", refuse)
-    with gpuload.open_loader(tmp_path / "store.zarr", verify="always", **SMALL) as loader:
+    with gpuload.open_loader(path, verify="always", **SMALL) as loader:
         for batch in loader:
             np.testing.assert_array_equal(to_host(batch.X), expected[batch.rows])
 

@@ -53,17 +53,22 @@ def test_shim_detects_accesses_that_a_gpu_would_refuse() -> None:
         shim.compiled().launch("gather_payloads", 1, 32, args)
 
 
+FEWER_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""Some import libraries, which takes long under a sanitizer."""
+
+
 @pytest.fixture(scope="module")
 def sanitized_runs() -> Iterator[dict[str, subprocess.Popen[str]]]:
     """Start the tests of kernels under each sanitizer, side by side."""
     files = sorted(map(str, Path(__file__).parent.glob("test_kernels*.py")))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *files]
+    options = ["-q", "-x", "-s", "--noconftest", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *files]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     builds = [build for build in SANITIZERS if shim.refusal(build) is None]
     with ThreadPoolExecutor() as pool:
         environments = list(pool.map(shim.sanitized, builds))
     runs = {
-        build: subprocess.Popen(command, env=os.environ | environment, **pipes)
+        build: subprocess.Popen(command, env=os.environ | environment | FEWER_PLUGINS, **pipes)
         for build, environment in zip(builds, environments, strict=True)
     }
     yield runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import shutil
 import warnings
 import zlib
 from typing import TYPE_CHECKING
@@ -26,46 +27,19 @@ if TYPE_CHECKING:
 
 __all__ = ["open_fake"]  # the fixture
 
-FORMS = {
-    form.name: form
-    for form in writers.forms()
-    if form.name
-    in (
-        "v3-csr-none",
-        "v3-csr-zstd",
-        "v3-csr-sharded-zstd",
-        "v3-csr-sharded-blosc-lz4-shuffle",
-        "v2-csr-gzip",
-        "v2-dense-gzip",
-        "v3-csr-gzip",
-        "v3-csr-sharded-gzip",
-        "v3-csr-gzip-crc32c",
-        "v3-csr-sharded-gzip-crc32c",
-        "v3-csr-zstd-crc32c",
-        "v3-csr-blosc-lz4-crc32c",
-        "v3-csr-crc32c",
-        "v3-csr-sharded-crc32c",
-        "v3-csr-sharded-zstd-crc32c",
-        "v3-dense-tiles-crc32c",
-        "v3-dense-sharded-crc32c",
-        "zip-csr-crc32c",
-        "v3-csr-crc32c-zstd",
-        "v2-csr-zlib",
-        "v2-csr-lz4",
-        "v2-csr-shuffle-zlib",
-        "v3-dense-sharded-zstd",
-        "v3-dense-tiles-none",
-        "zip-csr-zstd",
-        "absent-v2-csr-3",
-        "v3-absent-tiles",
-    )
-}
+FORMS = (
+    *("v3-csr-none", "v3-csr-zstd", "v3-csr-sharded-zstd", "v3-csr-sharded-blosc-lz4-shuffle"),
+    *("v2-csr-gzip", "v2-dense-gzip", "v3-csr-gzip", "v3-csr-sharded-gzip", "v3-csr-gzip-crc32c"),
+    *("v3-csr-sharded-gzip-crc32c", "v3-csr-zstd-crc32c", "v3-csr-blosc-lz4-crc32c", "v3-csr-crc32c"),
+    *("v3-csr-sharded-crc32c", "v3-csr-sharded-zstd-crc32c", "v3-dense-tiles-crc32c", "v3-dense-sharded-crc32c"),
+    *("zip-csr-crc32c", "v3-csr-crc32c-zstd", "v2-csr-zlib", "v2-csr-lz4", "v2-csr-shuffle-zlib"),
+    *("v3-dense-sharded-zstd", "v3-dense-tiles-none", "zip-csr-zstd", "absent-v2-csr-3", "v3-absent-tiles"),
+)
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_rows_match_what_zarr_reads(open_fake: Callable[..., Opened], tmp_path: Path, name: str) -> None:
-    path = tmp_path / f"store.{'zip' if name.startswith('zip') else 'zarr'}"
-    FORMS[name].write(path)
+def test_rows_match_what_zarr_reads(open_fake: Callable[..., Opened], name: str) -> None:
+    path = writers.written(name)
     expected = writers.read_matrix(path, "X")
     expected = expected.toarray() if hasattr(expected, "toarray") else expected
     opened = open_fake(path, block_size=3, **SMALL)
@@ -80,15 +54,9 @@ ON_DEVICE = [name for name in FORMS if ("gzip" in name or "crc32c" in name) and 
 @pytest.mark.parametrize(("verify", "cache"), [("once", None), ("always", "1MiB"), ("never", None)])
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_checksums_are_verified_on_the_device(
-    open_fake: Callable[..., Opened],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    verify: str,
-    cache: str | None,
+    open_fake: Callable[..., Opened], monkeypatch: pytest.MonkeyPatch, name: str, verify: str, cache: str | None
 ) -> None:
-    path = tmp_path / f"store.{'zip' if name.startswith('zip') else 'zarr'}"
-    FORMS[name].write(path)
+    path = writers.written(name)
     expected = writers.read_matrix(path, "X")
     expected = expected.toarray() if hasattr(expected, "toarray") else expected
     monkeypatch.setattr("gpuload.backends.cuda.on_host.HostDecoder.start", refuse)
@@ -122,7 +90,7 @@ def test_checksum_before_the_codec_is_logged_as_host_decoded(
     open_fake: Callable[..., Opened], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "store.zarr"
-    FORMS["v3-csr-crc32c-zstd"].write(path)
+    shutil.copytree(writers.written("v3-csr-crc32c-zstd"), path)
     list(open_fake(path, **SMALL).epoch())
     (said,) = [record.getMessage() for record in caplog.records if "no decoder" in record.message]
     assert "is stored as crc32c+zstd, which the GPU has no decoder for" in said
@@ -139,7 +107,7 @@ DAMAGES = {
 
 def damage(path: Path, name: str, at: int) -> Path:
     """Change a bit of the first chunk; return its file."""
-    FORMS[name].write(path)
+    shutil.copytree(writers.written(name), path)
     file = path / ("X/data/0" if name.startswith("v2") else "X/data/c/0")
     content = bytearray(file.read_bytes())
     content[at] ^= 1
@@ -193,7 +161,7 @@ def test_gzip_header_with_extra_fields_is_decoded_on_the_host(
     fields: bytes,
 ) -> None:
     path = tmp_path / "store.zarr"
-    FORMS["v2-csr-gzip"].write(path)
+    shutil.copytree(writers.written("v2-csr-gzip"), path)
     expected = writers.read_matrix(path, "X").toarray()
     file = path / "X/data/1"
     file.write_bytes(member(gzip.decompress(file.read_bytes()), flags, fields))
@@ -209,7 +177,7 @@ def test_several_gzip_members_are_decoded_on_the_host(
     open_fake: Callable[..., Opened], tmp_path: Path, n_head: int, verify: str
 ) -> None:
     path = tmp_path / "store.zarr"
-    FORMS["v2-csr-gzip"].write(path)
+    shutil.copytree(writers.written("v2-csr-gzip"), path)
     expected = writers.read_matrix(path, "X").toarray()
     for file in (path / "X/data/1", path / "X/indices/0"):
         plain = gzip.decompress(file.read_bytes())
@@ -222,7 +190,7 @@ def test_several_gzip_members_are_decoded_on_the_host(
 @pytest.mark.parametrize("n_left", [1, 3, 4, 5, 18, 22])
 def test_truncated_chunk_is_named(open_fake: Callable[..., Opened], tmp_path: Path, name: str, n_left: int) -> None:
     path = tmp_path / "store.zarr"
-    FORMS[name].write(path)
+    shutil.copytree(writers.written(name), path)
     file = path / ("X/data/0" if name.startswith("v2") else "X/data/c/0")
     file.write_bytes(file.read_bytes()[:n_left])
     with pytest.raises(gpuload.CorruptDataError, match="chunk 0 of /X/data at byte 0 is damaged: "):
@@ -232,7 +200,7 @@ def test_truncated_chunk_is_named(open_fake: Callable[..., Opened], tmp_path: Pa
 @pytest.mark.parametrize("name", ["v3-csr-zstd", "v3-csr-sharded-blosc-lz4-shuffle"])
 def test_a_damaged_chunk_is_named_by_its_file(open_fake: Callable[..., Opened], tmp_path: Path, name: str) -> None:
     path = tmp_path / "store.zarr"
-    FORMS[name].write(path)
+    shutil.copytree(writers.written(name), path)
     file = path / "X/data/c/0"
     content = bytearray(file.read_bytes())
     content[:16] = bytes(16)
@@ -244,7 +212,7 @@ def test_a_damaged_chunk_is_named_by_its_file(open_fake: Callable[..., Opened], 
 
 def test_wrong_size_before_an_lz4_block_is_found(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"
-    FORMS["v2-csr-lz4"].write(path)
+    shutil.copytree(writers.written("v2-csr-lz4"), path)
     file = path / "X/data/0"
     content = bytearray(file.read_bytes())
     content[0] ^= 1

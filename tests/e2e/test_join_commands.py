@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 pytest.importorskip("tqdm")
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["csr", "dense"])
-def paths(request: Any, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    parts = [several.part(seed, n_obs=200 + seed, is_dense=request.param) for seed in range(3)]
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    parts = [several.part(seed, n_obs=200 + seed) for seed in range(3)]
     for part in parts:
         part.obs["plate"] = [f"plate {i // 50}" for i in range(part.n_obs)]
     return [str(path) for path in several.write(tmp_path_factory.mktemp("joined"), parts)]

@@ -259,8 +259,7 @@ def test_loader_is_reopened_only_if_the_process_changes(front, train):
 # --- the place in an epoch ---
 
 
-@pytest.mark.parametrize("through", ["module", "dataloader", "both"])
-@pytest.mark.parametrize("epoch", [0, 2])
+@pytest.mark.parametrize(("through", "epoch"), [("module", 0), ("dataloader", 2), ("both", 0), ("both", 2)])
 def test_state_from_any_step_yields_the_remaining_minibatches(front, plain, train, through, epoch):
     whole = epoch_of(plain.path, epoch)
     for n_done in (0, 1, 3, 7, len(whole)):
@@ -490,8 +489,7 @@ def test_a_checkpoint_of_any_step_resumes_the_run(
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @in_lightning
-@pytest.mark.parametrize(("n_before", "n_after"), [(2, 1), (1, 3), (3, 2)])
-@pytest.mark.parametrize("n_done", [1, 4])
+@pytest.mark.parametrize(("n_before", "n_after", "n_done"), [(2, 1, 1), (1, 3, 4), (3, 2, 4)])
 def test_an_epoch_continues_with_another_number_of_processes(
     front, Model, make_trainer, pl, train, plain, tmp_path, no_leaks, n_before, n_after, n_done
 ):

@@ -73,10 +73,9 @@ def numbers(text):
 # --- what it learns ---
 
 
-def test_the_program_learns_and_reports(path):
-    with start(path, *SMALL, "--epochs", 4) as process:
-        out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
+def test_the_program_learns_and_reports(run, path):
+    code, out, err = run(path, *SMALL, "--epochs", 4)
+    assert (code, err) == (0, "")
     assert out.startswith("1,501 cells x 2,000 genes, 3 classes of cell_line, cpu\n")
     progress = [text for text in out.splitlines() if re.match(r" *\d+%  .* s  .* cells/s  waited .*%  loss \d", text)]
     assert progress[-1].startswith(" 100%")

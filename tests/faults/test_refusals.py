@@ -742,22 +742,6 @@ def test_unknown_column_error_lists_the_others(plain: Stored) -> None:
     assert_refused("StoreError", plain.path, str(plain.path), "'plate'", "'cell_line'", "'depth'", obs=["plate"])
 
 
-def test_column_missing_from_one_of_several_files(plain: Stored, tmp_path: Path) -> None:
-    path = tmp_path / "fewer.h5ad"
-    with h5py.File(path, "w") as file:
-        writers.write_root(file, plain.obs[["depth"]], writers.genes_frame())
-        write_csr(file, "X", counts())
-    assert_refused("StoreError", [plain.path, path], str(path), "'cell_line'", "'depth'", obs=["cell_line"])
-
-
-def test_column_of_different_kinds_in_several_files(plain: Stored, tmp_path: Path) -> None:
-    path = tmp_path / "other.h5ad"
-    with h5py.File(path, "w") as file:
-        writers.write_root(file, plain.obs.assign(cell_line=1.0), writers.genes_frame())
-        write_csr(file, "X", counts())
-    assert_refused("StoreError", [plain.path, path], str(path), str(plain.path), "'cell_line'", obs=["cell_line"])
-
-
 def test_files_with_different_genes_are_refused(plain: Stored, tmp_path: Path) -> None:
     path = tmp_path / "narrow.h5ad"
     write_plain(path, csr_matrix(counts()[:, :50]))
@@ -768,12 +752,6 @@ def test_files_with_different_genes_are_refused(plain: Stored, tmp_path: Path) -
         writers.write_root(file, plain.obs, var)
         write_csr(file, "X", counts())
     assert_refused("StoreError", [plain.path, path], str(path), "'other'", "'gene_052'", "same order")
-
-
-def test_sparse_and_dense_files_together(plain: Stored, tmp_path: Path) -> None:
-    path = tmp_path / "dense.h5ad"
-    write_h5ad(path, lambda f: write_dense(f, "X", counts().toarray()))
-    assert_refused("StoreError", [plain.path, path], str(path), "dense", "csr")
 
 
 @pytest.mark.parametrize(

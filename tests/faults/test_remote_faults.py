@@ -83,12 +83,15 @@ def opened(server: Running, path: Path, **options: Any) -> gpuload.Loader:
         {"p_429": 0.3},
         {"p_reset": 0.3},
         {"p_truncate": 0.3},
-        {"p_stall": 0.2, "stall_s": 9},
+        {"p_stall": 0.1, "stall_s": 9},
         {"p_503": 0.1, "p_reset": 0.1, "p_truncate": 0.1, "latency_ms": 5, "latency_sigma": 0.8},
     ],
     ids=lambda knobs: " ".join(name for name in knobs if name.startswith("p_")),
 )
-def test_transient_faults_are_retried(calm: Running, cells: Path, knobs: dict[str, float], no_leaks: None) -> None:
+def test_transient_faults_are_retried(
+    calm: Running, cells: Path, knobs: dict[str, float], monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    give_up_after(6, monkeypatch, outage_s=60)
     calm.set(**knobs, most_in_a_row=3, seed=3)
     faults_before = sum(n for kind, n in calm.counts().items() if kind.startswith("fault"))
     with (

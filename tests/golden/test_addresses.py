@@ -121,20 +121,6 @@ def test_hdf5_file_reads_the_same_as_on_disk(
     assert_same(far, batches(stored.path, layer=stored.layer, obs=columns))
 
 
-@pytest.fixture(scope="module")
-def zarrs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("zarrs")
-    forms = {form.name: form for form in zarr_writers.forms()}
-
-    def get(name: str) -> Path:
-        path = folder / f"{name}.zarr"
-        if not path.exists():
-            forms[name].write(path)
-        return path
-
-    return get
-
-
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("scheme", ["s3", "http"])
 def test_zarr_image_array_reads_the_same_as_on_disk(
@@ -155,12 +141,10 @@ def test_zarr_image_array_reads_the_same_as_on_disk(
 
 
 @pytest.mark.parametrize("scheme", ["s3", "http"])
-@pytest.mark.parametrize("name", [form.name for form in zarr_writers.forms() if "zip" not in form.name][::9])
-def test_zarr_folder_reads_the_same_as_on_disk(
-    server: Running, zarrs: Callable[[str], Path], name: str, scheme: str
-) -> None:
-    layer = next(form.layer for form in zarr_writers.forms() if form.name == name)
-    path = zarrs(name)
+@pytest.mark.parametrize("name", [name for name in zarr_writers.FORMS if "zip" not in name][::9])
+def test_zarr_folder_reads_the_same_as_on_disk(server: Running, name: str, scheme: str) -> None:
+    layer = zarr_writers.FORMS[name].layer
+    path = zarr_writers.written(name)
     key = put(server, path)
     address = f"s3://data/{key}" if scheme == "s3" else f"{server.url}/data/{key}"
     reached = {"storage_options": options(server)} if scheme == "s3" else {}
@@ -214,16 +198,14 @@ def test_path_of_universal_pathlib_is_read_as_its_address(server: Running, plain
 
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
-def test_google_and_azure_addresses_read_the_same_as_on_disk(
-    server: Running, plain: Stored, zarrs: Callable[[str], Path], scheme: str
-) -> None:
+def test_google_and_azure_addresses_read_the_same_as_on_disk(server: Running, plain: Stored, scheme: str) -> None:
     """Google's interface equals S3's for these requests; so does Azure's, as long as nothing is listed."""
     reached: dict[str, Any] = {"anonymous": True}
     reached |= {"base_url": server.url} if scheme == "gs" else {"endpoint": server.url, "account_name": "any"}
     address = f"{scheme}://data/{put(server, plain.path)}"
     assert_same(batches(address, storage_options=reached), batches(plain.path))
     if scheme == "gs":
-        path = zarrs(zarr_names("sharded")[0])
+        path = zarr_writers.written("v3-csr-sharded-none")
         address = f"{scheme}://data/{put(server, path)}"
         assert_same(batches(address, storage_options=reached), batches(path))
         with pytest.raises(ReadError, match=r"gs://data/none\.h5ad: no such object"):
@@ -532,10 +514,9 @@ def test_query_string_distinguishes_files(bucket: str, plain: Stored, tmp_path: 
     [((403, b""), 404), ((200, b"<html>its page</html>"), 404), ((403, b""), 403)],  # as S3 if one may not list
     ids=["denied", "page", "denied-too"],
 )
-@pytest.mark.parametrize("name", ["v2-csr-lz4", "v3-csr-lz4"])
+@pytest.mark.parametrize("name", ["v2-csr-lz4", "v3-csr-sharded-lz4"])
 def test_zarr_opens_whatever_the_server_answers_for_folders(
     bucket: str,
-    zarrs: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -544,7 +525,7 @@ def test_zarr_opens_whatever_the_server_answers_for_folders(
 ) -> None:
     monkeypatch.setattr(Bucket, "of_folder", of_folder)
     monkeypatch.setattr(Bucket, "of_nothing", (of_nothing, b""))
-    path = zarrs(name)
+    path = zarr_writers.written(name)
     shutil.copytree(path, tmp_path / "data" / "cells.zarr")
     far = batches(f"{bucket}/data/cells.zarr", obs=["cell_line", "depth"])
     assert_same(far, batches(path, obs=["cell_line", "depth"]))
@@ -554,11 +535,11 @@ def test_zarr_opens_whatever_the_server_answers_for_folders(
 
 
 def test_denied_chunk_is_not_taken_for_a_missing_one(
-    bucket: str, zarrs: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Bucket, "of_nothing", (403, b""))
     path = tmp_path / "cells.zarr"
-    shutil.copytree(zarrs("v3-csr-lz4"), path)
+    shutil.copytree(zarr_writers.written("v3-csr-lz4"), path)
     (path / "X/data/c/0").unlink()
     with pytest.raises(ReadError, match=r"cells\.zarr: /X/data/c/0: access was denied, which some servers also say of"):
         gpuload.open_loader(f"{bucket}/cells.zarr")
@@ -582,9 +563,7 @@ def test_parquet_by_folder_pattern_and_name(server: Running, parquet: Parquet) -
 
 
 @pytest.mark.parametrize("name", ["h5ad", "zarr", "parquet", "mudata"])
-def test_conditions_and_joins(
-    server: Running, parquet: Parquet, plain: Stored, zarrs: Callable[[str], Path], tmp_path: Path, name: str
-) -> None:
+def test_conditions_and_joins(server: Running, parquet: Parquet, plain: Stored, tmp_path: Path, name: str) -> None:
     if name == "parquet":
         form, there = parquet("parquet-tahoe")
         near, far = str(form.path), f"s3://{there}"
@@ -592,7 +571,7 @@ def test_conditions_and_joins(
         near = str(FORMS["mudata-rna"](tmp_path).path)
         far = f"s3://data/{put(server, tmp_path / 'cells.h5mu')}/rna"
     else:
-        path = plain.path if name == "h5ad" else zarrs(zarr_names("sharded")[0])
+        path = plain.path if name == "h5ad" else zarr_writers.written("v3-csr-sharded-none")
         near, far = str(path), f"s3://data/{put(server, path)}"
     other = several.write(tmp_path / "other", [several.part(0, genes=["gene_003", "elsewhere"])])[0]
     for settings in ({"join": "outer"}, {"join": ["elsewhere", "gene_003", "gene_001"], "where": "depth > 0"}):
@@ -661,16 +640,14 @@ def test_folder_and_list_of_files_read_the_same(server: Running, store_variant: 
 
 
 @pytest.mark.parametrize("form", ["h5ad", "zarr"])
-def test_pattern_selects_matching_files(
-    server: Running, plain: Stored, zarrs: Callable[[str], Path], tmp_path: Path, form: str
-) -> None:
+def test_pattern_selects_matching_files(server: Running, plain: Stored, tmp_path: Path, form: str) -> None:
     folder = server.root / "data" / tmp_path.name
     for name in (f"plate1.{form}", f"plate2.{form}", f"deeper/plate3.{form}", f"other.{form}"):
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
         if form == "h5ad":
             shutil.copy(plain.path, folder / name)
         else:
-            shutil.copytree(zarrs(zarr_names("sharded")[0]), folder / name)
+            shutil.copytree(zarr_writers.written("v3-csr-sharded-none"), folder / name)
     far = batches(f"s3://data/{folder.name}/plate*", storage_options=options(server))
     assert_same(far, batches([folder / f"plate{k}.{form}" for k in (1, 2)]))
 
@@ -805,13 +782,13 @@ def block_store(tmp_path: Path, server: Running, budget: int = 1 << 30, **settin
 
 @pytest.mark.parametrize("form", ["h5ad", "zarr", "parquet"])
 def test_second_epoch_with_a_cache_makes_no_requests(
-    server: Running, plain: Stored, zarrs: Callable[[str], Path], parquet: Parquet, tmp_path: Path, form: str
+    server: Running, plain: Stored, parquet: Parquet, tmp_path: Path, form: str
 ) -> None:
     if form == "parquet":
         written, there = parquet("parquet-tahoe")
         path, address = written.path, f"s3://{there}"
     else:
-        path = plain.path if form == "h5ad" else zarrs(zarr_names("sharded")[0])
+        path = plain.path if form == "h5ad" else zarr_writers.written("v3-csr-sharded-none")
         address = f"s3://data/{put(server, path)}"
     settings = {"batch_size": 7, "fetch_factor": 3, "block_size": 2}
     with gpuload.open_loader(path, **settings) as loader:
@@ -825,10 +802,6 @@ def test_second_epoch_with_a_cache_makes_no_requests(
                 assert not n_asked or (is_empty and not epoch)
                 assert loader.hit_ratio == 1 or is_empty
             assert 0 < (loader.hit_ratio or 0) < 1 or not is_empty
-
-
-def zarr_names(word: str) -> list[str]:
-    return [form.name for form in zarr_writers.forms() if word in form.name and form.layer == "X"]
 
 
 def test_full_cache_is_bypassed(server: Running, plain: Stored, tmp_path: Path) -> None:
@@ -898,7 +871,6 @@ def test_bad_addresses_and_options_are_refused(server: Running, plain: Stored, t
 
 def test_inspect_accepts_addresses(
     server: Running,
-    zarrs: Callable[[str], Path],
     plain: Stored,
     parquet: Parquet,
     capsys: pytest.CaptureFixture[str],
@@ -906,7 +878,7 @@ def test_inspect_accepts_addresses(
     pytest.importorskip("tqdm")
     from gpuload.cli import main
 
-    for path in (plain.path, zarrs(zarr_names("sharded")[0]), parquet("parquet")[0].path):
+    for path in (plain.path, zarr_writers.written("v3-csr-sharded-none"), parquet("parquet")[0].path):
         assert main(["inspect", str(path), "--json"]) == 0
         near = json.loads(capsys.readouterr().out)
         assert main(["inspect", f"{server.url}/data/{put(server, path)}", "--json"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -11,7 +12,7 @@ import pytest
 from scipy.sparse import csr_matrix, vstack
 
 import gpuload
-from tests.variants import read_anndata
+from tests.variants import LAYOUTS, VARIANTS, read_anndata
 
 if TYPE_CHECKING:
     from tests.conftest import StoreVariant
@@ -55,18 +56,19 @@ def test_dense_output_in_file_order(stored: Stored) -> None:
     np.testing.assert_array_equal(values, stored.dense)
 
 
-@pytest.mark.parametrize("block_size", [1, 5, "chunk", "3 chunks"])
-def test_dense_output_shuffled(stored: Stored, block_size: int | str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "block_size"),
+    [*((variant.name, 1) for variant in VARIANTS), *product(LAYOUTS, ["chunk", "3 chunks"])],
+)
+def test_dense_output_shuffled(store_variant: StoreVariant, kind: str, block_size: int | str) -> None:
+    stored = store_variant(kind)
     values, rows = dense_rows(stored, seed=3, batch_size=7, fetch_factor=4, block_size=block_size)
     np.testing.assert_array_equal(np.sort(rows), np.arange(len(stored.dense)))
     np.testing.assert_array_equal(values, stored.dense[rows])
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_csr(stored: Stored, shuffle: bool) -> None:
-    with gpuload.open_loader(
-        stored.path, layer=stored.layer, shuffle=shuffle, batch_size=9, fetch_factor=4, output="csr"
-    ) as loader:
+def test_csr(stored: Stored) -> None:
+    with gpuload.open_loader(stored.path, layer=stored.layer, batch_size=9, fetch_factor=4, output="csr") as loader:
         for batch in loader:
             assert isinstance(batch.X, csr_matrix)
             assert batch.X.dtype == np.float32

@@ -252,9 +252,9 @@ def test_totals_include_genes_dropped_by_the_join(tmp_path: Path, is_dense: bool
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
 def test_genes_select_from_the_joined_genes(tmp_path: Path, is_dense: bool, join: Any, output: str) -> None:
     parts = [part(seed, is_dense=is_dense) for seed in range(5)]
-    whole = joined(parts, join)
+    paths, whole = write(tmp_path, parts), joined(parts, join)
     for genes in (["gene_3", "gene_0"], np.arange(whole.n_vars) % 3 == 0):
-        with gpuload.open_loader(write(tmp_path, parts), join=join, genes=genes, output=output, **SMALL) as loader:
+        with gpuload.open_loader(paths, join=join, genes=genes, output=output, **SMALL) as loader:
             if isinstance(genes, list):
                 assert list(loader.var_names) == genes
             assert loader.n_vars == (len(genes) if isinstance(genes, list) else genes.sum())

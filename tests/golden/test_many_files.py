@@ -91,8 +91,10 @@ def alike(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return write(tmp_path_factory.mktemp("alike"), 9, **request.param)
 
 
-@pytest.mark.parametrize("output", ["dense", "csr"])
-@pytest.mark.parametrize("block_size", [1, 3, "chunk", "2 chunks", 1000])
+@pytest.mark.parametrize(
+    ("block_size", "output"),
+    [(1, "dense"), (3, "dense"), (3, "csr"), ("chunk", "dense"), ("2 chunks", "csr"), (1000, "dense")],
+)
 def test_similar_files_are_read_as_one(
     alike: tuple[list[Path], csr_matrix], block_size: int | str, output: str
 ) -> None:

@@ -279,33 +279,6 @@ def test_pytorch_sampler_keeps_its_order(files: Any, is_in_subset: bool, is_in_r
         loader.load_state_dict(state)
 
 
-def test_ranks_share_the_epoch(files: Any) -> None:
-    got = [rows_of(files, ClassBalanced("line", 992), rank=rank, world_size=2, uneven="drop") for rank in (0, 1)]
-    assert got[0].size == got[1].size == 496
-    whole = rows_of(files, ClassBalanced("line", 992))
-    np.testing.assert_array_equal(np.sort(np.concatenate(got)), np.sort(whole))
-
-
-def test_resume_in_the_middle_of_an_epoch(files: Any) -> None:
-    for sampler in (
-        ClassBalanced("line"),
-        Weighted(WEIGHTS),
-        Grouped("line", 8),
-        PairedControl("drug", "dmso", "batch"),
-    ):
-        with gpuload.open_loader(files[0], sampler=sampler, batch_size=16, fetch_factor=3, device="cpu") as loader:
-            whole = [batch.rows for batch in loader]
-            loader.set_epoch(0)
-            batches = iter(loader)
-            for _ in range(8):
-                next(batches)
-            state = loader.state_dict()
-        with gpuload.open_loader(files[0], sampler=sampler, batch_size=16, fetch_factor=3, device="cpu") as loader:
-            loader.load_state_dict(state)
-            rest = [batch.rows for batch in loader]
-        np.testing.assert_array_equal(np.concatenate(rest), np.concatenate(whole[8:]))
-
-
 def test_neighbors_from_stored_anndata_graphs(files: Any, tmp_path: Path) -> None:
     paths, X, _ = files
     graphs, with_graphs = [], []

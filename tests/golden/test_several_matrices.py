@@ -74,9 +74,14 @@ def assert_everything(loader: gpuload.Loader, cells: anndata.AnnData, *, n_epoch
         np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(cells.n_obs))
 
 
-@pytest.mark.parametrize("output", ["dense", "csr"])
-@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "is_dense", "output"),
+    [
+        *((form, *how) for form in FORMS for how in ((False, "dense"), (True, "csr"))),
+        (in_a_file, False, "csr"),
+        (in_a_file, True, "dense"),
+    ],
+)
 def test_layers_and_obsm(tmp_path: Path, form: Callable[..., Any], is_dense: bool, output: str) -> None:
     cells = part(0, is_dense=is_dense, n_obs=41, genes=GENES)
     with gpuload.open_loader(form(tmp_path, cells), output=output, **EVERYTHING, **SMALL) as loader:

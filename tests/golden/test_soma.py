@@ -120,9 +120,14 @@ def test_dtypes(tmp_path: Path, dtype: str, tiles: tuple[int, int]) -> None:
     assert_rows(write_experiment(tmp_path / "cells", {"data": X}, values=(*bits, "zstd"), tiles=tiles), X)
 
 
-@pytest.mark.parametrize("tiles", [(16, 4096), (1, 1), (7, 5), (1024, 8), (1024, 4096)])
+@pytest.mark.parametrize(
+    ("tiles", "parts"),
+    [
+        *((tiles, (40, 41, 100)) for tiles in ((16, 4096), (1, 1), (7, 5), (1024, 8), (1024, 4096))),
+        *((tiles, parts) for tiles in ((16, 4096), (7, 5)) for parts in ((), (100, 41, 40))),
+    ],
+)
 @pytest.mark.parametrize("orders", [("row-major", "row-major"), ("col-major", "row-major"), ("col-major", "col-major")])
-@pytest.mark.parametrize("parts", [(), (40, 41, 100), (100, 41, 40)], ids=["one", "ascending", "descending"])
 def test_layouts(tmp_path: Path, tiles: Any, orders: Any, parts: Any) -> None:
     path = write_experiment(tmp_path / "cells", tiles=tiles, orders=orders, parts=parts, capacity=70)
     kinds = assert_rows(path, counts(), n_epochs=1)
@@ -424,13 +429,18 @@ def test_matrix_without_stored_values(tmp_path: Path) -> None:
 # --- cells and genes
 
 
+OF_NUMBERS = [ZSTD, ("double-delta", "zstd"), ("byteshuffle", "zstd"), ("bit-width", "lz4")]
+OF_TEXT = [("zstd",), ("dictionary", "zstd"), ("rle",), ("rle", "lz4"), ("dictionary",), ()]
+
+
 @pytest.mark.parametrize(
-    "numbers", [ZSTD, ("double-delta", "zstd"), ("byteshuffle", "zstd"), ("bit-width", "lz4")], ids=name_of
+    ("text", "numbers", "parts"),
+    [
+        (text, OF_NUMBERS[(i + k) % len(OF_NUMBERS)], parts)
+        for k, parts in enumerate([(), (40,)])
+        for i, text in enumerate(OF_TEXT)
+    ],
 )
-@pytest.mark.parametrize(
-    "text", [("zstd",), ("dictionary", "zstd"), ("rle",), ("rle", "lz4"), ("dictionary",), ()], ids=name_of
-)
-@pytest.mark.parametrize("parts", [(), (40,)], ids=["one", "two"])
 def test_every_kind_of_column(tmp_path: Path, text: Any, numbers: Any, parts: Any) -> None:
     path = write_experiment(tmp_path / "cells", frames={"text": text, "numbers": numbers, "parts": parts})
     assert_columns(path, COLUMNS, cells_frame())

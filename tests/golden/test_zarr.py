@@ -21,27 +21,10 @@ from gpuload.formats.zarr_trees import ZipTree  # noqa: E402
 from tests import zarr_writers as writers  # noqa: E402
 from tests.golden.test_forms import assert_same_csr  # noqa: E402
 from tests.writers import N_OBS, N_VARS, cells_frame, counts, genes_frame  # noqa: E402
+from tests.zarr_writers import FORMS, written  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-
-FORMS = {form.name: form for form in writers.forms()}
-
-
-@pytest.fixture(scope="session")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that writes a form once per session and gives its path."""
-    folder, paths = tmp_path_factory.mktemp("zarr"), {}
-
-    def get(name: str) -> Path:
-        if name not in paths:
-            path = folder / f"{name}.zarr{'.zip' if name.startswith('zip') else ''}"
-            FORMS[name].write(path)
-            paths[name] = path
-        return paths[name]
-
-    return get
 
 
 def read(path: Path, layer: str, **settings: Any) -> tuple[Any, np.ndarray]:
@@ -57,7 +40,7 @@ def read(path: Path, layer: str, **settings: Any) -> tuple[Any, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_rows_match_zarr_python(written: Callable[[str], Path], name: str) -> None:
+def test_rows_match_zarr_python(name: str) -> None:
     path, layer = written(name), FORMS[name].layer
     expected = writers.read_matrix(path, layer)
     dense = expected.toarray() if hasattr(expected, "toarray") else expected
@@ -73,7 +56,7 @@ def test_rows_match_zarr_python(written: Callable[[str], Path], name: str) -> No
 
 @pytest.mark.parametrize("name", ["v3-csr-sharded-blosc-lz4-shuffle", "v2-csr-zstd", "v3-csr-zstd-crc32c"])
 @pytest.mark.parametrize("verify", ["never", "once", "always"])
-def test_single_rows_from_partly_decoded_chunks(written: Callable[[str], Path], name: str, verify: str) -> None:
+def test_single_rows_from_partly_decoded_chunks(name: str, verify: str) -> None:
     expected = counts().toarray()
     with gpuload.open_loader(written(name), batch_size=1, fetch_factor=1, block_size=1, verify=verify) as loader:
         for _ in range(2):
@@ -82,7 +65,7 @@ def test_single_rows_from_partly_decoded_chunks(written: Callable[[str], Path], 
 
 
 @pytest.mark.parametrize("name", ["anndata-v2-csr-X", "anndata-v3-csr-X", "zip-v2", "v3-csr-zstd"])
-def test_obs_and_var_match_anndata(written: Callable[[str], Path], name: str) -> None:
+def test_obs_and_var_match_anndata(name: str) -> None:
     frame = cells_frame()
     columns = list(frame.columns)
     with gpuload.open_loader(written(name), batch_size=1000, shuffle=False, obs=columns) as loader:
@@ -99,7 +82,7 @@ def test_obs_and_var_match_anndata(written: Callable[[str], Path], name: str) ->
                 np.testing.assert_array_equal(found.astype(np.float64), wanted, err_msg=column)
 
 
-def test_column_types_match_h5ad(written: Callable[[str], Path], tmp_path: Path) -> None:
+def test_column_types_match_h5ad(tmp_path: Path) -> None:
     import anndata
 
     path = tmp_path / "same.h5ad"
@@ -131,7 +114,7 @@ def test_collection_datasets_are_read_in_numeric_order(tmp_path: Path) -> None:
         assert sorted(seen) == list(range(len(expected)))
 
 
-def test_rows_are_numbered_across_stores_and_files(written: Callable[[str], Path], tmp_path: Path) -> None:
+def test_rows_are_numbered_across_stores_and_files(tmp_path: Path) -> None:
     from tests.writers import write_plain
 
     plain = tmp_path / "plain.h5ad"
@@ -297,7 +280,7 @@ def test_many_chunk_files_with_few_descriptors(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_neither_zarr_nor_anndata_nor_h5py_is_needed(written: Callable[[str], Path]) -> None:
+def test_neither_zarr_nor_anndata_nor_h5py_is_needed() -> None:
     code = (
         "import sys, gpuload\n"
         "for name in ('zarr', 'numcodecs', 'anndata', 'h5py'):\n    sys.modules[name] = None\n"
@@ -307,9 +290,7 @@ def test_neither_zarr_nor_anndata_nor_h5py_is_needed(written: Callable[[str], Pa
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_reads_the_same_without_codec_addresses(
-    written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_the_same_without_codec_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuload.backends import codecs
 
     monkeypatch.setattr(codecs, "has_addresses", lambda: False)

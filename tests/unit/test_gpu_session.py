@@ -17,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GPU = "pytest.mark" + ".gpu"
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist.plugin", "-p", "pytest_timeout")
 NAMES = ["install", "gpu", "doctor", "first", "speed", "tests", "programs", "bench", "modality", "cold"]
 NAMES += ["memcheck", "racecheck"]
 
@@ -30,6 +31,12 @@ def program(name: str) -> Any:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(autouse=True)
+def _start_pytest_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let it load no plugins besides those that are named."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +98,8 @@ def test_tests_that_are_out_of_time_say_what_failed(
         "def test_wrong(): assert 1 == 2, 'the GPU is wrong'\n"
         f"def test_long(): time.sleep(2); pathlib.Path({str(begun)!r}).touch(); time.sleep(600)\n"
     )
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(n_processes))
-    command = (*command, "--rootdir", str(tmp_path), f"--junitxml={tmp_path}/tests.xml", str(tmp_path / "test_some.py"))
-    command = (*command, f"--basetemp={tmp_path}/apart")  # else those of all earlier runs are tidied up first
+    command = (*PYTEST, "-n", str(n_processes), f"--junitxml={tmp_path}/tests.xml", str(tmp_path / "test_some.py"))
+    command = (*command, "--rootdir", str(tmp_path), f"--basetemp={tmp_path}/apart")  # else all earlier ones are tidied
     monkeypatch.setattr(session.subprocess, "Popen", Popen)
     session.run([session.Step("tests", command, limit_s)], tmp_path, 600)
     assert outcomes_by_step(tmp_path) == {"tests": "ended after 8 s"}
@@ -155,11 +161,8 @@ def test_a_hung_test_shows_where_and_does_not_stop_the_others(session: Any, tmp_
     for name in ("first", "tests", "programs"):
         assert set(session.HANGS) < set(steps[name])
     options = [option.replace("60", "1").replace("100", "3") for option in session.HANGS]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "1", *options]
-    done = subprocess.run(
-        [*command, "--rootdir", str(tmp_path), f"--junitxml={tmp_path}/tests.xml", str(tmp_path / "test_hang.py")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    files = ["--rootdir", str(tmp_path), f"--junitxml={tmp_path}/tests.xml", str(tmp_path / "test_hang.py")]
+    done = subprocess.run([*PYTEST, "-n", "1", *options, *files], capture_output=True, text=True, check=False)
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert re.search(r"line \d+ in test_stuck\n", done.stdout + done.stderr)
     assert "test_stuck" in (tmp_path / "tests.xml").read_text()
@@ -248,7 +251,7 @@ def test_only_tests_that_need_a_gpu_see_one(tmp_path: Path, options: tuple[str, 
         f"@{GPU}\ndef test_seen_there():\n    assert {body} == ('3', '3')\n"
     )
     files = [str(tmp_path / "test_seen.py"), "tests/unit/test_checks.py"]  # the other one for the conftest of tests
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *files, "-n", "1", "-k", "test_seen"]
+    command = [*PYTEST, *files, "-n", "1", "-k", "test_seen"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "3"}
     done = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert "1 passed" in done.stdout, done.stdout + done.stderr

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from gpuload.cache import room
+from gpuload.cache import fetch, room
 from gpuload.cache import store as store_module
 from gpuload.cache.catalogue import POLICIES, cost_of
 from gpuload.errors import ReadError
@@ -187,7 +187,10 @@ def test_the_only_copy_is_never_evicted(tmp_path: Path, remote: CountingRemote, 
     assert "is gone from" in caplog.text
 
 
-def test_nothing_is_evicted_while_the_remote_cannot_be_checked(tmp_path: Path, remote: CountingRemote) -> None:
+def test_nothing_is_evicted_while_the_remote_cannot_be_checked(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "_REPAIR_S", 0.5)
     with opened(tmp_path, remote) as store:
         full(store, 10)
 
@@ -198,7 +201,7 @@ def test_nothing_is_evicted_while_the_remote_cannot_be_checked(tmp_path: Path, r
         train(store)
         time.sleep(0.3)
         assert store.stats()["n_evicted"] == 0
-        until(lambda: len(train(store)) == 10)  # the one that was to be evicted rejoins after some seconds
+        until(lambda: len(train(store)) == 10)  # the one that was to be evicted rejoins when all is put right
 
 
 def test_a_changed_object_replaces_its_old_copy(tmp_path: Path, remote: CountingRemote) -> None:
