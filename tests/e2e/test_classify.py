@@ -169,10 +169,12 @@ def test_class_balanced_order_shows_all_drugs_equally_often(classify: ModuleType
     assert np.ptp(counts["balanced"]) < 0.5 * np.ptp(counts["random"])
 
 
-def test_genes_are_read_one_per_line(classify: ModuleType, tmp_path: Path) -> None:
+def test_genes_are_a_file_of_names_or_a_condition(classify: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "genes.txt").write_text("HLA A\r\n\n  B2M \n")
     args = classify.parser().parse_args(["cells.h5ad", "--genes", str(tmp_path / "genes.txt")])
     assert classify.Cells(args, None, None).train_settings("random", 0)["genes"] == ["HLA A", "B2M"]
+    args = classify.parser().parse_args(["cells.h5ad", "--genes", "n_cells > 10"])
+    assert classify.Cells(args, None, None).train_settings("random", 0)["genes"] == "n_cells > 10"
 
 
 def test_cells_without_a_label_have_no_loss(classify: ModuleType) -> None:
