@@ -53,7 +53,8 @@ On a CPU, two runs with the same settings give the same model, unless --seconds 
 
 examples:
   python pipelines/train_dali.py cells.h5ad --label cell_line
-  python pipelines/train_dali.py plate1.h5ad plate2.h5ad --label drug --epochs 3 --genes highly_variable
+  python pipelines/train_dali.py cells.h5ad --label cell_line --genes highly_variable
+  python pipelines/train_dali.py plate1.h5ad plate2.h5ad --label drug --epochs 3 --genes genes.txt
   python pipelines/train_dali.py cells.h5ad --label cell_line --batch-size 1024 --fetch-factor 64 --hidden 512 --bf16
   torchrun --nproc-per-node 1 pipelines/train_dali.py cells.h5ad --label cell_line     (on the GPU of LOCAL_RANK)
 
