@@ -67,8 +67,9 @@ def in_mudata(folder: Path) -> Any:
     path = folder / "cells.h5mu"
     with h5py.File(path, "w") as file:
         file.attrs["encoding-type"] = "MuData"
-        anndata.io.write_elem(file, "mod/rna", cells())
-        anndata.io.write_elem(file, "mod/prot", part(0, n_obs=30))
+        modalities = file.create_group("mod")
+        anndata.io.write_elem(modalities, "rna", cells())
+        anndata.io.write_elem(modalities, "prot", part(0, n_obs=30))
     return f"{path}/rna"
 
 
