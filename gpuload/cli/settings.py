@@ -67,11 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--stream", action="store_true", help="read in file order, without shuffling")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the order (default: 0)")
     group.add_argument("--drop-last", action="store_true", help="drop a short last minibatch")
-    group.add_argument(
-        "--genes",
-        metavar="GENES",
-        help=f"load only {GENES} (default: all)",
-    )
+    group.add_argument("--genes", metavar="GENES", help=f"load only {GENES} (default: all)")
     group.add_argument("--target-sum", type=positive, metavar="X", help="scale the values of each cell to this total")
     group.add_argument("--log1p", action="store_true", help="apply log(1 + x) to the values")
     group.add_argument(

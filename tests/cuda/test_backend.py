@@ -543,13 +543,13 @@ def test_a_minibatch_is_one_launch_and_needs_no_upload(
 ) -> None:
     """Positions, and offsets of rows in CSR, are uploaded once per fetch."""
     stored = store_variant(kind)
-    opened, sizes, upload = open_fake(stored.path, output=output, **SMALL), list[tuple[str, int]](), Gatherer._upload
+    opened, sizes, upload = open_fake(stored.path, output=output, **SMALL), list[tuple[str, int]](), Gatherer.upload
 
     def spy(self: Gatherer, host: NDArray[Any], *rest: Any) -> Any:
         sizes.append((host.dtype.name, host.size))
         return upload(self, host, *rest)
 
-    monkeypatch.setattr(Gatherer, "_upload", spy)
+    monkeypatch.setattr(Gatherer, "upload", spy)
     for batch in opened.epoch():
         X = batch.X.toarray() if output == "csr" else batch.X
         np.testing.assert_array_equal(X, stored.dense[batch.rows])

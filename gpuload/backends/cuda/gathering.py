@@ -49,9 +49,14 @@ class Gatherer:
         """Peak device memory of minibatches, in bytes."""
         return self._outputs.peak_nbytes
 
-    def upload(self, host: NDArray[Any], stream: Any) -> tuple[Any, Lease]:
-        """Copy a host array to the device, ready on a stream; return it and the lease of its memory."""
-        return self._upload(host, stream, self._small)
+    def upload(self, host: NDArray[Any], stream: Any, pool: DevicePool | None = None) -> tuple[Any, Lease]:
+        """Copy a host array to the device, ready on a stream; return it and the lease of its memory from a pool."""
+        pinned = self._device.pinned(host.nbytes)
+        pinned[:] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+        array, lease = (self._small if pool is None else pool).array(host.shape, host.dtype, stream)
+        self._device.upload(pinned, array, stream)
+        self._uploads.hold(pinned, stream)
+        return array, lease
 
     def clear(self) -> None:
         """Free what was uploaded, once the streams have passed it."""
@@ -137,7 +142,7 @@ class Gatherer:
                 counts = resident.host_indptr[whole + 1] - resident.host_indptr[whole]
             is_unsorted = counts < 0
             ends = np.concatenate([[0], np.cumsum(np.where(is_unsorted, -1 - counts, counts))])
-            uploaded, lease = self._upload(ends, stream, self._small)
+            uploaded, lease = self.upload(ends, stream)
             resident.leases.append(lease)
             known = resident.offsets = whole, ends, uploaded, is_unsorted
         return known[1:]
@@ -193,7 +198,7 @@ class Gatherer:
         whole, first = _whole(positions, resident.n_rows)
         known = resident.places
         if known is None or known[0] is not whole:
-            uploaded, lease = self._upload(whole, stream, self._small)
+            uploaded, lease = self.upload(whole, stream)
             resident.leases.append(lease)
             known = resident.places = whole, uploaded
         return known[1][first : first + positions.size]
@@ -208,7 +213,7 @@ class Gatherer:
         columns = None
         if form.columns is not None:
             if id(form.columns) not in self._columns:
-                uploaded = self._upload(form.columns, self._counting, self._counted)
+                uploaded = self.upload(form.columns, self._counting, self._counted)
                 self._device.wait(self._device.record(self._counting))  # once; then it is ready on any stream
                 self._columns[id(form.columns)] = form.columns, *uploaded
             _, columns, lease = self._columns[id(form.columns)]
@@ -216,15 +221,6 @@ class Gatherer:
         transform = form.transform
         target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)
         return columns, np.float64(target_sum), np.int32(transform is not None and transform.log1p)
-
-    def _upload(self, host: NDArray[Any], stream: Any, pool: DevicePool) -> tuple[Any, Lease]:
-        """Copy a host array to the device, ready on a stream; return it and the lease of its memory from a pool."""
-        pinned = self._device.pinned(host.nbytes)
-        pinned[:] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
-        array, lease = pool.array(host.shape, host.dtype, stream)
-        self._device.upload(pinned, array, stream)
-        self._uploads.hold(pinned, stream)
-        return array, lease
 
 
 def _whole(positions: NDArray[np.int32], n_rows: int) -> tuple[NDArray[np.int32], int]:
