@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 GPU = "pytest.mark" + ".gpu"
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist.plugin", "-p", "pytest_timeout")
-NAMES = ["install", "gpu", "doctor", "first", "speed", "tests", "programs", "bench", "modality", "cold"]
+NAMES = ["install", "gpu", "file", "doctor", "first", "tests", "speed", "programs", "bench", "modality", "cold"]
 NAMES += ["memcheck", "racecheck"]
 
 
@@ -48,6 +48,12 @@ def session() -> Any:
 def outcomes_by_step(folder: Path) -> dict[str, str]:
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     return {line["step"]: line["outcome"] for line in lines}
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def test_a_failed_or_hung_step_does_not_stop_the_others(
@@ -116,6 +122,71 @@ def test_nothing_runs_after_a_required_step_failed(session: Any, tmp_path: Path)
     session.run(steps, tmp_path, 60)
     assert outcomes_by_step(tmp_path) == {"install": "failed: exit status 1", "next": "not begun: install failed"}
     assert not (tmp_path / "begun").exists()
+
+
+def test_a_step_beside_others_is_awaited_by_those_that_come_after_it(session: Any, tmp_path: Path) -> None:
+    made, seen = tmp_path / "made", tmp_path / "seen"
+    wait = f"until [ -e {seen} ]; do sleep 0.05; done"
+    steps = [
+        session.Step("file", ("sh", "-c", f"{wait}; sleep 0.5; touch {made}"), 30, is_beside=True),
+        session.Step("tests", ("sh", "-c", f"[ ! -e {made} ] && touch {seen}"), 30),
+        session.Step("speed", ("test", "-e", str(made)), 30, after="file"),
+        session.Step("late", ("sleep", "600"), 1, is_beside=True),
+    ]
+    session.run(steps, tmp_path, 60)
+    assert list(outcomes_by_step(tmp_path).items()) == [
+        ("tests", "done"),
+        ("file", "done"),
+        ("speed", "done"),
+        ("late", "ended after 1 s"),
+    ]
+
+
+def test_an_interrupt_ends_a_step_beside_others(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid, popen = tmp_path / "pid", subprocess.Popen
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        if args[0] == ("interrupted",):
+            wait_for(pid)
+            raise KeyboardInterrupt
+        return popen(*args, **options)
+
+    monkeypatch.setattr(session.subprocess, "Popen", interrupted)
+    beside = session.Step(
+        "file", ("sh", "-c", f"echo $$ > {pid}.new; mv {pid}.new {pid}; sleep 600"), 600, is_beside=True
+    )
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        session.run([beside, session.Step("tests", ("interrupted",), 30)], tmp_path, 600)
+    assert time.monotonic() - start < 20
+    assert not psutil.pid_exists(int(pid.read_text()))
+
+
+def test_the_file_that_is_measured_is_made_beside_the_tests(
+    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import run_gpu
+
+    def make(path: Path, n_obs: int) -> Path:
+        made.append((path, n_obs))
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        return path
+
+    steps = {step.name: step for step in session.steps(tmp_path / "wheels", tmp_path)}
+    assert [name for name, step in steps.items() if step.is_beside] == ["file"]
+    uses = {name for name, step in steps.items() if "benchmarks.run_gpu" in step.command}
+    assert {name for name, step in steps.items() if step.after == "file"} == uses
+    made: list[tuple[Path, int]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_gpu, "n_gpus", lambda: 1)
+    monkeypatch.setattr(run_gpu.machine, "card", lambda: {"card": "abacus"})
+    monkeypatch.setattr(run_gpu, "_make_file", make)
+    monkeypatch.setattr(run_gpu, "_measured", lambda command, limit_s: {"cells_per_s": 2.0})
+    exec(steps["file"].command[-1], {})
+    run_gpu.main(list(steps["speed"].command[3:]))
+    assert len(made) == 2
+    assert made[0] == made[1]
 
 
 def test_the_time_budget_is_kept(session: Any, tmp_path: Path) -> None:
