@@ -5,7 +5,7 @@
 Both make a shuffled, sharded zarr store of the same file, in turn, each time in a fresh process whose imports are done
 before the clock starts. gpuload also syncs everything to disk and reads it back; annbatch does neither, and keeps only
 one column of obs and the row numbers. Codecs are timed on one thread, on chunks of the file's own cells. Page cache
-warm. None of this applies to rates on a GPU, which would have to be measured on one.
+warm. Rates of codecs on a GPU are measured by `run_gpu`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -35,6 +36,9 @@ CODEC_CELLS = 4_000
 """Cells of the file on which codecs are timed."""
 
 CELLS_PER_CHUNK = (16, 64, 256)
+
+LZ4_HEADER = 4
+"""Bytes before a bare LZ4 block that say its decoded size."""
 
 
 def pack_gpuload(file: Path, folder: Path, memory: str) -> dict[str, Any]:
@@ -86,16 +90,34 @@ def in_turns(pythons: dict[str, str], file: Path, memory: str, rounds: int) -> l
 
 def codecs(file: Path) -> list[dict[str, Any]]:
     """Return, for each codec and chunk, bytes per cell and cells per second of one thread."""
+    arrays, n_cells = typed_cells(file, CODEC_CELLS)
+    return [
+        {
+            "codec": name,
+            "cells_per_chunk": cells,
+            **_rates(arrays, cells * arrays["data"].size // n_cells, n_cells, *functions),
+        }
+        for cells in CELLS_PER_CHUNK
+        for name, functions in candidates().items()
+    ]
+
+
+def typed_cells(file: Path, most: int) -> tuple[dict[str, NDArray[Any]], int]:
+    """Return the values and column numbers of the first cells of a file, in small dtypes; and how many cells."""
     import h5py
-    import imagecodecs
     import numpy as np
 
     with h5py.File(file) as stored:
-        n_cells = min(CODEC_CELLS, stored["X/indptr"].shape[0] - 1)
+        n_cells = min(most, stored["X/indptr"].shape[0] - 1)
         nnz = int(stored["X/indptr"][n_cells])
-        arrays = {"data": stored["X/data"][:nnz], "indices": stored["X/indices"][:nnz]}
-    smallest = np.min_scalar_type(int(arrays["data"].max()))
-    typed = {"data": arrays["data"].astype(smallest), "indices": arrays["indices"].astype(np.uint16)}
+        data, indices = stored["X/data"][:nnz], stored["X/indices"][:nnz]
+    smallest = np.min_scalar_type(int(data.max()))
+    return {"data": data.astype(smallest), "indices": indices.astype(np.uint16)}, n_cells
+
+
+def candidates() -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Return what encodes a chunk in each codec, and what decodes it."""
+    import imagecodecs
 
     def blosc(compressor: str, level: int) -> Callable[[NDArray[Any]], bytes]:
         return lambda chunk: imagecodecs.blosc_encode(
@@ -105,18 +127,17 @@ def codecs(file: Path) -> list[dict[str, Any]]:
     def unblosc(stored: bytes) -> Any:
         return imagecodecs.blosc_decode(stored, numthreads=1)
 
-    candidates: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    return {
         "none": (lambda chunk: chunk.tobytes(), bytearray),
         "zstd-1": (lambda chunk: imagecodecs.zstd_encode(chunk.tobytes(), level=1), imagecodecs.zstd_decode),
         "zstd-3": (lambda chunk: imagecodecs.zstd_encode(chunk.tobytes(), level=3), imagecodecs.zstd_decode),
+        "lz4": (
+            lambda chunk: imagecodecs.lz4_encode(chunk.tobytes(), header=True),
+            partial(imagecodecs.lz4_decode, header=True),
+        ),
         "blosc-zstd-3-shuffle": (blosc("zstd", 3), unblosc),
         "blosc-lz4-5-shuffle": (blosc("lz4", 5), unblosc),
     }
-    return [
-        {"codec": name, "cells_per_chunk": cells, **_rates(typed, cells * nnz // n_cells, n_cells, *functions)}
-        for cells in CELLS_PER_CHUNK
-        for name, functions in candidates.items()
-    ]
 
 
 def _rates(

@@ -114,7 +114,15 @@ NOT_OURS = ("--kernel-name-exclude", "kns=nvcomp")
 TESTS, PROGRAMS = "tests/cuda/test_gpu.py", ("tests/cuda/test_gpu_programs.py", "tests/e2e/test_pipelines.py")
 """Files of the tests that need a GPU; the last one needs DALI too."""
 
-SPEED = ("ceiling/h2d", "ceiling/nvcomp-deflate", "gpuload/dense/pinned", "gpuload/dense/cached", "gpuload/step/pinned")
+SPEED = (
+    "ceiling/h2d",
+    "ceiling/fill",
+    "ceiling/nvcomp-deflate",
+    "gpuload/dense/pinned",
+    "gpuload/dense/cached",
+    "gpuload/step/pinned",
+    "gpuload/step/cached",
+)
 """What is measured before all else, once."""
 
 COLD = ("gpuload/dense/kvikio", "gpuload/dense/pinned")

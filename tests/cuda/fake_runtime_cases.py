@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import json
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -213,21 +215,85 @@ def test_cuda_errors_become_device_errors(store_variant: StoreVariant) -> None:
             device.record(foreign)
 
 
-def test_ceiling_of_decoding_is_of_chunks_of_both_arrays(
-    store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def nvcomp(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """nvCOMP's fake, in the place of the library; attributes set on it are those of every decoder."""
     from types import SimpleNamespace
 
-    from benchmarks import run_gpu
     from tests.cuda.fake_device import FakeNvcomp
 
     class Nvcomp(FakeNvcomp):
+        harm, n_launched = staticmethod(lambda places, sizes: None), []
+
+        def __init__(self) -> None:
+            super().__init__(SimpleNamespace(give=lambda stream, call: call()))  # type: ignore[arg-type]
+
         def temp_nbytes(self, *arguments: Any, stream: int = 0) -> int:
             return super().temp_nbytes(*arguments[:4], stream)
 
-    device: Any = SimpleNamespace(give=lambda stream, call: call())
-    monkeypatch.setattr("gpuload.backends.cuda.nvcomp.Nvcomp", lambda: Nvcomp(device))
-    found = run_gpu.ceiling_decode(run_gpu.Options(store_variant("csr-gzip4").path, 8, 4, "warm"))
+        def decode(self, algorithm: str, **of: Any) -> None:
+            super().decode(algorithm, **of)
+            self.n_launched.append(of["n"])
+            sources = (ctypes.c_int64 * of["n"]).from_address(of["in_ptrs"])
+            assert len(set(sources)) == of["n"]  # caches would flatter a chunk that is read twice
+            self.harm(of["out_ptrs"], of["n"])
+
+    monkeypatch.setattr("gpuload.backends.cuda.nvcomp.Nvcomp", Nvcomp)
+    return Nvcomp
+
+
+def test_ceiling_of_decoding_is_of_chunks_of_both_arrays(store_variant: StoreVariant, nvcomp: Any) -> None:
+    from benchmarks import gpu_ceilings
+
+    found = gpu_ceilings.inflate(store_variant("csr-gzip4").path)
     assert found["chunk_nbytes"] == [256, 400]
     assert found["bytes_per_s"] == found["by_n_chunks"][max(found["by_n_chunks"])]
     assert found["cells_per_s"] > 0
+    assert set(nvcomp.n_launched) == set(found["by_n_chunks"])
+
+
+def test_codecs_are_decoded_and_checked(
+    store_variant: StoreVariant, nvcomp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import gpu_ceilings, run_pack
+
+    monkeypatch.setattr(gpu_ceilings, "N_CHUNKS", (7, 90))
+    monkeypatch.setattr(gpu_ceilings, "N_LAUNCHES", 1)
+    path = store_variant("csr-gzip4").path
+    found = gpu_ceilings.codecs(path)
+    json.dumps(found)
+    rows = {(row["codec"], row["cells_per_chunk"]): row for row in found["codecs"]}
+    assert set(rows) == {(codec, n) for codec in gpu_ceilings.CODECS for n in run_pack.CELLS_PER_CHUNK}
+    for row in run_pack.codecs(path):
+        if row["codec"] in gpu_ceilings.CODECS:  # the same cells in the same chunks are as many bytes
+            ours, header = rows[row["codec"], row["cells_per_chunk"]], row["codec"] == "lz4"
+            n_chunks = -(-found["n_cells"] // row["cells_per_chunk"])
+            for array in ("data", "indices"):
+                excess = row[f"{array}_bytes_per_cell"] - ours[f"{array}_bytes_per_cell"]
+                most = header * run_pack.LZ4_HEADER * (n_chunks + 1) / found["n_cells"]
+                assert 0 <= excess <= most
+                assert bool(excess) == header
+    plain = rows["none", 16]
+    per_cell = plain["data_bytes_per_cell"] + plain["indices_bytes_per_cell"]
+    for row in rows.values():
+        assert row["bytes_per_s"] == row["by_n_chunks"][90] > 0
+        assert row["cells_per_s"] == pytest.approx(row["bytes_per_s"] / per_cell)
+
+
+def test_wrongly_decoded_chunks_are_not_timed(
+    store_variant: StoreVariant, nvcomp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import gpu_ceilings
+
+    def harm(places: int, n: int) -> None:
+        last = (ctypes.c_int64 * n).from_address(places)[n - 1]
+        ctypes.c_uint8.from_address(last).value ^= 1
+
+    monkeypatch.setattr(gpu_ceilings, "N_CHUNKS", (20, 20))
+    path = store_variant("csr-gzip4").path
+    monkeypatch.setattr(nvcomp, "harm", staticmethod(harm))
+    with pytest.raises(RuntimeError, match=r"^zstd-1: chunk 19 of \d+ bytes was decoded wrongly\.$"):
+        gpu_ceilings.codecs(path)
+    monkeypatch.setattr(nvcomp, "decode", lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match=r"^nvCOMP decoded 0 of 20 chunks\.$"):
+        gpu_ceilings.codecs(path)

@@ -156,6 +156,12 @@ SIGNATURES = {
     "check_zstd": ["r:u1", "r:i8", "r:i8", "r:u1", "r:i8", "r:i8", "i8", "w:i4"],
     "decode_lzf": ["r:u1", "r:i8", "r:i8", "w:u1", "r:i8", "r:i8", "i8", "w:i4"],
     **{f"copy_pieces_{src}_{out}": [*COPY, f"w:{out}", "w:i4", "w:i4"] for src in STORED for out in OUT},
+    **{
+        f"narrow_{src}_{out}": ["r:u1", "r:i8", "r:i8", "r:i8", "i8", "w:u1", "w:i4"]
+        for src in ("u1", "u2", "u4", "u8", "i4", "i8", "f4", "f8")
+        for out in ("u1", "u2")
+        if np.dtype(out).itemsize <= np.dtype(src).itemsize
+    },
     **{f"densify_csr_{out}": [*ROWS, "i8", f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
     **{f"gather_dense_{out}": [*DENSE, f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
     "count_csr": ["r:i8", "r:i4", "r:i8", "r:i4", "i8", "w:i8"],

@@ -487,20 +487,20 @@ def test_scratch_memory_is_that_of_a_single_part(
 
 
 @pytest.mark.parametrize(("capacity", "n_at_once"), [(1 << 40, 6), (1 << 15, 3)])
-@pytest.mark.parametrize("device_cache", [None, "1MiB"])
+@pytest.mark.parametrize("cache", [{}, {"device_cache": "1MiB", "verify": "always"}], ids=["uncached", "as stored"])
 def test_a_part_has_chunks_enough_for_a_gpu_if_its_memory_allows(
     open_fake: Callable[..., Opened],
     store_variant: StoreVariant,
     monkeypatch: pytest.MonkeyPatch,
     capacity: int,
     n_at_once: int,
-    device_cache: str | None,
+    cache: dict[str, str],
 ) -> None:
     """A launch takes as long for a few chunks as for as many as the GPU decodes at a time, however large they are."""
     monkeypatch.setattr(FakeDevice, "capacity", lambda device: capacity)
     monkeypatch.setattr("gpuload.layout.MAX_EXTENT", 1)  # parts are of whole extents: one chunk each
     stored = store_variant("csr-gzip4")
-    opened = open_fake(stored.path, device_cache=device_cache, batch_size=len(stored.dense), fetch_factor=1, prefetch=1)
+    opened = open_fake(stored.path, batch_size=len(stored.dense), fetch_factor=1, prefetch=1, **cache)
     (matrix,) = opened.loader._store.matrices
     assert [4 * layout.chunk_size for layout in matrix.layouts] in ([400, 256], [256, 400])
     monkeypatch.setattr("gpuload.backends.cuda.loading.PART_NBYTES", 800)  # 2 chunks of data, 3 of indices
@@ -661,96 +661,6 @@ def test_closing_leaves_nothing_behind(open_fake: Callable[..., Opened], plain: 
     next(iter(opened.loader))
     opened.loader.close()
     assert opened.device.n_freed == 1
-
-
-@pytest.mark.parametrize(
-    "kind", ["csr-gzip4", "csr-zstd", "csr-lzf", "csr-lz4", "csr-blosc-lz4-shuffle", "csr-blosc-blosclz-shuffle"]
-)
-@pytest.mark.parametrize("nbytes", [1000, 20_000, "1MiB"])
-def test_cached_chunks_are_not_read_again(
-    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, nbytes: int | str
-) -> None:
-    stored = store_variant(kind)
-    opened = open_fake(stored.path, device_cache=nbytes, block_size=3, **SMALL)
-    read = []
-    for _ in range(3):
-        before = opened.loader.stats.read_nbytes
-        for batch in opened.epoch():
-            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
-        read.append(opened.loader.stats.read_nbytes - before)
-    stats = opened.loader.stats
-    if nbytes == "1MiB" and "blosclz" not in kind:
-        assert read[1] == read[2] == 0
-        assert stats.n_chunks_cached > 0
-    assert opened.loader.memory()["cache"] <= (1 << 20 if nbytes == "1MiB" else int(nbytes))
-    assert stats.n_chunks_cached <= stats.n_chunks
-
-
-def test_a_chunk_takes_room_in_the_cache_once(
-    open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether two loads have it at the same time, the load fails, or the device finds it bad each time."""
-    from gpuload.backends.cuda.cache import ChunkCache
-    from tests.cuda import fake_device
-
-    opened = open_fake(store_variant("csr-gzip4").path, device_cache="1MiB", prefetch=1, block_size=3, **SMALL)
-    loader, decode = opened.loader, fake_device._plain
-    read = loader.store.recipe(np.array([[0, 100]])).reads[0]
-    cache, numbers = ChunkCache(opened.device, 1 << 20), np.arange(read.chunk_id.size)
-    reserved, places = cache.reserve(read, numbers)
-    nbytes = cache.used_nbytes
-    assert reserved.size
-    assert not cache.reserve(read, numbers)[0].size
-    cache.release(read, reserved)
-    np.testing.assert_array_equal(cache.reserve(read, numbers), (reserved, places))
-    cache.keep(read, reserved, places)
-    assert not cache.reserve(read, numbers)[0].size
-    assert cache.used_nbytes == nbytes
-    np.testing.assert_array_equal(cache.places(read)[reserved], places)
-
-    def decoded(algorithm: str, stored: bytes, room: int) -> bytes:
-        if len(stored) % 4 == 0:
-            raise ValueError("bad for the device alone")
-        return decode(algorithm, stored, room)
-
-    monkeypatch.setattr(fake_device, "_plain", decoded)
-    used = []
-    for _ in range(3):
-        list(opened.epoch())
-        used.append(loader.memory()["cache"])
-    assert loader.stats.n_chunks_cached
-    assert used == used[:1] * 3
-
-
-def test_cache_room_of_a_failed_load_is_reused_when_full(
-    open_fake: Callable[..., Opened], store_variant: StoreVariant
-) -> None:
-    from gpuload.backends.cuda.cache import ChunkCache
-
-    opened = open_fake(store_variant("csr-gzip4").path, **SMALL)
-    read = opened.loader.store.recipe(np.array([[0, 100]])).reads[0]
-    numbers = np.arange(read.chunk_id.size)
-    last = numbers[-1:]
-    cache = ChunkCache(opened.device, int(-(-read.chunk_nbytes[-1] // 16) * 16))
-    reserved = cache.reserve(read, last)
-    np.testing.assert_array_equal(reserved, (last, [0]))
-    cache.release(read, last)
-    assert numbers.size > 1
-    np.testing.assert_array_equal(cache.reserve(read, numbers), reserved)
-    assert cache.used_nbytes == cache.memory.nbytes
-
-
-def test_failed_loads_do_not_fill_the_cache(open_fake: Callable[..., Opened], copy_of: Callable[..., Any]) -> None:
-    path = copy_of()
-    damage_a_chunk(path)
-    opened = open_fake(path, device_cache="1MiB", shuffle=False, prefetch=1, **SMALL)
-    used = []
-    for _ in range(3):
-        with pytest.raises(gpuload.CorruptDataError):
-            list(opened.epoch())
-        used.append(opened.loader.memory()["cache"])
-    assert used[0] > 0
-    assert used == used[:1] * 3
 
 
 def test_device_memory_is_bounded(open_fake: Callable[..., Opened], plain: Stored) -> None:

@@ -188,3 +188,42 @@ def test_reference_copies_match_the_cpu_backend(name: str, out: str) -> None:
         assert code == (error or copies.MAX_EXACT * is_rounded)
         if not error:
             np.testing.assert_array_equal(got, wanted)
+
+
+def narrow_by_hand(values: NDArray[Any], most: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return whole numbers from 0 to `most` as int64, 0 in place of all else, and which elements are such numbers."""
+    is_one = np.array(
+        [v == v and float(v).is_integer() and 0 <= v <= most and not np.signbit(v) for v in values.tolist()]
+    )
+    return np.array([int(v) if fits else 0 for v, fits in zip(values.tolist(), is_one, strict=True)]), is_one
+
+
+@SOME
+@pytest.mark.parametrize("out", ["u1", "u2"])
+@pytest.mark.parametrize(
+    "name", ["f4", "i8"] if BUILD == "thread" else ["u1", "u2", "u4", "u8", "i4", "i8", "f4", "f8"]
+)
+@given(data=st.data(), grid=grids(), seed=seeds())
+def test_narrow(name: str, out: str, data: st.DataObject, grid: Grid, seed: int) -> None:
+    rng, dtype, size = RNG(seed), STORED[name], np.dtype(out).itemsize
+    if size > dtype.itemsize:
+        return
+    n_chunks, chunk_size = data.draw(st.integers(0, 4)), data.draw(st.sampled_from([1, 7, 64, 700]))
+    chunks = [elements(rng, dtype, chunk_size, int(rng.choice([-1, 200, 40_000]))) for _ in range(n_chunks)]
+    source = ranges(rng, [chunk_size * dtype.itemsize] * n_chunks, gap=data.draw(st.sampled_from([1, 9])))
+    place = ranges(rng, [chunk_size * size] * n_chunks, step=16)
+    decoded, memory = np.zeros(source.total, dtype=np.uint8), np.full(place.total + 16, FILLER, dtype=np.uint8)
+    wanted, needed = memory.copy(), np.zeros(n_chunks, dtype=np.int32)
+    is_given = np.ones(memory.size, dtype=bool)
+    for c, values in enumerate(chunks):
+        decoded[source.slices()[c]] = values.view(np.uint8)
+        plain, is_one = narrow_by_hand(values, (1 << 8 * size) - 1)
+        wanted[place.slices()[c]] = plain.astype(out).view(np.uint8)
+        is_given[place.slices()[c]] = is_one.repeat(size)
+        if not is_one.all():
+            needed[c] = -2 if narrow_by_hand(values, 65_535)[1].all() else -4
+    found = np.zeros(n_chunks, dtype=np.int32)
+    sizes = source.start, np.full(n_chunks, chunk_size * dtype.itemsize), place.start
+    run(f"narrow_{name}_{out}", grid, placed(decoded), *sizes, np.int64(n_chunks), memory, found)
+    np.testing.assert_array_equal(memory[is_given], wanted[is_given])
+    np.testing.assert_array_equal(found, needed)

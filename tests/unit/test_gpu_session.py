@@ -282,11 +282,51 @@ def test_a_file_of_ones_own_needs_no_label(
         raise gpuload.DeviceError("there is no GPU.")
 
     monkeypatch.setattr(gpuload, "open_loader", open_loader)
-    monkeypatch.setattr(gpuload, "pack", lambda source, store: store.touch())
+    monkeypatch.setattr(gpuload, "pack", lambda source, store, codec: store.touch())
     for arm in ("gpuload/dense", "gpuload-packed/dense"):
         with pytest.raises(gpuload.DeviceError):
             run_gpu.ARMS[arm](run_gpu.Options(path, 8, 4, "warm"))
-    assert opened == [("cells.h5ad", obs), ("cells-packed.zarr", obs)]
+    assert opened == [("cells.h5ad", obs), ("cells-run_gpu-lz4.zarr", obs)]
+
+
+def test_arms_ask_for_what_their_names_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import run_gpu
+
+    asked: dict[str, Any] = {}
+
+    def loader(options: Any, **settings: Any) -> dict[str, Any]:
+        asked.update(settings)
+        return {"cells_per_s": 1.0}
+
+    def pack(source: Path, store: Path, codec: str) -> None:
+        packed.append(codec)
+        store.mkdir()
+        (store / "chunk").write_bytes(bytes(7))
+
+    packed: list[str] = []
+    monkeypatch.setattr(run_gpu, "loader", loader)
+    monkeypatch.setattr("gpuload.pack", pack)
+    options = run_gpu.Options(tmp_path / "cells.h5ad", 8, 4, "warm")
+    for name, arm in run_gpu.ARMS.items():
+        kind, _, rest = name.partition("/")
+        if kind.startswith("gpuload") and arm is not loader and name != "gpuload/dense":
+            asked.clear()
+            figures = arm(options)
+            words = rest.split("/")
+            assert (asked.get("epoch"), asked.get("device_cache")) == (
+                (1, "16GiB") if "cached" in words else (None, None)
+            )
+            assert asked.get("output") == ("csr" if "csr" in words else None)
+            assert asked.get("step_s") == (run_gpu.STEP_S if "step" in words else None)
+            assert asked.get("verify") == ("never" if "unverified" in words else None)
+            assert asked.get("io") == "kvikio" or "kvikio" not in words
+            assert asked.get("io") == "pinned" or not {"pinned", "unverified", "urgent"} & set(words)
+            if kind != "gpuload":
+                codec = kind.removeprefix("gpuload-packed").removeprefix("-") or "lz4"
+                assert asked["store"].name == f"cells-run_gpu-{codec}.zarr"
+                assert figures["store_nbytes"] == 7
+                assert figures["pack_s"] >= 0
+    assert sorted(packed) == ["lz4", "none", "zstd"]  # each once, for all arms that read it
 
 
 def test_a_failed_hung_or_crashed_arm_shows_where(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,10 @@
-"""Cache of stored (still compressed) chunks in device memory, so that later epochs need not read them.
+"""Cache of chunks in device memory, so that later epochs need neither read nor, mostly, decode them.
 
-Chunks stay compressed, so that more of them fit; they are decoded again on each use. Nothing is ever evicted: when
-every epoch reads everything once, in a different order, eviction gains nothing. So room given to a chunk remains that
-chunk's, whether or not the load that copies it there succeeds.
+A chunk is kept decoded, in the smallest unsigned type that holds its values, where these are whole numbers below 65,536
+and that takes at most `MOST_ROOM` times the room of the stored bytes: gzip's chunks of gene numbers and counts grow by
+a fifth, and decoding them again would take nearly all the time of an epoch without I/O. All others are kept as stored,
+and decoded on each use. Nothing is ever evicted: when every epoch reads everything once, in a different order, eviction
+gains nothing. So room given to a chunk remains that chunk's, whether or not the load that copies it there succeeds.
 """
 
 from __future__ import annotations
@@ -22,8 +24,41 @@ if TYPE_CHECKING:
     from gpuload.layout import ArrayLayout
     from gpuload.types import ArrayRead
 
+MOST_ROOM = 4
+"""A chunk is kept decoded if that takes at most so many times the room of its stored bytes. Chunks that take more hold
+mostly zeros, as those of dense matrices do, and are decoded at a higher rate."""
+
+NARROWED = {
+    np.dtype(name): tuple(nbytes for nbytes in (1, 2) if nbytes <= np.dtype(name).itemsize)
+    for name in ("u1", "u2", "u4", "u8", "i4", "i8", "f4", "f8")
+}
+"""Stored types whose values can be kept as unsigned integers, and the sizes of these in bytes."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Chunks of a read, ascending, and where the cache has them or has room for them; arrays are (n,).
+
+    Attributes
+    ----------
+    numbers
+        Numbers of the chunks within the read.
+    place
+        Offset of each in the cache's memory.
+    itemsize
+        Bytes per element, decoded; 0 for chunks as stored.
+    """
+
+    numbers: NDArray[np.int64]
+    place: NDArray[np.int64]
+    itemsize: NDArray[np.int8]
+
+    def of(self, which: NDArray[np.bool_]) -> Places:
+        """Return some of them."""
+        return Places(self.numbers[which], self.place[which], self.itemsize[which])
+
+
+@dataclass(slots=True, eq=False)
 class _Chunks:
     """The chunks of a layout: the room of each in the cache, and its state; arrays are (n_chunks,).
 
@@ -31,26 +66,41 @@ class _Chunks:
     ----------
     layout
         Kept alive, so that its id is not reused.
-    room
-        Offset of the room that the chunk was given, or -1.
-    place
-        The same once its bytes are there, else -1.
+    sizes
+        Bytes per element in which its chunks can be kept decoded.
+    room, room_nbytes
+        Offset of the room that the chunk was given, or -1, and the size of it.
+    place, itemsize
+        The same once its bytes are there, else -1; and in which form.
+    needed
+        Bytes per element that are known to be needed to keep it decoded.
     is_taken
         Whether a load has reserved it, to copy its bytes there; remains set if they were bad.
     """
 
     layout: ArrayLayout
+    sizes: tuple[int, ...]
     room: NDArray[np.int64]
+    room_nbytes: NDArray[np.int64]
     place: NDArray[np.int64]
+    itemsize: NDArray[np.int8]
+    needed: NDArray[np.int8]
     is_taken: NDArray[np.bool_]
 
 
 class ChunkCache:
-    """Stored chunks in one allocation of device memory of `nbytes`; with 0, none is cached."""
+    """Chunks in one allocation of device memory of `nbytes`; with 0, none is cached.
 
-    def __init__(self, device: Device, nbytes: int) -> None:
+    Parameters
+    ----------
+    is_as_stored
+        Whether to keep all chunks as stored, so that their checksums can be verified on each use.
+    """
+
+    def __init__(self, device: Device, nbytes: int, *, is_as_stored: bool = False) -> None:
         self._device = device
         self._nbytes = nbytes
+        self._is_as_stored = is_as_stored
         self._used = 0
         self._lock = threading.Lock()
         self._chunks: dict[int, _Chunks] = {}
@@ -61,44 +111,78 @@ class ChunkCache:
         """Bytes assigned to chunks."""
         return self._used
 
-    def places(self, read: ArrayRead) -> NDArray[np.int64]:
-        """Return the offset of each chunk of a read, or -1 if it is not cached; (n_chunks,)."""
+    def places(self, read: ArrayRead) -> Places:
+        """Return which chunks of a read are cached, and where."""
         known = self._chunks.get(id(read.layout))
         if self.memory is None or known is None or read.layout.is_raw:
-            return np.full(read.chunk_id.size, -1, dtype=np.int64)
-        return known.place[read.chunk_id]
+            return NOWHERE
+        with self._lock:
+            place, itemsize = known.place[read.chunk_id], known.itemsize[read.chunk_id]
+        numbers = np.flatnonzero(place >= 0)
+        return Places(numbers, place[numbers], itemsize[numbers])
 
-    def reserve(self, read: ArrayRead, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Reserve room for chunks of a read; return those that fit and are not reserved yet, and their offsets.
+    def reserve(self, read: ArrayRead, numbers: NDArray[np.int64]) -> Places:
+        """Reserve room for chunks of a read; return those that fit and are not reserved yet.
 
-        Other reads find them only after `keep`.
+        Other reads find them only after `settle`.
         """
         if self.memory is None or read.layout.is_raw:
-            return numbers[:0], numbers[:0]
+            return NOWHERE
         numbers = numbers[read.chunk_nbytes[numbers] > 0]
         with self._lock:
-            known = self._of(read.layout)
+            known = self._of(read)
             numbers = numbers[~known.is_taken[read.chunk_id[numbers]]]
-            place = known.room[read.chunk_id[numbers]]
-            is_new = place < 0
-            nbytes = np.where(is_new, slots(read.chunk_nbytes[numbers]), 0)
-            ends = self._used + np.cumsum(nbytes)
+            chunk, stored = read.chunk_id[numbers], read.chunk_nbytes[numbers]
+            narrow = read.layout.decoded_nbytes(chunk) // read.layout.dtype.itemsize * known.needed[chunk]
+            is_narrow = np.isin(known.needed[chunk], known.sizes) & (narrow <= MOST_ROOM * stored)
+            nbytes = slots(np.where(is_narrow, narrow, stored))
+            place = known.room[chunk]
+            is_new = (place < 0) | (known.room_nbytes[chunk] < nbytes)
+            ends = self._used + np.cumsum(np.where(is_new, nbytes, 0))
             fits = ~is_new | (ends <= self._nbytes)
             self._used = int(ends[is_new & fits].max(initial=self._used))
-            numbers, place = numbers[fits], np.where(is_new, ends - nbytes, place)[fits]
-            known.room[read.chunk_id[numbers]] = place
-            known.is_taken[read.chunk_id[numbers]] = True
-        return numbers, place
+            place = np.where(is_new, ends - nbytes, place)
+            known.room_nbytes[chunk[is_new & fits]] = nbytes[is_new & fits]
+            known.room[chunk[fits]] = place[fits]
+            known.is_taken[chunk[fits]] = True
+            return Places(numbers, place, np.where(is_narrow, known.needed[chunk], 0).astype(np.int8)).of(fits)
 
-    def keep(self, read: ArrayRead, numbers: NDArray[np.int64], places: NDArray[np.int64]) -> None:
-        """Publish reserved chunks whose bytes have been copied to their places."""
+    def settle(
+        self,
+        read: ArrayRead,
+        reserved: Places,
+        narrowed: list[tuple[NDArray[np.int64], NDArray[np.int32]]],
+        bad: NDArray[np.int64],
+    ) -> None:
+        """Publish the chunks that a load has copied to their places, and let others be reserved again, in another form.
+
+        Parameters
+        ----------
+        narrowed
+            Pairs: numbers of chunks copied there decoded, and minus the bytes that an element of each needs if that is
+            more than was reserved, else 0.
+        bad
+            Numbers of chunks that are damaged: they are never reserved again.
+        """
+        numbers = reserved.numbers
+        needed = np.where(reserved.itemsize > 0, 4, 0)  # also where the host decodes a chunk: it is kept as stored
+        for some, codes in narrowed:
+            needed[np.searchsorted(numbers, some)] = -codes
+        is_bad = np.isin(numbers, bad)
         with self._lock:
-            self._of(read.layout).place[read.chunk_id[numbers]] = places
+            known, chunk = self._of(read), read.chunk_id[numbers]
+            known.needed[chunk] = np.maximum(known.needed[chunk], needed)
+            if 2 * np.count_nonzero(known.is_taken & (known.needed > 1)) > np.count_nonzero(known.is_taken):
+                known.needed[known.needed == 1] = 2  # others will need it too, and would be read once more
+            is_there = (needed == 0) & ~is_bad
+            known.itemsize[chunk[is_there]] = reserved.itemsize[is_there]
+            known.place[chunk[is_there]] = reserved.place[is_there]
+            known.is_taken[chunk[~is_there & ~is_bad]] = False
 
     def release(self, read: ArrayRead, numbers: NDArray[np.int64]) -> None:
         """Let other loads reserve chunks, except published ones, after the load that reserved them has failed."""
         with self._lock:
-            known, chunk = self._of(read.layout), read.chunk_id[numbers]
+            known, chunk = self._of(read), read.chunk_id[numbers]
             known.is_taken[chunk] = known.place[chunk] >= 0
 
     def clear(self) -> None:
@@ -107,10 +191,25 @@ class ChunkCache:
             self._chunks.clear()
             self.memory, self._nbytes, self._used = None, 0, 0
 
-    def _of(self, layout: ArrayLayout) -> _Chunks:
+    def _of(self, read: ArrayRead) -> _Chunks:
+        layout = read.layout
         known = self._chunks.get(id(layout))
         if known is None:
             n = layout.chunk_offset.size
+            sizes = () if self._is_as_stored else NARROWED.get(layout.dtype, ())
             none = np.full(n, -1, dtype=np.int64)
-            known = self._chunks[id(layout)] = _Chunks(layout, none, none.copy(), np.zeros(n, dtype=bool))
+            least = 2 if read.target == "indices" else 1  # few matrices have no more than 256 columns
+            known = self._chunks[id(layout)] = _Chunks(
+                layout,
+                sizes,
+                room=none,
+                room_nbytes=np.zeros(n, dtype=np.int64),
+                place=none.copy(),
+                itemsize=np.zeros(n, dtype=np.int8),
+                needed=np.full(n, least, dtype=np.int8),
+                is_taken=np.zeros(n, dtype=bool),
+            )
         return known
+
+
+NOWHERE = Places(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int8))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.backends.cuda.cache import NOWHERE
 from gpuload.backends.cuda.containers import HEADER_NBYTES, ROWS, read_cut
 from gpuload.backends.cuda.work import N_THREADS, Work, slots
 from gpuload.backends.decoding import codec_of
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.backends.cuda.cache import Places
     from gpuload.backends.cuda.containers import Cut
     from gpuload.backends.cuda.device import Device
     from gpuload.backends.cuda.nvcomp import Nvcomp
@@ -117,8 +119,11 @@ class Outcome:
         meaningless for suspects.
     verified
         Layout's chunk numbers whose checksums are verified, provided that nothing bad is reported.
-    kept
-        Chunks of the read that are copied into the cache, and their offsets there.
+    reserved
+        Chunks of the read that have been given room in the cache.
+    narrowed
+        Pairs: numbers of those that are copied there decoded, and minus the bytes that an element of each needs if
+        that is more than it was given, else 0 (int32).
     on_host
         Parts that the host decodes; each is in the resident once its future is done.
     held
@@ -129,7 +134,8 @@ class Outcome:
     reports: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = field(default_factory=list)
     is_rounded: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = field(default_factory=list)
     verified: NDArray[np.int64] | None = None
-    kept: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    reserved: Places = NOWHERE
+    narrowed: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = field(default_factory=list)
     on_host: list[Future[None]] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)
 
@@ -188,6 +194,8 @@ class Decoder:
         lane: Lane,
         *,
         verify: str,
+        reserved: Places = NOWHERE,
+        cache: Any = None,
     ) -> tuple[Outcome, NDArray[np.int64]]:
         """Enqueue the decoding of chunks on a lane's stream; return the outcome, and the chunks left to the host.
 
@@ -201,10 +209,12 @@ class Decoder:
             Stored bytes, in device memory; they must be ready on the stream.
         verify
             ``"once"``: verify chunks not verified before; ``"always"`` or ``"never"``.
+        reserved, cache : uint8
+            Chunks that have room in the cache, and its memory: they are copied there too, decoded or as stored.
         """
         steps = self.steps(read.layout)
         assert steps is not None  # noqa: S101 - narrows the type
-        whole = self._part(read, numbers, out, lane)
+        whole = self._part(read, numbers, out, lane, reserved)
         nbytes = read.chunk_nbytes[numbers]
         is_absent = nbytes == 0
         payload = nbytes - steps.around
@@ -212,28 +222,24 @@ class Decoder:
         if steps.codec is None and not read.layout.is_raw:
             can_device &= payload == read.layout.decoded_nbytes(read.chunk_id[numbers])
         if can_device.any():
-            self._on_device(whole.of(can_device), steps, place[can_device], payload[can_device], arena, verify=verify)
+            part = whole.of(can_device)
+            self._deliver(
+                part, cache, *self._on_device(part, steps, place[can_device], payload[can_device], arena, verify=verify)
+            )
         self._fill_pieces(whole.of(is_absent))
+        self._move(whole, place, arena, cache)
         return whole.outcome, numbers[~is_absent & ~can_device]
 
-    def move(
-        self,
-        outcome: Outcome,
-        source: NDArray[np.int64],
-        nbytes: NDArray[np.int64],
-        place: NDArray[np.int64],
-        arena: Any,
-        to: Any,
-        lane: Lane,
-    ) -> None:
-        """Launch the copy of byte ranges of an arena to offsets (multiples of `SLOT`) in other device memory."""
-        work = Work(self._device, self._nvcomp, lane, outcome.held)
-        on = work.upload(source=source, nbytes=nbytes, place=place)
-        n = source.size
-        work.launch("gather_payloads", n, arena, on["source"], on["nbytes"], on["place"], np.int64(n), to)
+    def enqueue_narrow(self, read: ArrayRead, cached: Places, cache: Any, out: Any, lane: Lane) -> Outcome:
+        """Enqueue the copy of chunks that the cache holds decoded, all in elements of one size; return the outcome."""
+        part = self._part(read, cached.numbers, out, lane)
+        self._copy_pieces(part, cache, cached.place, np.dtype(f"u{int(cached.itemsize[0])}"))
+        return part.outcome
 
-    def _part(self, read: ArrayRead, numbers: NDArray[np.int64], out: Any, lane: Lane) -> _Part:
-        outcome = Outcome(read)
+    def _part(
+        self, read: ArrayRead, numbers: NDArray[np.int64], out: Any, lane: Lane, reserved: Places = NOWHERE
+    ) -> _Part:
+        outcome = Outcome(read, reserved=reserved)
         work = Work(self._device, self._nvcomp, lane, outcome.held)
         return _Part(read, numbers, out, work, outcome)
 
@@ -246,12 +252,11 @@ class Decoder:
         arena: Any,
         *,
         verify: str,
-    ) -> None:
-        """Decode chunks whose stored bytes are in the arena, and copy their pieces."""
+    ) -> tuple[Any, NDArray[np.int64]]:
+        """Decode chunks whose stored bytes are in the arena; return the memory that they are in, and where."""
         layout, work, n = part.read.layout, part.work, part.numbers.size
         if steps.codec is None and not (steps.is_shuffled or steps.has_checksum):
-            self._copy_pieces(part, arena, place)
-            return
+            return arena, place
         ids = part.read.chunk_id[part.numbers]
         full = layout.decoded_nbytes(ids)
         room = slots(full)
@@ -288,7 +293,7 @@ class Decoder:
         self._report(part, codes)
         if steps.has_checksum:
             part.outcome.verified = ids[is_due]
-        self._copy_pieces(part, decoded, start)
+        return decoded, start
 
     def _from_payloads(
         self,
@@ -391,8 +396,39 @@ class Decoder:
         if part.numbers.size:
             self._copy_pieces(part, None, np.full(part.numbers.size, -1))
 
-    def _copy_pieces(self, part: _Part, decoded: Any, base: NDArray[np.int64]) -> None:
-        """Launch the copy of the pieces of chunks decoded at `base`; -1: never written, so the fill value."""
+    def _deliver(self, part: _Part, cache: Any, decoded: Any, start: NDArray[np.int64]) -> None:
+        """Launch the copy of decoded chunks into the cache, if they are to be kept there so, and of their pieces."""
+        outcome, work, layout = part.outcome, part.work, part.read.layout
+        for itemsize in np.unique(outcome.reserved.itemsize[outcome.reserved.itemsize > 0]).tolist():
+            kept = outcome.reserved.of(outcome.reserved.itemsize == itemsize)
+            kept = kept.of(np.isin(kept.numbers, part.numbers))
+            n = kept.numbers.size
+            if n:
+                full = layout.decoded_nbytes(part.read.chunk_id[kept.numbers])
+                on = work.upload(start=start[np.searchsorted(part.numbers, kept.numbers)], full=full, place=kept.place)
+                needed = work.codes(n)
+                name = f"narrow_{kernel_type(layout.dtype)}_u{itemsize}"
+                work.launch(name, n, decoded, on["start"], on["full"], on["place"], np.int64(n), cache, needed)
+                outcome.narrowed.append((kept.numbers, work.download(needed, np.int32)))
+        self._copy_pieces(part, decoded, start)
+
+    def _move(self, part: _Part, place: NDArray[np.int64], arena: Any, cache: Any) -> None:
+        """Launch the copy of stored bytes from the arena into the cache, of chunks that are to be kept as stored."""
+        kept = part.outcome.reserved.of(part.outcome.reserved.itemsize == 0)
+        n = kept.numbers.size
+        if n:
+            nbytes = part.read.chunk_nbytes[kept.numbers]
+            source = place[np.searchsorted(part.numbers, kept.numbers)]
+            on = part.work.upload(source=source, nbytes=nbytes, place=kept.place)
+            part.work.launch("gather_payloads", n, arena, on["source"], on["nbytes"], on["place"], np.int64(n), cache)
+
+    def _copy_pieces(
+        self, part: _Part, decoded: Any, base: NDArray[np.int64], dtype: np.dtype[Any] | None = None
+    ) -> None:
+        """Launch the copy of the pieces of chunks decoded at `base`; -1: never written, so the fill value.
+
+        Elements are of the layout's type unless another is given.
+        """
         read, layout, numbers, work = part.read, part.read.layout, part.numbers, part.work
         lo, hi = read.chunk_pieces[numbers], read.chunk_pieces[numbers + 1]
         count = hi - lo
@@ -408,7 +444,7 @@ class Decoder:
         )
         codes, rounded = work.codes(numbers.size), work.codes(numbers.size)
         work.launch(
-            f"copy_pieces_{kernel_type(layout.dtype)}_{'i4' if read.target == 'indices' else 'f4'}",
+            f"copy_pieces_{kernel_type(dtype or layout.dtype)}_{'i4' if read.target == 'indices' else 'f4'}",
             pieces.size,
             decoded,
             *on.values(),

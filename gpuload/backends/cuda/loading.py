@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends import host
-from gpuload.backends.cuda.cache import ChunkCache
+from gpuload.backends.cuda.cache import NOWHERE, ChunkCache
 from gpuload.backends.cuda.decode import Decoder, Outcome
 from gpuload.backends.cuda.memory import DevicePool, Lease
 from gpuload.backends.cuda.on_host import HostDecoder
@@ -36,6 +36,7 @@ from gpuload.layout import select_chunks
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from gpuload.backends.cuda.cache import Places
     from gpuload.backends.cuda.device import Device
     from gpuload.backends.cuda.nvcomp import Nvcomp
     from gpuload.backends.cuda.readers import Reader
@@ -161,7 +162,7 @@ class DeviceLoads:
         self._host = HostDecoder(device, nvcomp, host.n_threads(num_threads), verify, stats, self._rounding)
         self._warned_of: set[str] = set()
         self._device_reads = self._host_reads = False
-        self._cache = ChunkCache(device, cache_nbytes)
+        self._cache = ChunkCache(device, cache_nbytes, is_as_stored=verify == "always")
         self._threads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
 
@@ -212,8 +213,8 @@ class DeviceLoads:
                 task.cancel()
         self._device.wait(self._device.record(self._lanes.own.stream))  # memory that launches use must outlive them
         for outcome in outcomes:
-            if outcome.kept is not None:
-                self._cache.release(outcome.read, outcome.kept[0])
+            if outcome.reserved.numbers.size:
+                self._cache.release(outcome.read, outcome.reserved.numbers)
 
     def _filled(self, recipe: Recipe, outcomes: list[Outcome]) -> CudaResident:
         """Return the resident of a recipe once it is whole; append the outcome of each part as it is launched."""
@@ -223,11 +224,11 @@ class DeviceLoads:
             if self._decoder.steps(read.layout) is None:
                 outcomes.append(self._on_host(read, resident))
                 continue
-            places = self._cache.places(read)
-            is_cached = places >= 0
-            if is_cached.any():
-                self._run_cached(read, places, resident, outcomes)
-            if not is_cached.all():
+            cached, n_chunks = self._cache.places(read), read.chunk_id.size
+            if cached.numbers.size:
+                self._run_cached(read, cached, resident, outcomes)
+            if cached.numbers.size < n_chunks:
+                is_cached = np.isin(np.arange(n_chunks), cached.numbers)
                 rest = select_chunks(read, ~is_cached) if is_cached.any() else read
                 for lo, hi in rest.parts(self._part_nbytes(read.layout)):
                     self._run(rest, lo, hi, resident, outcomes)
@@ -288,13 +289,12 @@ class DeviceLoads:
         self._device.stream_wait(lane.stream, self._device.record(arena.stream))
         middle = time.perf_counter()
         numbers, at = _chunks_of(read, lo, hi, place)
-        outcome = self._enqueue(read, numbers, at, arena.memory, resident, outcomes)
-        kept, room = self._cache.reserve(read, numbers)
-        if kept.size:
-            outcome.kept = kept, room
-            self._decoder.move(
-                outcome, at[kept - numbers[0]], read.chunk_nbytes[kept], room, arena.memory, self._cache.memory, lane
-            )
+        reserved = self._cache.reserve(read, numbers)
+        try:
+            self._enqueue(read, numbers, at, arena.memory, resident, outcomes, reserved)
+        except BaseException:
+            self._cache.release(read, reserved.numbers)
+            raise
         self._device.stream_wait(arena.stream, self._device.record(lane.stream))
         decode_s = time.perf_counter() - middle + start - begun
         self._stats.add(read_nbytes=int(nbytes.sum()), read_s=middle - start, decode_s=decode_s)
@@ -308,16 +308,20 @@ class DeviceLoads:
         )
         return Outcome(read, on_host=self._host.start(read, resident.flat(read.target), self._lanes.own))
 
-    def _run_cached(
-        self, read: ArrayRead, places: NDArray[np.int64], resident: CudaResident, outcomes: list[Outcome]
-    ) -> None:
-        """Launch the decoding of those chunks of a read that are in the cache, and append the outcomes."""
-        numbers = np.flatnonzero(places >= 0)
-        nbytes = int(read.layout.decoded_nbytes(read.chunk_id[numbers]).sum())
-        n_parts = -(-nbytes // self._part_nbytes(read.layout))
-        self._stats.add(n_chunks_cached=numbers.size)
-        for part in np.array_split(numbers, n_parts):
-            self._enqueue(read, part, places[part], self._cache.memory, resident, outcomes)
+    def _run_cached(self, read: ArrayRead, cached: Places, resident: CudaResident, outcomes: list[Outcome]) -> None:
+        """Launch what puts chunks of a read that are in the cache into the resident, and append the outcomes."""
+        self._stats.add(n_chunks_cached=cached.numbers.size)
+        lane, memory = self._lanes.own, self._cache.memory
+        for itemsize in np.unique(cached.itemsize).tolist():
+            those = cached.of(cached.itemsize == itemsize)
+            if itemsize:
+                out = resident.flat(read.target)
+                outcomes.append(self._decoder.enqueue_narrow(read, those, memory, out, lane))
+                continue
+            nbytes = int(read.layout.decoded_nbytes(read.chunk_id[those.numbers]).sum())
+            n_parts = -(-nbytes // self._part_nbytes(read.layout))
+            for part in np.array_split(np.arange(those.numbers.size), n_parts):
+                self._enqueue(read, those.numbers[part], those.place[part], memory, resident, outcomes)
 
     def _enqueue(
         self,
@@ -327,14 +331,24 @@ class DeviceLoads:
         memory: Any,
         resident: CudaResident,
         outcomes: list[Outcome],
-    ) -> Outcome:
+        reserved: Places = NOWHERE,
+    ) -> None:
         """Launch the decoding of chunks, append the outcome, and start to decode on the host what is left to it."""
         out, lane = resident.flat(read.target), self._lanes.own
-        outcome, left = self._decoder.enqueue(read, numbers, place, memory, out, lane, verify=self._verify)
+        outcome, left = self._decoder.enqueue(
+            read,
+            numbers,
+            place,
+            memory,
+            out,
+            lane,
+            verify=self._verify,
+            reserved=reserved,
+            cache=self._cache.memory,
+        )
         outcomes.append(outcome)
         if left.size:
             outcome.on_host = self._host.start(_only(read, left), out, lane)
-        return outcome
 
     def _grow(self, arena: _Arena, nbytes: int) -> None:
         """Enlarge an unused arena if it is too small; it starts on a page boundary, as transfers do."""
@@ -368,10 +382,8 @@ class DeviceLoads:
             )
         if outcome.verified is not None and self._verify != "never":
             read.layout.verified[outcome.verified] = 1
-        if outcome.kept is not None:
-            numbers, place = outcome.kept
-            is_good = ~np.isin(numbers, suspects)
-            self._cache.keep(read, numbers[is_good], place[is_good])
+        if outcome.reserved.numbers.size:
+            self._cache.settle(read, outcome.reserved, outcome.narrowed, suspects)
 
     def _warn_once(self, what: str, message: str, *args: object) -> None:
         if what not in self._warned_of:

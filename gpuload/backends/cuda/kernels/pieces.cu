@@ -1,4 +1,4 @@
-// Decoded bytes -> the resident's arrays.
+// Decoded bytes -> the resident's arrays, or the cache.
 
 enum Kind { SIGNED, UNSIGNED, FLOAT };
 
@@ -224,3 +224,87 @@ COPY_PIECES_OF_BOTH(u8, 8, UNSIGNED)
 COPY_PIECES_OF_BOTH(f2, 2, FLOAT)
 COPY_PIECES_OF_BOTH(f4, 4, FLOAT)
 COPY_PIECES_OF_BOTH(f8, 8, FLOAT)
+
+// Return whether an element is a whole number that Out, an unsigned type, holds; convert it.
+template <class S, class Out>
+DEVICE bool fits(uint64_t bits, Out& to) {
+    constexpr uint64_t most = Out(~Out(0));
+    if constexpr (S::kind == FLOAT) {
+        static_assert(S::nbytes >= 4, "float32 or float64");
+        if constexpr (S::nbytes == 4) {
+            const double value = widened(float_of(uint32_t(bits)));
+            to = value >= 0 && value <= double(most) ? Out(uint32_t(value)) : 0;
+            return bits_of(float(to)) == uint32_t(bits);  // also not -0.0, nor a fraction, however small
+        } else {
+            const double value = double_of(bits);
+            to = value >= 0 && value <= double(most) ? Out(uint32_t(value)) : 0;
+            return bits_of(double(to)) == bits;
+        }
+    } else {  // a negative number is a large one
+        const uint64_t value = S::kind == SIGNED ? uint64_t(sign_extended<S::nbytes>(bits)) : bits;
+        to = Out(value);
+        return value <= most;
+    }
+}
+
+// Store elements of decoded chunks as unsigned integers; needed[c] becomes minus the bytes that an element of chunk c
+// needs if that is more than an Out, -4 standing for all that an uint16_t does not hold.
+template <class S, class Out>
+DEVICE void narrow(const uint8_t* __restrict__ decoded, const int64_t* chunk_start, const int64_t* chunk_nbytes,
+                   const int64_t* place, int64_t n_chunks, uint8_t* __restrict__ out, int32_t* needed) {
+    constexpr int n_words = 4 * int(sizeof(Out)) / 4;
+    const int64_t n_parts = parts_of_each(n_chunks, 64);
+    for (int64_t b = BLOCK; b < n_chunks * n_parts; b += N_BLOCKS) {
+        const int64_t c = b / n_parts, part = b % n_parts, n = chunk_nbytes[c] / S::nbytes, n_groups = n / 4;
+        const uint8_t* from = decoded + chunk_start[c];
+        uint8_t* to = out + place[c];
+        EACH_THREAD(t) {
+            bool is_wide = false, is_wider = false;
+            for (int64_t k = n_groups * part / n_parts + t; k < n_groups * (part + 1) / n_parts; k += N_THREADS) {
+                uint32_t words[S::nbytes], packed[n_words] = {};
+                load_words(from + 4 * k * S::nbytes, words);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    Out value;
+                    uint16_t wider;
+                    is_wide |= !fits<S>(element<S>(words, e), value);
+                    is_wider |= !fits<S>(element<S>(words, e), wider);
+                    packed[e * int(sizeof(Out)) / 4] |= uint32_t(value) << 8 * (e * int(sizeof(Out)) % 4);
+                }
+                store_words(to + 4 * k * sizeof(Out), packed);
+            }
+            if (part == n_parts - 1) {
+                for (int64_t k = 4 * n_groups + t; k < n; k += N_THREADS) {
+                    Out value;
+                    uint16_t wider;
+                    const uint64_t bits = element_at<S>(from + k * S::nbytes);
+                    is_wide |= !fits<S>(bits, value);
+                    is_wider |= !fits<S>(bits, wider);
+                    store_aligned(to + k * sizeof(Out), value);
+                }
+            }
+            if (is_wide) atomic_min(needed + c, is_wider ? -4 : -2);
+        }
+    }
+}
+
+// narrow_<src>_<out>: the elements of chunk c, chunk_nbytes[c] bytes from byte chunk_start[c] of `decoded` on, to byte
+// place[c] of `out`, as unsigned integers.
+#define NARROW(src, out_name, out_type)                                                                                \
+    KERNEL(narrow_##src##_##out_name,                                                                                  \
+           (const uint8_t* decoded, const int64_t* chunk_start, const int64_t* chunk_nbytes, const int64_t* place,     \
+            int64_t n_chunks, uint8_t* out, int32_t* needed)) {                                                        \
+        narrow<stored_##src, out_type>(decoded, chunk_start, chunk_nbytes, place, n_chunks, out, needed);              \
+    }
+#define NARROW_TO_BOTH(src)                                                                                            \
+    NARROW(src, u1, uint8_t)                                                                                           \
+    NARROW(src, u2, uint16_t)
+
+NARROW(u1, u1, uint8_t)
+NARROW_TO_BOTH(u2)
+NARROW_TO_BOTH(u4)
+NARROW_TO_BOTH(u8)
+NARROW_TO_BOTH(i4)
+NARROW_TO_BOTH(i8)
+NARROW_TO_BOTH(f4)
+NARROW_TO_BOTH(f8)

@@ -1,0 +1,230 @@
+"""The cache of chunks in device memory, over a device of host memory whose streams run late."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import anndata
+import h5py
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix
+
+import gpuload
+from gpuload.backends.cuda.cache import ChunkCache, Places
+from tests.cuda import fake_device
+from tests.cuda.test_backend import SMALL, damage_a_chunk, open_fake
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.conftest import StoreVariant
+    from tests.cuda.test_backend import Opened
+
+__all__ = ["open_fake"]  # a fixture
+
+
+def assert_same(found: Places, expected: Places) -> None:
+    for name in ("numbers", "place", "itemsize"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize(
+    "kind", ["csr-gzip4", "csr-zstd", "csr-lzf", "csr-lz4", "csr-blosc-lz4-shuffle", "csr-blosc-blosclz-shuffle"]
+)
+@pytest.mark.parametrize("nbytes", [1000, 20_000, "1MiB"])
+def test_cached_chunks_are_not_read_again(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, nbytes: int | str
+) -> None:
+    stored = store_variant(kind)
+    opened = open_fake(stored.path, device_cache=nbytes, block_size=3, **SMALL)
+    read = []
+    for _ in range(3):
+        before = opened.loader.stats.read_nbytes
+        for batch in opened.epoch():
+            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+        read.append(opened.loader.stats.read_nbytes - before)
+    stats = opened.loader.stats
+    if nbytes == "1MiB" and "blosclz" not in kind:
+        assert read[1] == read[2] == 0
+        assert stats.n_chunks_cached > 0
+    assert opened.loader.memory()["cache"] <= (1 << 20 if nbytes == "1MiB" else int(nbytes))
+    assert stats.n_chunks_cached <= stats.n_chunks
+
+
+def test_a_chunk_takes_room_in_the_cache_once(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether two loads have it at the same time, the load fails, or the device finds it bad each time."""
+    opened = open_fake(store_variant("csr-gzip4").path, device_cache="1MiB", prefetch=1, block_size=3, **SMALL)
+    loader, decode = opened.loader, fake_device._plain
+    read = loader.store.recipe(np.array([[0, 100]])).reads[0]
+    cache, numbers = ChunkCache(opened.device, 1 << 20), np.arange(read.chunk_id.size)
+    reserved = cache.reserve(read, numbers)
+    nbytes = cache.used_nbytes
+    assert reserved.numbers.size
+    assert not cache.reserve(read, numbers).numbers.size
+    cache.release(read, reserved.numbers)
+    assert_same(cache.reserve(read, numbers), reserved)
+    cache.settle(read, reserved, [(reserved.numbers, np.zeros(reserved.numbers.size, dtype=np.int32))], numbers[:0])
+    assert not cache.reserve(read, numbers).numbers.size
+    assert cache.used_nbytes == nbytes
+    assert_same(cache.places(read), reserved)
+
+    def decoded(algorithm: str, stored: bytes, room: int) -> bytes:
+        if len(stored) % 4 == 0:
+            raise ValueError("bad for the device alone")
+        return decode(algorithm, stored, room)
+
+    monkeypatch.setattr(fake_device, "_plain", decoded)
+    used = []
+    for _ in range(3):
+        list(opened.epoch())
+        used.append(loader.memory()["cache"])
+    assert loader.stats.n_chunks_cached
+    assert used == used[:1] * 3
+
+
+def test_cache_room_of_a_failed_load_is_reused_when_full(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant
+) -> None:
+    opened = open_fake(store_variant("csr-gzip4").path, **SMALL)
+    read = opened.loader.store.recipe(np.array([[0, 100]])).reads[0]
+    numbers = np.arange(read.chunk_id.size)
+    last = numbers[-1:]
+    cache = ChunkCache(opened.device, int(-(-read.chunk_nbytes[-1] // 16) * 16), is_as_stored=True)
+    reserved = cache.reserve(read, last)
+    assert_same(reserved, Places(last, np.array([0]), np.array([0])))
+    cache.release(read, last)
+    assert numbers.size > 1
+    assert_same(cache.reserve(read, numbers), reserved)
+    assert cache.used_nbytes == cache.memory.nbytes
+
+
+def test_failed_loads_do_not_fill_the_cache(open_fake: Callable[..., Opened], copy_of: Callable[..., Any]) -> None:
+    path = copy_of()
+    damage_a_chunk(path)
+    opened = open_fake(path, device_cache="1MiB", shuffle=False, prefetch=1, **SMALL)
+    used = []
+    for _ in range(3):
+        with pytest.raises(gpuload.CorruptDataError):
+            list(opened.epoch())
+        used.append(opened.loader.memory()["cache"])
+    assert used[0] > 0
+    assert used == used[:1] * 3
+
+
+# --- chunks kept decoded ---
+
+
+def write_csr(path: Path, X: csr_matrix, dtype: str, chunk_size: int = 50) -> None:
+    anndata.AnnData(X).write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        kept = {"chunks": (chunk_size,), "compression": "gzip"}
+        for name, values in (("data", X.data.astype(dtype)), ("indices", X.indices.astype("i4"))):
+            del file["X"][name]
+            file["X"].create_dataset(name, data=values, **kept)
+
+
+def epochs(opened: Opened, expected: np.ndarray, n: int) -> tuple[list[int], list[int]]:
+    """Return of each epoch the bytes that were read, and the streams that were decompressed."""
+    read, decoded = [], []
+    for _ in range(n):
+        before = opened.loader.stats.read_nbytes, opened.nvcomp.n_decoded
+        for batch in opened.epoch():
+            np.testing.assert_array_equal(batch.X.view(np.uint32), expected[batch.rows].view(np.uint32))
+        read.append(opened.loader.stats.read_nbytes - before[0])
+        decoded.append(opened.nvcomp.n_decoded - before[1])
+    return read, decoded
+
+
+@pytest.fixture
+def counts() -> csr_matrix:
+    """Return (60, 400) counts from 1 to 200, about 20 a row."""
+    rng = np.random.default_rng(0)
+    dense = rng.integers(1, 201, (60, 400)).astype(np.float32) * (rng.random((60, 400)) < 0.05)
+    return csr_matrix(dense)
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "i8", "u2", "u4", "u8", "u1"])
+def test_counts_are_decompressed_once(
+    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix, dtype: str
+) -> None:
+    write_csr(tmp_path / "cells.h5ad", counts, dtype)
+    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size=3, **SMALL)
+    read, decoded = epochs(opened, counts.toarray(), 3)
+    assert read[1:] == decoded[1:] == [0, 0]
+    assert decoded[0] > 0
+    slots = 2 * -(-counts.nnz // 50) * 16
+    assert 3 * counts.nnz <= opened.loader.memory()["cache"] <= 3 * counts.nnz + slots  # a gene number: two bytes
+
+
+@pytest.mark.parametrize("large", [256, 65_535])
+def test_counts_of_two_bytes_are_decompressed_until_that_is_known(
+    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix, large: int
+) -> None:
+    counts.data[::50] = large  # in each chunk
+    write_csr(tmp_path / "cells.h5ad", counts, "f4")
+    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size=3, prefetch=1, **SMALL)
+    read, decoded = epochs(opened, counts.toarray(), 4)
+    assert decoded[2:] == read[2:] == [0, 0]
+    assert 0 < read[1] < read[0] / 2  # those that were loaded first
+
+
+@pytest.mark.parametrize("value", [65_536, 0.5, -1, -0.0, 1e-40, np.inf, np.nan, 16_777_217])
+def test_other_values_stay_compressed(
+    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix, value: float
+) -> None:
+    counts.data[::50] = value  # in each chunk
+    write_csr(tmp_path / "cells.h5ad", counts, "f4")
+    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", shuffle=False, prefetch=1, **SMALL)
+    read, decoded = epochs(opened, counts.toarray(), 4)
+    assert read[2:] == [0, 0]
+    assert decoded[0] / 3 < decoded[2] == decoded[3] < decoded[0] * 2 / 3  # the values, and not the gene numbers
+
+
+def test_a_chunk_of_other_values_changes_no_other(
+    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix
+) -> None:
+    counts.data[57] = 0.25
+    write_csr(tmp_path / "cells.h5ad", counts, "f4")
+    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size="chunk", prefetch=1, **SMALL)
+    read, decoded = epochs(opened, counts.toarray(), 4)
+    assert read[2:] == [0, 0]
+    assert 1 <= decoded[3] <= 2  # of one chunk, which two blocks may share
+
+
+def test_dense_chunks_of_zeros_stay_compressed(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
+    X = np.zeros((60, 300), dtype=np.float32)
+    X[::7, ::50] = 3
+    anndata.AnnData(X).write_h5ad(tmp_path / "cells.h5ad", compression="gzip")
+    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size=3, **SMALL)
+    read, decoded = epochs(opened, X, 2)
+    assert read[1] == 0
+    assert decoded[1] > 0
+    assert opened.loader.memory()["cache"] < X.size
+
+
+def test_checksums_that_are_always_verified_need_the_stored_bytes(
+    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix
+) -> None:
+    write_csr(tmp_path / "cells.h5ad", counts, "f4")
+    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", verify="always", block_size="chunk", **SMALL)
+    read, decoded = epochs(opened, counts.toarray(), 2)
+    assert read[1] == 0
+    assert decoded[1] > 0
+
+
+def test_chunks_that_the_host_decodes_are_kept_as_stored(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
+    """Chunks whose writer skipped the compression, which the device does not decode."""
+    X = csr_matrix(np.random.default_rng(1).integers(1, 9, (40, 30)).astype(np.float32))
+    write_csr(tmp_path / "cells.h5ad", X, "f4")
+    with h5py.File(tmp_path / "cells.h5ad", "r+") as file:
+        data = file["X/data"]
+        for first in range(0, X.nnz, 50):
+            plain = np.zeros(50, dtype=np.float32)
+            plain[: X.data[first : first + 50].size] = X.data[first : first + 50]
+            data.id.write_direct_chunk((first,), plain.tobytes(), filter_mask=1)
+    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size=3, prefetch=1, **SMALL)
+    epochs(opened, X.toarray(), 3)
