@@ -105,12 +105,13 @@ def loader(
     set_cache(source, options.cache)
     stream = torch.cuda.stream(torch.cuda.Stream(priority=-1)) if is_urgent else nullcontext()
     with stream, gpuload.open_loader(source, device="cuda", obs=obs, output=output, **settings, **more) as opened:
-        # Start at the end of the first fetch, which waits for an empty pipeline, and take an even number of fetches,
-        # as they load in pairs.
+        # Start at the end of the first fetch, which waits for an empty pipeline, and take whole groups of those that load
+        # together: of the last group, as of the first, all are loaded when the first of them is used up.
         first, n_fetches = options.fetch_factor, len(opened) // options.fetch_factor
-        if n_fetches < 4:
-            raise ValueError(f"{source}: {n_fetches} fetches of cells; expected at least 4. Lower --fetch-factor.")
-        last = first * (1 + 2 * ((n_fetches - 2) // 2))
+        if n_fetches < 2 * PREFETCH:
+            wanted = f"expected at least {2 * PREFETCH}. Lower --fetch-factor."
+            raise ValueError(f"{source}: {n_fetches} fetches of cells; {wanted}")
+        last = first * (1 + PREFETCH * (n_fetches // PREFETCH - 1))
         dataset = CellDataset(opened)
         for _ in range(epoch):
             for _ in dataset:

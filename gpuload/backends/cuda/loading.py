@@ -55,10 +55,11 @@ registers and 8.6 kB of shared memory each, on sm_90), 3,300 on an H200. There, 
 
 PART_SHARE = 128
 """A part larger than `PART_NBYTES` is at most this fraction of the device's memory: with what zstd takes, some five
-times as much, it is scratch memory of each of two loads."""
+times as much, it is scratch memory of each load."""
 
-N_LOADS = 2
-"""Number of fetches loaded concurrently."""
+N_LOADS = 3
+"""Number of fetches loaded concurrently at most, if `prefetch` is that large: while one waits for its bytes, two are
+decoded, which fills the GPU."""
 
 N_ARENAS = 2
 """Arenas per load: one is filled while the other is decoded."""
