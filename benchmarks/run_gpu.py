@@ -105,8 +105,8 @@ def loader(
     set_cache(source, options.cache)
     stream = torch.cuda.stream(torch.cuda.Stream(priority=-1)) if is_urgent else nullcontext()
     with stream, gpuload.open_loader(source, device="cuda", obs=obs, output=output, **settings, **more) as opened:
-        # Start at the end of the first fetch, which waits for an empty pipeline, and take whole groups of those that load
-        # together: of the last group, as of the first, all are loaded when the first of them is used up.
+        # Start at the end of the first fetch, which waits for an empty pipeline, and take whole groups of those that
+        # load together: of the last group, as of the first, all are loaded when the first of them is used up.
         first, n_fetches = options.fetch_factor, len(opened) // options.fetch_factor
         if n_fetches < 2 * PREFETCH:
             wanted = f"expected at least {2 * PREFETCH}. Lower --fetch-factor."
