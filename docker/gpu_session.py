@@ -3,7 +3,8 @@
     python3 docker/gpu_session.py wheels results                     everything, in half an hour at most
     python3 docker/gpu_session.py wheels results --only bench        a part of it, after the rest
 
-Steps come in the order of what they tell, so that the first ten minutes tell whether it works and how fast it is.
+Steps come in the order of what they tell, so that the first minutes tell whether it works and how fast it is. The file
+that is measured is made beside the first ones, by processors that they leave idle.
 Each has a time limit; one that fails, hangs or has no time left costs no other one but those that need what it makes,
 and tests that are out of time say which have failed. What a step prints goes into ``session.log`` as it is printed,
 what became of it into ``steps.jsonl`` when it ends, and each measurement into ``gpu.jsonl`` when it is made: whenever
@@ -24,7 +25,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -35,12 +38,24 @@ SITE = ROOT / "build" / "gpu"
 
 @dataclass(frozen=True)
 class Step:
-    """A command, the most seconds that it may take, and whether the steps after it make no sense without it."""
+    """A command, and the most seconds that it may take.
+
+    Attributes
+    ----------
+    is_needed
+        Whether the steps after it make no sense without it.
+    is_beside
+        Whether the steps after it begin while it is under way, up to the first that comes `after` it.
+    after
+        The name of such a step.
+    """
 
     name: str
     command: tuple[str, ...]
     limit_s: float
     is_needed: bool = False
+    is_beside: bool = False
+    after: str = ""
 
 
 def steps(wheels: Path, results: Path) -> list[Step]:
@@ -53,16 +68,24 @@ def steps(wheels: Path, results: Path) -> list[Step]:
     modality = (*modality, "--out", str(results / "modality.jsonl"))
     install = ("bash", str(docker / "install_offline.sh"), "--target", str(SITE), str(wheels))
     found = [
-        Step("install", install, 180, is_needed=True),
+        Step("install", install, 120, is_needed=True),
         Step("gpu", (python, "-c", HAS_GPU), 60, is_needed=True),
+        Step("file", (python, "-c", MAKE_FILE), 240, is_beside=True),
         Step("doctor", (python, "-m", "gpuload", "doctor"), 100),
-        Step("first", (*pytest, *HANGS, *first), 150),
-        Step("speed", (*bench, "--rounds", "1", "--timeout", "90", "--only", *SPEED, "--budget", "220"), 240),
-        Step("tests", (*pytest, *HANGS, "-n", "4", f"--junitxml={results / 'tests.xml'}", TESTS), 400),
-        Step("programs", (*pytest, *HANGS, "-n", "0", *PROGRAMS), 200),
-        Step("bench", (*bench, "--rounds", "2", "--timeout", "150", "--budget", "480"), 540),
+        Step("first", (*pytest, *HANGS, *first), 100),
+        Step("tests", (*pytest, *HANGS, "-n", "4", f"--junitxml={results / 'tests.xml'}", TESTS), 240),
+        Step(
+            "speed",
+            (*bench, "--rounds", "1", "--timeout", "60", "--only", *SPEED, "--budget", "160"),
+            180,
+            after="file",
+        ),
+        Step("programs", (*pytest, *HANGS, "-n", "0", *PROGRAMS), 150),
+        Step("bench", (*bench, "--rounds", "2", "--timeout", "150", "--budget", "480"), 540, after="file"),
         Step("modality", (python, "-m", "benchmarks.run_modality", *modality), 500),
-        Step("cold", (*bench, "--rounds", "1", "--cache", "cold", "--only", *COLD, "--budget", "90"), 120),
+        Step(
+            "cold", (*bench, "--rounds", "1", "--cache", "cold", "--only", *COLD, "--budget", "90"), 120, after="file"
+        ),
     ]
     if checker := shutil.which("compute-sanitizer"):
         watched = (checker, "--error-exitcode", "9", "--report-api-errors", "no", *pytest, *first)
@@ -76,6 +99,8 @@ from gpuload.backends import first_gpu
 from gpuload.backends.cuda.device import n_gpus
 sys.exit(0 if n_gpus() else f"no GPU can be used here: {first_gpu()[1]}")
 """
+
+MAKE_FILE = "from benchmarks import run_gpu; run_gpu.main(['--rounds', '0'])"
 
 HANGS = ("-o", "faulthandler_timeout=60", "--timeout=100", "--timeout-method=thread")
 """How long a test may take before it tells where it hangs, and before its process is ended and the next test begins."""
@@ -98,7 +123,7 @@ SPEED = (
     "gpuload/step/pinned",
     "gpuload/step/cached",
 )
-"""What is measured before all else, once; the file that is made for it is there for later steps."""
+"""What is measured before all else, once."""
 
 COLD = ("gpuload/dense/kvikio", "gpuload/dense/pinned")
 
@@ -108,27 +133,47 @@ def run(todo: list[Step], results: Path, budget_s: float) -> list[tuple[str, str
     environment = {**os.environ, "PYTHONPATH": f"{SITE}{os.pathsep}{ROOT}", "PYTHONUNBUFFERED": "1"}
     environment |= {"GPULOAD_PYTHON": sys.executable, "PYTHONFAULTHANDLER": "1"}
     outcomes: list[tuple[str, str, float]] = []
-    end, lacking = time.monotonic() + budget_s, ""
-    with (results / "session.log").open("a") as log, (results / "steps.jsonl").open("a") as told:
-        for step in todo:
-            limit, start = min(step.limit_s, end - time.monotonic()), time.monotonic()
-            print(f"== {step.name}", file=log, flush=True)
-            if lacking or limit < 1:
-                outcome = f"not begun: {lacking or 'no time left'}"
-            else:
-                outcome = _outcome(step, limit, log, environment)
-            if step.is_needed and outcome != "done":
-                lacking = f"{step.name} failed"
-            outcomes.append((step.name, outcome, time.monotonic() - start))
-            print(
-                json.dumps(dict(zip(("step", "outcome", "seconds"), outcomes[-1], strict=True))), file=told, flush=True
-            )
-            print(f"{step.name:10s} {outcome} ({outcomes[-1][2]:.0f} s)", flush=True)
+    end, lacking, beside = time.monotonic() + budget_s, "", dict[str, Future[None]]()
+    telling, running = threading.Lock(), set[int]()
+
+    def carry_out(step: Step) -> None:
+        nonlocal lacking
+        limit, start = min(step.limit_s, end - time.monotonic()), time.monotonic()
+        print(f"== {step.name}", file=log, flush=True)
+        if lacking or limit < 1:
+            outcome = f"not begun: {lacking or 'no time left'}"
+        else:
+            outcome = _outcome(step, limit, log, environment, running)
+        if step.is_needed and outcome != "done":
+            lacking = f"{step.name} failed"
+        seconds = time.monotonic() - start
+        with telling:
+            outcomes.append((step.name, outcome, seconds))
+            print(json.dumps({"step": step.name, "outcome": outcome, "seconds": seconds}), file=told, flush=True)
+            print(f"{step.name:10s} {outcome} ({seconds:.0f} s)", flush=True)
+
+    with (
+        (results / "session.log").open("a") as log,
+        (results / "steps.jsonl").open("a") as told,
+        ThreadPoolExecutor() as others,
+    ):
+        try:
+            for step in todo:
+                if step.after in beside:
+                    beside[step.after].result()
+                if step.is_beside:
+                    beside[step.name] = others.submit(carry_out, step)
+                else:
+                    carry_out(step)
+        except BaseException:  # an interrupt: those beside would be waited for
+            for process in tuple(running):
+                _kill(process)
+            raise
     return outcomes
 
 
-def _outcome(step: Step, limit_s: float, log: IO[str], environment: dict[str, str]) -> str:
-    """Run a step with all processes that it starts, and end them with it."""
+def _outcome(step: Step, limit_s: float, log: IO[str], environment: dict[str, str], running: set[int]) -> str:
+    """Run a step with all processes that it starts, and end them with it; it is one of `running` meanwhile."""
     try:
         process = subprocess.Popen(  # noqa: S603 - of our own making
             step.command,
@@ -141,6 +186,7 @@ def _outcome(step: Step, limit_s: float, log: IO[str], environment: dict[str, st
         )
     except OSError as error:
         return f"failed: {error}"
+    running.add(process.pid)
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -153,9 +199,15 @@ def _outcome(step: Step, limit_s: float, log: IO[str], environment: dict[str, st
     else:
         return "done" if code == 0 else f"failed: exit status {code}"
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill(process.pid)
         process.wait()
+        running.discard(process.pid)
+
+
+def _kill(leader: int) -> None:
+    """End a process that began a session, and all those in it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 #
 #   docker/install_offline.sh wheels                       into the environment of python3
 #   GPULOAD_PYTHON=/opt/venv/bin/python docker/install_offline.sh wheels
-#   docker/install_offline.sh --target DIR wheels          into DIR: then export PYTHONPATH=DIR
+#   docker/install_offline.sh --target DIR wheels          into DIR, beside what is there: then export PYTHONPATH=DIR
 #
 # What is there already in a version that will do stays as it is, torch and CuPy above all. gpuload itself is not
 # installed: the tests and benchmarks run from the checkout, with
@@ -15,11 +15,11 @@ set -euo pipefail
 usage() { sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; }
 
 here=$(cd "$(dirname "$0")" && pwd)
-target=() folder=
+target= folder=
 while [ $# -gt 0 ]; do
     case $1 in
         --target)
-            target=(--target "${2:?--target: name the folder to install into}")
+            target=${2:?--target: name the folder to install into}
             shift
             ;;
         -h | --help)
@@ -45,6 +45,11 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))'; then
     exit 1
 fi
 
+if [ -n "$target" ]; then
+    mkdir -p "$(dirname "$target")"
+    target=$(realpath -m "$target")
+    export PYTHONPATH="$target${PYTHONPATH:+:$PYTHONPATH}" # what is in there is there
+fi
 wheels=$("$python" "$here/offline.py" missing "$folder")
 if [ -z "$wheels" ]; then
     echo "nothing to install"
@@ -52,4 +57,14 @@ if [ -z "$wheels" ]; then
 fi
 mapfile -t wheels <<<"$wheels"
 # No dependencies: what is missing was worked out, and pip would want the CUDA toolkit as packages where it is not.
-"$python" -m pip install --no-index --no-deps --disable-pip-version-check "${target[@]}" "${wheels[@]}"
+install=("$python" -m pip install --no-index --no-deps --disable-pip-version-check)
+if [ -z "$target" ]; then
+    "${install[@]}" "${wheels[@]}"
+    exit 0
+fi
+# Into a folder of its own, and then beside what is there: pip leaves out any folder that the target has already, and
+# several packages share `nvidia`. If pip fails, the target is as it was.
+fresh=$(mktemp -d "$target.XXXXXX")
+trap 'rm -rf "$fresh"' EXIT
+"${install[@]}" --target "$fresh" "${wheels[@]}"
+"$python" "$here/offline.py" merge "$fresh" "$target"

@@ -12,11 +12,12 @@ import argparse
 import json
 import platform
 import re
+import shutil
 import sys
 import tomllib
 import zipfile
 from email.parser import HeaderParser
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,9 @@ TESTS = ("hdf5plugin", "hypothesis", "psutil", "pytest", "pytest-timeout", "pyte
 """Of what the test suite needs, what the tests for a GPU do."""
 
 RIVALS = ("annbatch", "zarrs")
+
+INFO = ".dist-info"
+"""How the name of the folder ends that says that a package is there."""
 
 
 def requirements(*, dali: bool, rivals: bool) -> list[Requirement]:
@@ -184,14 +188,33 @@ def installed(name: str) -> str | None:
         return None
 
 
+def merge(arguments: argparse.Namespace) -> None:
+    """Move what pip installed into a folder into another one, in place of other versions of the same packages."""
+    fresh, target = Path(arguments.fresh), Path(arguments.target)
+    names = {canonicalize_name(package.name) for package in distributions(path=[str(fresh)])}
+    for package in distributions(path=[str(target)]):
+        if canonicalize_name(package.name) in names:
+            files = [file for file in package.files or () if ".." not in file.parts]  # pip moves programs elsewhere
+            for file in files:
+                (target / file).unlink(missing_ok=True)
+            for name in {file.parts[0] for file in files if file.parts[0].endswith(INFO)}:
+                shutil.rmtree(target / name)  # even an empty one would say that it is there
+    # What says that a package is there comes last: where this is interrupted, the next call does it again.
+    moved = [path.relative_to(fresh) for path in fresh.rglob("*") if not path.is_dir()]
+    for file in sorted(moved, key=lambda file: file.parts[0].endswith(INFO)):
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        (fresh / file).replace(target / file)
+
+
 def main() -> None:
-    """Run one of the three parts."""
+    """Run one of the four parts."""
     parser = argparse.ArgumentParser(description="A part of offline_wheels.sh and install_offline.sh; run those.")
     parts = parser.add_subparsers(required=True)
     for name, run, places in (
         ("requirements", print_requirements, ()),
         ("choose", choose, ("report", "folder")),
         ("missing", print_missing, ("folder",)),
+        ("merge", merge, ("fresh", "target")),
     ):
         part = parts.add_parser(name)
         part.set_defaults(run=run)

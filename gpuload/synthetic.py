@@ -18,12 +18,15 @@ References
 
 from __future__ import annotations
 
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gpuload.errors import PlanError
+from gpuload.machine import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -166,7 +169,8 @@ def tahoe_shaped(
 
     Notes
     -----
-    Memory use is that of the result, 8 bytes per stored value, plus about 60 MB.
+    Cells are drawn on all cores. Memory use is that of the result, 8 bytes per stored value, plus about 60 MB and some
+    70 MB per core.
     """
     if n_obs < 0:
         raise PlanError(f"n_obs={n_obs!r}: expected at least 0 cells.")
@@ -282,15 +286,24 @@ def draw_counts(
     data = np.empty(int(depth.sum()), dtype=np.float32)
     indices = np.empty(data.size, dtype=np.int32)
     indptr = np.zeros(n_obs + 1, dtype=np.int64)
-    for start in range(0, n_obs, _BLOCK_ROWS):
-        stop = min(start + _BLOCK_ROWS, n_obs)
+
+    def drawn(start: int) -> csr_matrix:
         rng = np.random.default_rng(np.random.SeedSequence([*seed_words, start]))
-        block = _draw_block(rng, model, labels[:, start:stop], depth[start:stop])
-        filled = slice(int(indptr[start]), int(indptr[start]) + block.nnz)
-        data[filled], indices[filled] = block.data, block.indices
-        indptr[start + 1 : stop + 1] = filled.start + block.indptr[1:]
-        if progress is not None:
-            progress(stop)
+        rows = slice(start, start + _BLOCK_ROWS)
+        return _draw_block(rng, model, labels[:, rows], depth[rows])
+
+    starts = range(0, n_obs, _BLOCK_ROWS)
+    with ThreadPoolExecutor(usable_cores()) as threads:
+        ahead = deque(threads.submit(drawn, start) for start in starts[: 2 * usable_cores()])
+        for number, start in enumerate(starts, len(ahead)):
+            block, stop = ahead.popleft().result(), min(start + _BLOCK_ROWS, n_obs)
+            if number < len(starts):
+                ahead.append(threads.submit(drawn, starts[number]))
+            filled = slice(int(indptr[start]), int(indptr[start]) + block.nnz)
+            data[filled], indices[filled] = block.data, block.indices
+            indptr[start + 1 : stop + 1] = filled.start + block.indptr[1:]
+            if progress is not None:
+                progress(stop)
     nnz = int(indptr[-1])
     data.resize(nnz, refcheck=False)
     indices.resize(nnz, refcheck=False)

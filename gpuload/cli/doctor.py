@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import gpuload
 from gpuload.cli import machine, text
+from gpuload.logs import is_watched
 from gpuload.machine import memory_nbytes, usable_cores
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             *(Finding(name, machine.version_of(*packages) or _UNUSED) for name, packages in GPU_PACKAGES.items()),
         ],
         "machine": _machine(),
-        "path": _path(),
+        "path": _path(is_quiet=args.quiet or not is_watched()),
     }
     is_broken = any(f.state == "broken" for found in sections.values() for f in found)
     if args.json:
@@ -177,9 +178,11 @@ def _numba_cache() -> Finding:
     return Finding("kernel cache", folder)
 
 
-def _path() -> list[Finding]:
+def _path(*, is_quiet: bool) -> list[Finding]:
     """Report the visible devices, which one `auto` takes, whether it works, and the I/O path."""
     gpus = _gpus()
+    if gpus:
+        text.say("trying the GPU; kernels are compiled for it once, in up to half a minute", is_quiet=is_quiet)
     device, path, is_chosen = _chosen()
     if not is_chosen:
         return [Finding("device='auto'", device, "broken", "Install gpuload again in a fresh virtual environment.")]

@@ -311,7 +311,8 @@ def test_gpu_arms_time_whole_fetches(cells, tmp_path, monkeypatch, arm):
             assert len(packed) == 1  # once, for both
     assert asked[0]["device"] == "cuda"
     # Whole epochs, as chunks are counted when they are decoded, and those of a cache when they are asked for.
-    assert [loader.stats.n_batches for loader in opened] == [50 * (3 if "cached" in arm else 1)] * 2
+    n_epochs = run_gpu.N_EPOCHS + (2 if "cached" in arm else 0)
+    assert [loader.stats.n_batches for loader in opened] == [50 * n_epochs] * 2
 
 
 def test_every_record_file_has_a_documented_command():
@@ -399,7 +400,8 @@ def rows_of(text):
 
 def test_gpu_report_takes_the_newest_commit_of_each_arm():
     records = [*CEILINGS, gpu_record("gpuload/dense/pinned", "a" * 12, cells_per_s=1.0)]
-    records += [gpu_record("gpuload/dense/pinned", cells_per_s=rate) for rate in (1.2e6, 1.6e6, 1.5e6)]
+    for rate, first in ((1.2e6, 7), (1.6e6, 9), (1.5e6, 6)):
+        records.append(gpu_record("gpuload/dense/pinned", cells_per_s=rate, epochs_cells_per_s=[first, rate, 1e9]))
     records += [gpu_record("gpuload/csr", "a" * 12, cells_per_s=1.7e6), gpu_record("gpuload/csr", error="?")]
     records += [gpu_record("gpuload/dense/kvikio", "a" * 12, cells_per_s=1e6, io_mode="gds")]
     records += [gpu_record("gpuload/dense/kvikio", "a" * 12, error="?")]
@@ -407,12 +409,12 @@ def test_gpu_report_takes_the_newest_commit_of_each_arm():
     (arms,) = report_gpu.runs(records)
     rows = rows_of(report_gpu.table(arms))
     ceiling, blank = "nvCOMP alone 2,000,000", [""] * 3
-    of_file = ["1,500,000", "1,200,000-1,600,000", "3", ceiling, "75%", *blank, "pinned", "bbbbbbb"]
+    of_file = ["1,500,000", "1,200,000-1,600,000", "3", "7", ceiling, "75%", *blank, "pinned", "bbbbbbb"]
     assert rows["gpuload/dense/pinned"] == of_file
-    assert rows["gpuload/csr"] == ["failed", *[""] * 9]
-    one_failed = ["1,000,000", "1,000,000-1,000,000", "1", ceiling, "50%", *blank, "gds", "aaaaaaa"]
+    assert rows["gpuload/csr"] == ["failed", *[""] * 10]
+    one_failed = ["1,000,000", "1,000,000-1,000,000", "1", "", ceiling, "50%", *blank, "gds", "aaaaaaa"]
     assert rows["gpuload/dense/kvikio (1 failed)"] == one_failed
-    assert rows["gpuload/dense/kvikio, cold"][3:5] == ["", ""]  # the disk may be the lowest ceiling
+    assert rows["gpuload/dense/kvikio, cold"][4:6] == ["", ""]  # the disk may be the lowest ceiling
     assert rows_of(report_gpu.limits(arms))["copies of page-locked memory to the device"][-1] == "5,000,000"
     assert "commits bbbbbbb, aaaaaaa; 1 to 3 rounds an arm, medians." in report_gpu.conditions(arms)
     assert "so how much they vary is not known" in report_gpu.conditions(report_gpu.runs(CEILINGS)[0])
@@ -452,8 +454,9 @@ def test_gpu_goals_are_met_or_not():
     records += [gpu_record("gpuload/dense/cached", cells_per_s=1.9e6, cache_nbytes=11e6)]
     records += [gpu_record("gpuload/step/pinned", cells_per_s=5e5, waited_share=0.01, step_share=0.7)]
     records += [gpu_record("gpuload/step/cached", cells_per_s=5e5, waited_share=0.051, step_share=0.93)]
-    checked = gpu_record("gpuload/dense/unverified", cells_per_s=1.25e6)
-    (arms,) = report_gpu.runs([*records, checked])
+    records += [gpu_record("gpuload/dense/verified", cells_per_s=rate) for rate in (0.99e6, 1.1e6, 1.21e6)]
+    unchecked = gpu_record("gpuload/dense/unverified", cells_per_s=1.25e6)
+    (arms,) = report_gpu.runs([*records, unchecked])
     assert [goal[1:] for goal in report_gpu.goals(arms)] == [
         ("at least 1,000,000", "1,100,000", True),
         ("at least 2,000,000", "1,900,000", False),
@@ -474,7 +477,7 @@ def test_gpu_goals_are_met_or_not():
     assert "**1,100,000 cells/s**, dense float32, 55% of its lowest ceiling (nvCOMP alone, 2,000,000)" in short
     assert ", 5.5 times annbatch with `preload_to_gpu` (200,000)." in short
     assert len(short.splitlines()) == 2 + 4
-    other = [*records, {**checked, "commit": "a" * 12}]  # of another commit, the difference is not of checksums only
+    other = [*records, {**unchecked, "commit": "a" * 12}]  # of another commit, the difference is not of checksums only
     assert "checksums" not in str(report_gpu.goals(report_gpu.runs(other)[0]))
 
 
@@ -516,7 +519,7 @@ def test_gpu_codecs_have_the_rates_of_a_cpu_beside():
 
 def test_gpu_report_knows_its_arms_and_matches_the_records(tmp_path):
     known = set(run_gpu.ARMS)
-    named = ["FILE", "CACHED", "RIVAL", "UNVERIFIED", "STEP", "STEP_CACHED", "H2D", "FILL", "INFLATE"]
+    named = ["FILE", "CACHED", "RIVAL", "VERIFIED", "UNVERIFIED", "STEP", "STEP_CACHED", "H2D", "FILL", "INFLATE"]
     assert {*report_gpu.SHOWN, *(getattr(report_gpu, name) for name in named)} <= known
     assert {f"{kind}/dense" for kind in report_gpu.CODECS} <= known
     assert set(report_gpu.CODECS.values()) <= set(gpu_ceilings.CODECS)

@@ -685,6 +685,16 @@ def test_doctor_says_why_a_gpu_is_not_used(run, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(("options", "is_watched"), [((), True), ((), False), (("--quiet",), True)])
+def test_doctor_says_that_trying_a_gpu_takes_time(run, monkeypatch, options, is_watched):
+    monkeypatch.setattr("gpuload.cli.doctor._gpus", lambda: ["an H100"])
+    monkeypatch.setattr("gpuload.cli.doctor.is_watched", lambda: is_watched)
+    _, out, err = run("doctor", *options)
+    said = "trying the GPU; kernels are compiled for it once, in up to half a minute\n"
+    assert err == (said if is_watched and not options else "")
+    assert "trying" not in out
+
+
 def test_doctor_survives_a_failing_engine(run, monkeypatch):
     monkeypatch.setattr("gpuload.open_loader", lambda *a, **k: (_ for _ in ()).throw(CorruptDataError("bad.")))
     code, out, _ = run("doctor")

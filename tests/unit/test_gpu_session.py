@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 GPU = "pytest.mark" + ".gpu"
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist.plugin", "-p", "pytest_timeout")
-NAMES = ["install", "gpu", "doctor", "first", "speed", "tests", "programs", "bench", "modality", "cold"]
+NAMES = ["install", "gpu", "file", "doctor", "first", "tests", "speed", "programs", "bench", "modality", "cold"]
 NAMES += ["memcheck", "racecheck"]
 
 
@@ -47,6 +48,12 @@ def session() -> Any:
 def outcomes_by_step(folder: Path) -> dict[str, str]:
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     return {line["step"]: line["outcome"] for line in lines}
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def test_a_failed_or_hung_step_does_not_stop_the_others(
@@ -115,6 +122,72 @@ def test_nothing_runs_after_a_required_step_failed(session: Any, tmp_path: Path)
     session.run(steps, tmp_path, 60)
     assert outcomes_by_step(tmp_path) == {"install": "failed: exit status 1", "next": "not begun: install failed"}
     assert not (tmp_path / "begun").exists()
+
+
+def test_a_step_beside_others_is_awaited_by_those_that_come_after_it(session: Any, tmp_path: Path) -> None:
+    made, seen = tmp_path / "made", tmp_path / "seen"
+    wait = f"until [ -e {seen} ]; do sleep 0.05; done"
+    steps = [
+        session.Step("file", ("sh", "-c", f"{wait}; sleep 0.5; touch {made}"), 30, is_beside=True),
+        session.Step("tests", ("sh", "-c", f"[ ! -e {made} ] && touch {seen}"), 30),
+        session.Step("speed", ("test", "-e", str(made)), 30, after="file"),
+        session.Step("late", ("sleep", "600"), 1, is_beside=True),
+    ]
+    session.run(steps, tmp_path, 60)
+    assert list(outcomes_by_step(tmp_path).items()) == [
+        ("tests", "done"),
+        ("file", "done"),
+        ("speed", "done"),
+        ("late", "ended after 1 s"),
+    ]
+
+
+def test_an_interrupt_ends_a_step_beside_others(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid, popen = tmp_path / "pid", subprocess.Popen
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        if args[0] == ("interrupted",):
+            wait_for(pid)
+            raise KeyboardInterrupt
+        return popen(*args, **options)
+
+    monkeypatch.setattr(session.subprocess, "Popen", interrupted)
+    beside = session.Step(
+        "file", ("sh", "-c", f"echo $$ > {pid}.new; mv {pid}.new {pid}; sleep 600"), 600, is_beside=True
+    )
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        session.run([beside, session.Step("tests", ("interrupted",), 30)], tmp_path, 600)
+    assert time.monotonic() - start < 20
+    assert not psutil.pid_exists(int(pid.read_text()))
+
+
+def test_the_file_that_is_measured_is_made_beside_the_tests(
+    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import run_gpu
+
+    def make(path: Path, n_obs: int) -> Path:
+        made.append((path, n_obs))
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        return path
+
+    steps = {step.name: step for step in session.steps(tmp_path / "wheels", tmp_path)}
+    assert [name for name, step in steps.items() if step.is_beside] == ["file"]
+    uses = {name for name, step in steps.items() if "benchmarks.run_gpu" in step.command}
+    assert {name for name, step in steps.items() if step.after == "file"} == uses
+    made: list[tuple[Path, int]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_gpu, "n_gpus", lambda: 1)
+    monkeypatch.setattr(run_gpu.machine, "card", lambda: {"card": "abacus"})
+    monkeypatch.setattr(run_gpu, "_make_file", make)
+    monkeypatch.setattr(run_gpu.frame, "describe_file", lambda path: {"name": path.name})
+    monkeypatch.setattr(run_gpu, "_measured", lambda command, limit_s: {"cells_per_s": 2.0})
+    exec(steps["file"].command[-1], {})
+    run_gpu.main(list(steps["speed"].command[3:]))
+    assert len(made) == 2
+    assert made[0] == made[1]
 
 
 def test_the_time_budget_is_kept(session: Any, tmp_path: Path) -> None:
@@ -245,9 +318,10 @@ def test_arms_ask_for_what_their_names_say(tmp_path: Path, monkeypatch: pytest.M
             )
             assert asked.get("output") == ("csr" if "csr" in words else None)
             assert asked.get("step_s") == (run_gpu.STEP_S if "step" in words else None)
-            assert asked.get("verify") == ("never" if "unverified" in words else None)
+            verify = {"verified": "always", "unverified": "never"}
+            assert asked.get("verify") == next((verify[word] for word in words if word in verify), None)
             assert asked.get("io") == "kvikio" or "kvikio" not in words
-            assert asked.get("io") == "pinned" or not {"pinned", "unverified", "urgent"} & set(words)
+            assert asked.get("io") == "pinned" or not {"pinned", "verified", "unverified", "urgent"} & set(words)
             if kind != "gpuload":
                 codec = kind.removeprefix("gpuload-packed").removeprefix("-") or "lz4"
                 assert asked["store"].name == f"cells-run_gpu-{codec}.zarr"
@@ -310,6 +384,88 @@ def test_requirements_are_those_of_a_gpu_machine(offline: Any) -> None:
     assert (dali in {r.name for r in plain}, dali in {r.name for r in more}) == (False, True)
     (pandas,) = (r for r in plain if r.name == "pandas")  # the line for Python 3.11 is not for that machine
     assert pandas.specifier.contains("3.1.1")
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> Any:
+    """Return a function that installs made wheels, ``{"name-version": {file: text}}``, into ``site``."""
+    python = tmp_path / "python"  # it passes for the version that the wheels of others are for
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    folders = iter("abc")
+
+    def run(wheels: dict[str, dict[str, str]], *wanted: str) -> subprocess.CompletedProcess[str]:
+        folder = tmp_path / next(folders)
+        folder.mkdir()
+        (folder / "requirements.txt").write_text("\n".join(wanted))
+        for package, files in wheels.items():
+            name, version = package.split("-")
+            info = f"{package}.dist-info"
+            files[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            files.setdefault(f"{info}/entry_points.txt", f"[console_scripts]\n{name} = {name}_of_ours:main\n")
+            files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in (*files, f"{info}/RECORD"))
+            with zipfile.ZipFile(folder / f"{package}-py3-none-any.whl", "w") as wheel:
+                for file, text in files.items():
+                    wheel.writestr(file, text)
+        return subprocess.run(
+            ["bash", str(ROOT / "docker" / "install_offline.sh"), "--target", str(tmp_path / "site"), str(folder)],
+            env={**os.environ, "GPULOAD_PYTHON": str(python)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def files_in(folder: Path) -> dict[str, str]:
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
+
+
+def test_later_wheels_are_added_to_what_a_folder_has(install: Any, tmp_path: Path) -> None:
+    first, both = {"gplone-1": {"gpl/one/a.py": "1"}}, ("gplone", "gpltwo")
+    assert install(first, *both[:1]).returncode == 0
+    done = install({**first, "gpltwo-1": {"gpl/two/b.py": "2"}}, *both)
+    assert done.returncode == 0, done.stderr
+    assert "gplone" not in done.stdout  # it is there
+    found = files_in(tmp_path / "site")
+    assert {name: found.get(name) for name in ("gpl/one/a.py", "gpl/two/b.py")} == {
+        "gpl/one/a.py": "1",
+        "gpl/two/b.py": "2",
+    }
+    assert {"bin/gplone", "bin/gpltwo"} < set(found)
+    assert install(first, *both).stdout == "nothing to install\n"
+
+
+def test_a_newer_wheel_replaces_the_whole_of_an_older_one(install: Any, tmp_path: Path) -> None:
+    install(
+        {"gplone-1": {"gpl/one/a.py": "1", "gpl/one/old.py": ""}, "gpltwo-1": {"gpl/b.py": "2"}}, "gplone", "gpltwo"
+    )
+    (tmp_path / "bin").mkdir()  # where its list of files says that its program is
+    (tmp_path / "bin" / "gplone").touch()
+    done = install({"gplone-2": {"gpl/one/a.py": "3"}}, "gplone>=2", "gpltwo")
+    assert done.returncode == 0, done.stderr
+    found = files_in(tmp_path / "site")
+    assert {name: text for name, text in found.items() if name.startswith("gpl/")} == {
+        "gpl/one/a.py": "3",
+        "gpl/b.py": "2",
+    }
+    infos = {path.name for path in (tmp_path / "site").glob("*.dist-info")}
+    assert infos == {"gplone-2.dist-info", "gpltwo-1.dist-info"}
+    assert list((tmp_path / "bin").iterdir())
+
+
+def test_an_installation_that_fails_changes_nothing(install: Any, tmp_path: Path) -> None:
+    install({"gplone-1": {"gpl/one/a.py": "1"}}, "gplone")
+    before, beside = files_in(tmp_path / "site"), {*tmp_path.iterdir()}
+    spoilt = {"gpl/zwei/c.py": "3", "gplzwei-1.dist-info/entry_points.txt": "[console_scripts]\ngplzwei = nowhere\n"}
+    done = install({"gpltwo-1": {"gpl/two/b.py": "2"}, "gplzwei-1": spoilt}, "gpltwo", "gplzwei")
+    assert done.returncode != 0
+    assert "gplzwei" in done.stderr
+    assert files_in(tmp_path / "site") == before
+    assert {*tmp_path.iterdir()} - beside == {tmp_path / "b"}
 
 
 def test_single_steps_can_be_run(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
