@@ -326,15 +326,16 @@ def conditions(arms: dict[str, Arm]) -> str:
     records = [record for arm in arms.values() for record in arm.records]
     last, file = records[-1], {k: v for record in records for k, v in record["file"].items()}
     cells = f", {file['n_obs']:,} cells x {file['n_vars']:,} genes, {file['compression']}" if "n_obs" in file else ""
-    commits = ", ".join(dict.fromkeys(record["commit"].removesuffix("+changes")[:7] for record in records))
+    found = dict.fromkeys(record["commit"].removesuffix("+changes")[:7] for record in records)
+    commits = f"commit{'s' * (len(found) > 1)} {', '.join(found)}"
     caches = " and ".join(dict.fromkeys(record["cache"] for record in records))
     n_rounds = sorted({len(arm.records) for arm in arms.values() if arm.records})
     rounds = " to ".join(dict.fromkeys([*map(str, n_rounds[:-1][:1]), count(n_rounds[-1], "round")]))
-    vary = "medians" if n_rounds[-1] > 1 else "so how much they vary is not known"
+    vary = "medians" if n_rounds[-1] > 1 else "so how much the figures vary is not known"
     return (
         f"{last['gpu']['card']}; {last['machine']['cores']} cores of {last['machine']['cpu']}; {file['name']}{cells}, "
         f"{file['nbytes'] / 1e6:,.0f} MB; minibatches of {last['batch_size']:,} cells, {last['fetch_factor']} a fetch; "
-        f"page cache {caches}; commits {commits}; {rounds} an arm, {vary}."
+        f"page cache {caches}; {commits}; {rounds} an arm, {vary}."
     )
 
 
