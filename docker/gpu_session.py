@@ -145,7 +145,7 @@ def run(todo: list[Step], results: Path, budget_s: float) -> list[tuple[str, str
         else:
             outcome = _outcome(step, limit, log, environment, running)
         if step.is_needed and outcome != "done":
-            lacking = f"{step.name} failed"
+            lacking = lacking or f"{step.name} failed"
         seconds = time.monotonic() - start
         with telling:
             outcomes.append((step.name, outcome, seconds))

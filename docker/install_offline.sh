@@ -15,7 +15,7 @@ set -euo pipefail
 usage() { sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; }
 
 here=$(cd "$(dirname "$0")" && pwd)
-target= folder=
+target='' folder=
 while [ $# -gt 0 ]; do
     case $1 in
         --target)
@@ -41,7 +41,7 @@ if [ ! -f "$folder/requirements.txt" ]; then
 fi
 python=${GPULOAD_PYTHON:-python3}
 if ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))'; then
-    echo "install_offline.sh: $("$python" --version): the wheels are for Python 3.12; set GPULOAD_PYTHON to one" >&2
+    echo "install_offline.sh: $python is no Python 3.12, for which the wheels are; set GPULOAD_PYTHON to one" >&2
     exit 1
 fi
 

@@ -267,8 +267,9 @@ def open_loader(
     device_memory
         Maximum device memory to use, in bytes or as ``"20GiB"``; None: limited only by the GPU.
     device_cache
-        Part of it used to cache stored chunks in their on-disk form; chunks that fit are read from disk only in the
-        first epoch. None: no cache.
+        Part of it used to cache chunks; those that fit are read from disk only in the first epoch. Gene numbers and
+        counts below 65,536 are kept decoded, in 3 to 4 bytes per stored value, other chunks in their on-disk form; with
+        ``verify="always"`` all are. None: no cache.
     io
         How bytes reach the GPU: ``"kvikio"`` (GPUDirect Storage if available), ``"pinned"`` (through page-locked host
         memory), or ``"auto"``, which alternates for the first reads, then uses the faster and logs the choice.

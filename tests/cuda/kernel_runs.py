@@ -131,6 +131,7 @@ STORED = {
     **{name: np.dtype(f"<{name}") for name in PLAIN_TYPES},
     **{f"be_{name}": np.dtype(f">{name}") for name in PLAIN_TYPES if name[1] != "1"},
 }
+NARROWED = ("u1", "u2", "u4", "u8", "i4", "i8", "f4", "f8")
 OUT = {"f4": np.float32, "i4": np.int32}
 BITS = {"f4": np.float32, "f2": np.float16, "bf2": np.uint16}
 
@@ -156,9 +157,10 @@ SIGNATURES = {
     "check_zstd": ["r:u1", "r:i8", "r:i8", "r:u1", "r:i8", "r:i8", "i8", "w:i4"],
     "decode_lzf": ["r:u1", "r:i8", "r:i8", "w:u1", "r:i8", "r:i8", "i8", "w:i4"],
     **{f"copy_pieces_{src}_{out}": [*COPY, f"w:{out}", "w:i4", "w:i4"] for src in STORED for out in OUT},
+    **{f"measure_{src}": ["r:u1", "r:i8", "r:i8", "i8", "w:i4"] for src in NARROWED},
     **{
-        f"narrow_{src}_{out}": ["r:u1", "r:i8", "r:i8", "r:i8", "i8", "w:u1", "w:i4"]
-        for src in ("u1", "u2", "u4", "u8", "i4", "i8", "f4", "f8")
+        f"narrow_{src}_{out}": ["r:u1", "r:i8", "r:i8", "r:i8", "r:i4", "i8", "w:u1"]
+        for src in NARROWED
         for out in ("u1", "u2")
         if np.dtype(out).itemsize <= np.dtype(src).itemsize
     },

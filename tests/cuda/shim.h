@@ -228,6 +228,7 @@ void store_aligned(void* to, T value) {
 }
 
 inline void store_out(void* to, uint4 value) { store_aligned(to, value); }
+inline void store_zeros(void* to) { store_aligned(to, uint4{0, 0, 0, 0}); }
 
 inline void atomic_min(int32_t* at, int32_t value) {
     int32_t found = __atomic_load_n(at, __ATOMIC_RELAXED);

@@ -67,7 +67,7 @@ def test_a_chunk_takes_room_in_the_cache_once(
     assert not cache.reserve(read, numbers).numbers.size
     cache.release(read, reserved.numbers)
     assert_same(cache.reserve(read, numbers), reserved)
-    cache.settle(read, reserved, [(reserved.numbers, np.zeros(reserved.numbers.size, dtype=np.int32))], numbers[:0])
+    cache.settle(read, reserved, [(reserved.numbers, -reserved.itemsize.astype(np.int32))], numbers[:0])
     assert not cache.reserve(read, numbers).numbers.size
     assert cache.used_nbytes == nbytes
     assert_same(cache.places(read), reserved)
@@ -95,7 +95,7 @@ def test_cache_room_of_a_failed_load_is_reused_when_full(
     last = numbers[-1:]
     cache = ChunkCache(opened.device, int(-(-read.chunk_nbytes[-1] // 16) * 16), is_as_stored=True)
     reserved = cache.reserve(read, last)
-    assert_same(reserved, Places(last, np.array([0]), np.array([0])))
+    assert_same(reserved, Places(last, np.array([0]), np.array([0]), np.array([True])))
     cache.release(read, last)
     assert numbers.size > 1
     assert_same(cache.reserve(read, numbers), reserved)
@@ -170,6 +170,18 @@ def test_counts_of_two_bytes_are_decompressed_until_that_is_known(
     read, decoded = epochs(opened, counts.toarray(), 4)
     assert decoded[2:] == read[2:] == [0, 0]
     assert 0 < read[1] < read[0] / 2  # those that were loaded first
+
+
+def test_stored_bytes_are_kept_where_there_is_room_for_them(
+    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix
+) -> None:
+    counts.data[:] = 1
+    counts.data[::50] = 256  # in each chunk, whose stored bytes are fewer than its values
+    write_csr(tmp_path / "cells.h5ad", counts, "f4")
+    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size=3, **SMALL)
+    read, decoded = epochs(opened, counts.toarray(), 3)
+    assert read[1:] == [0, 0]
+    assert 0 < decoded[1] < decoded[0] / 2
 
 
 @pytest.mark.parametrize("value", [65_536, 0.5, -1, -0.0, 1e-40, np.inf, np.nan, 16_777_217])

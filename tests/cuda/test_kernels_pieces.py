@@ -214,16 +214,18 @@ def test_narrow(name: str, out: str, data: st.DataObject, grid: Grid, seed: int)
     place = ranges(rng, [chunk_size * size] * n_chunks, step=16)
     decoded, memory = np.zeros(source.total, dtype=np.uint8), np.full(place.total + 16, FILLER, dtype=np.uint8)
     wanted, needed = memory.copy(), np.zeros(n_chunks, dtype=np.int32)
-    is_given = np.ones(memory.size, dtype=bool)
     for c, values in enumerate(chunks):
         decoded[source.slices()[c]] = values.view(np.uint8)
         plain, is_one = narrow_by_hand(values, (1 << 8 * size) - 1)
         wanted[place.slices()[c]] = plain.astype(out).view(np.uint8)
-        is_given[place.slices()[c]] = is_one.repeat(size)
+        needed[c] = (
+            -1 if narrow_by_hand(values, 255)[1].all() else -2 if narrow_by_hand(values, 65_535)[1].all() else -4
+        )
         if not is_one.all():
-            needed[c] = -2 if narrow_by_hand(values, 65_535)[1].all() else -4
+            wanted[place.slices()[c]] = FILLER
     found = np.zeros(n_chunks, dtype=np.int32)
-    sizes = source.start, np.full(n_chunks, chunk_size * dtype.itemsize), place.start
-    run(f"narrow_{name}_{out}", grid, placed(decoded), *sizes, np.int64(n_chunks), memory, found)
-    np.testing.assert_array_equal(memory[is_given], wanted[is_given])
+    chunks = placed(decoded), source.start, np.full(n_chunks, chunk_size * dtype.itemsize)
+    run(f"measure_{name}", grid, *chunks, np.int64(n_chunks), found)
     np.testing.assert_array_equal(found, needed)
+    run(f"narrow_{name}_{out}", grid, *chunks, place.start, needed, np.int64(n_chunks), memory)
+    np.testing.assert_array_equal(memory, wanted)

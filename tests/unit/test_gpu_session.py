@@ -117,10 +117,12 @@ def test_tests_that_are_out_of_time_say_what_failed(
 def test_nothing_runs_after_a_required_step_failed(session: Any, tmp_path: Path) -> None:
     steps = [
         session.Step("install", ("false",), 30, is_needed=True),
+        session.Step("gpu", ("touch", str(tmp_path / "begun")), 30, is_needed=True),
         session.Step("next", ("touch", str(tmp_path / "begun")), 30),
     ]
     session.run(steps, tmp_path, 60)
-    assert outcomes_by_step(tmp_path) == {"install": "failed: exit status 1", "next": "not begun: install failed"}
+    told = "not begun: install failed"
+    assert outcomes_by_step(tmp_path) == {"install": "failed: exit status 1", "gpu": told, "next": told}
     assert not (tmp_path / "begun").exists()
 
 

@@ -10,7 +10,7 @@ gains nothing. So room given to a chunk remains that chunk's, whether or not the
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,15 +47,18 @@ class Places:
         Offset of each in the cache's memory.
     itemsize
         Bytes per element, decoded; 0 for chunks as stored.
+    has_room_for_stored
+        Whether the room is large enough for the stored bytes, which are kept if the values turn out not to fit.
     """
 
     numbers: NDArray[np.int64]
     place: NDArray[np.int64]
     itemsize: NDArray[np.int8]
+    has_room_for_stored: NDArray[np.bool_]
 
     def of(self, which: NDArray[np.bool_]) -> Places:
         """Return some of them."""
-        return Places(self.numbers[which], self.place[which], self.itemsize[which])
+        return Places(*(getattr(self, each.name)[which] for each in fields(self)))
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +122,7 @@ class ChunkCache:
         with self._lock:
             place, itemsize = known.place[read.chunk_id], known.itemsize[read.chunk_id]
         numbers = np.flatnonzero(place >= 0)
-        return Places(numbers, place[numbers], itemsize[numbers])
+        return Places(numbers, place[numbers], itemsize[numbers], np.ones(numbers.size, dtype=bool))
 
     def reserve(self, read: ArrayRead, numbers: NDArray[np.int64]) -> Places:
         """Reserve room for chunks of a read; return those that fit and are not reserved yet.
@@ -145,7 +148,8 @@ class ChunkCache:
             known.room_nbytes[chunk[is_new & fits]] = nbytes[is_new & fits]
             known.room[chunk[fits]] = place[fits]
             known.is_taken[chunk[fits]] = True
-            return Places(numbers, place, np.where(is_narrow, known.needed[chunk], 0).astype(np.int8)).of(fits)
+            itemsize = np.where(is_narrow, known.needed[chunk], 0).astype(np.int8)
+            return Places(numbers, place, itemsize, known.room_nbytes[chunk] >= stored).of(fits)
 
     def settle(
         self,
@@ -159,23 +163,25 @@ class ChunkCache:
         Parameters
         ----------
         narrowed
-            Pairs: numbers of chunks copied there decoded, and minus the bytes that an element of each needs if that is
-            more than was reserved, else 0.
+            Pairs: numbers of chunks copied there decoded, and minus the bytes that an element of each needs.
         bad
             Numbers of chunks that are damaged: they are never reserved again.
         """
-        numbers = reserved.numbers
-        needed = np.where(reserved.itemsize > 0, 4, 0)  # also where the host decodes a chunk: it is kept as stored
+        numbers, is_bad = reserved.numbers, np.isin(reserved.numbers, bad)
+        is_tried = reserved.itemsize > 0
+        needed = np.where(is_tried, 4, 0).astype(np.int8)  # 4 unless among `narrowed`: the host decodes those
         for some, codes in narrowed:
             needed[np.searchsorted(numbers, some)] = -codes
-        is_bad = np.isin(numbers, bad)
+        is_narrow = is_tried & (needed <= reserved.itemsize)
+        is_there = (is_narrow | reserved.has_room_for_stored) & ~is_bad
         with self._lock:
+            if self.memory is None:  # cleared meanwhile
+                return
             known, chunk = self._of(read), read.chunk_id[numbers]
             known.needed[chunk] = np.maximum(known.needed[chunk], needed)
-            if 2 * np.count_nonzero(known.is_taken & (known.needed > 1)) > np.count_nonzero(known.is_taken):
-                known.needed[known.needed == 1] = 2  # others will need it too, and would be read once more
-            is_there = (needed == 0) & ~is_bad
-            known.itemsize[chunk[is_there]] = reserved.itemsize[is_there]
+            usual = int(np.median(known.needed[known.is_taken]))  # others will need as much
+            known.needed[~known.is_taken & (known.needed < usual)] = usual
+            known.itemsize[chunk[is_there]] = np.where(is_narrow, reserved.itemsize, 0)[is_there]
             known.place[chunk[is_there]] = reserved.place[is_there]
             known.is_taken[chunk[~is_there & ~is_bad]] = False
 
@@ -212,4 +218,6 @@ class ChunkCache:
         return known
 
 
-NOWHERE = Places(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int8))
+NOWHERE = Places(
+    np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int8), np.empty(0, dtype=bool)
+)

@@ -122,8 +122,8 @@ class Outcome:
     reserved
         Chunks of the read that have been given room in the cache.
     narrowed
-        Pairs: numbers of those that are copied there decoded, and minus the bytes that an element of each needs if
-        that is more than it was given, else 0 (int32).
+        Pairs: numbers of those that are copied there decoded, and minus the bytes that an element of each needs
+        (int32). Those that need more than they were given are copied as stored, if they have room for that.
     on_host
         Parts that the host decodes; each is in the resident once its future is done.
     held
@@ -221,13 +221,13 @@ class Decoder:
         can_device = ~is_absent & (read.chunk_mask[numbers] == 0) & (payload > 0)
         if steps.codec is None and not read.layout.is_raw:
             can_device &= payload == read.layout.decoded_nbytes(read.chunk_id[numbers])
+        self._keep_stored(whole, place, arena, cache)
         if can_device.any():
             part = whole.of(can_device)
             self._deliver(
                 part, cache, *self._on_device(part, steps, place[can_device], payload[can_device], arena, verify=verify)
             )
         self._fill_pieces(whole.of(is_absent))
-        self._move(whole, place, arena, cache)
         return whole.outcome, numbers[~is_absent & ~can_device]
 
     def enqueue_narrow(self, read: ArrayRead, cached: Places, cache: Any, out: Any, lane: Lane) -> Outcome:
@@ -397,7 +397,10 @@ class Decoder:
             self._copy_pieces(part, None, np.full(part.numbers.size, -1))
 
     def _deliver(self, part: _Part, cache: Any, decoded: Any, start: NDArray[np.int64]) -> None:
-        """Launch the copy of decoded chunks into the cache, if they are to be kept there so, and of their pieces."""
+        """Launch the copy of decoded chunks into the cache, if they are to be kept there so, and of their pieces.
+
+        Their stored bytes are there already, if they have room for those.
+        """
         outcome, work, layout = part.outcome, part.work, part.read.layout
         for itemsize in np.unique(outcome.reserved.itemsize[outcome.reserved.itemsize > 0]).tolist():
             kept = outcome.reserved.of(outcome.reserved.itemsize == itemsize)
@@ -406,15 +409,17 @@ class Decoder:
             if n:
                 full = layout.decoded_nbytes(part.read.chunk_id[kept.numbers])
                 on = work.upload(start=start[np.searchsorted(part.numbers, kept.numbers)], full=full, place=kept.place)
-                needed = work.codes(n)
-                name = f"narrow_{kernel_type(layout.dtype)}_u{itemsize}"
-                work.launch(name, n, decoded, on["start"], on["full"], on["place"], np.int64(n), cache, needed)
+                needed, name = work.codes(n), kernel_type(layout.dtype)
+                chunks = (decoded, on["start"], on["full"])
+                work.launch(f"measure_{name}", n, *chunks, np.int64(n), needed)
+                work.launch(f"narrow_{name}_u{itemsize}", n, *chunks, on["place"], needed, np.int64(n), cache)
                 outcome.narrowed.append((kept.numbers, work.download(needed, np.int32)))
         self._copy_pieces(part, decoded, start)
 
-    def _move(self, part: _Part, place: NDArray[np.int64], arena: Any, cache: Any) -> None:
-        """Launch the copy of stored bytes from the arena into the cache, of chunks that are to be kept as stored."""
-        kept = part.outcome.reserved.of(part.outcome.reserved.itemsize == 0)
+    def _keep_stored(self, part: _Part, place: NDArray[np.int64], arena: Any, cache: Any) -> None:
+        """Launch the copy of chunks' stored bytes from the arena into the cache, where they have room for them."""
+        kept = part.outcome.reserved
+        kept = kept.of(kept.has_room_for_stored)
         n = kept.numbers.size
         if n:
             nbytes = part.read.chunk_nbytes[kept.numbers]

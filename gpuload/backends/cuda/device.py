@@ -38,7 +38,7 @@ _THREAD_LOCAL = 1
 _PER_THREAD = 2
 """cudaStreamPerThread: in each thread, the number of another stream."""
 
-DIVISIBLE = ("copy_pieces_", "narrow_", "gather_", "densify_", "unshuffle", "join_blocks")
+DIVISIBLE = ("copy_pieces_", "measure_", "narrow_", "gather_", "densify_", "unshuffle", "join_blocks")
 """Kernels that split items when there are more blocks than items, so that a few large items use the whole GPU."""
 
 

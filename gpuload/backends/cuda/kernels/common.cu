@@ -83,6 +83,11 @@ DEVICE void store_out(void* to, uint4 value) {
                  "r"(value.y), "r"(value.z), "r"(value.w));
 }
 
+// Store 16 bytes of zeros that other threads overwrite, after a barrier.
+DEVICE void store_zeros(void* to) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(__cvta_generic_to_global(to)), "r"(0) : "memory");
+}
+
 DEVICE void atomic_min(int32_t* at, int32_t value) { atomicMin(at, value); }
 DEVICE void atomic_set_if_zero(int32_t* at, int32_t value) { atomicCAS(at, 0, value); }
 DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
@@ -136,8 +141,12 @@ constexpr int MAX_THREADS = 1024;
 // float32 represents every integer up to this exactly.
 constexpr int64_t MAX_EXACT = 1 << 24;
 
-// Columns that densify builds at a time in shared memory: 32 kB, so that five blocks fit on a Hopper multiprocessor.
+// Columns that densify writes at a time: 32 kB of float32, so that the tiles of 8 blocks on each of 132 multiprocessors
+// fit in the 50 MB of a Hopper GPU's L2 cache.
 constexpr int TILE = 8192;
+
+// Columns that it sums at a time, where a row has a column more than once.
+constexpr int SUM_TILE = 2048;
 
 // Minimum number of elements that is worth a block of its own in gather_dense.
 constexpr int64_t MIN_PART = 4096;

@@ -247,64 +247,97 @@ DEVICE bool fits(uint64_t bits, Out& to) {
     }
 }
 
-// Store elements of decoded chunks as unsigned integers; needed[c] becomes minus the bytes that an element of chunk c
-// needs if that is more than an Out, -4 standing for all that an uint16_t does not hold.
-template <class S, class Out>
-DEVICE void narrow(const uint8_t* __restrict__ decoded, const int64_t* chunk_start, const int64_t* chunk_nbytes,
-                   const int64_t* place, int64_t n_chunks, uint8_t* __restrict__ out, int32_t* needed) {
-    constexpr int n_words = 4 * int(sizeof(Out)) / 4;
+// Find how many bytes elements of chunks need as unsigned integers: needed[c] becomes minus 1, 2, or 4, which stands for
+// all that an uint16_t does not hold.
+template <class S>
+DEVICE void measure(const uint8_t* __restrict__ decoded, const int64_t* chunk_start, const int64_t* chunk_nbytes,
+                    int64_t n_chunks, int32_t* needed) {
     const int64_t n_parts = parts_of_each(n_chunks, 64);
     for (int64_t b = BLOCK; b < n_chunks * n_parts; b += N_BLOCKS) {
         const int64_t c = b / n_parts, part = b % n_parts, n = chunk_nbytes[c] / S::nbytes, n_groups = n / 4;
         const uint8_t* from = decoded + chunk_start[c];
-        uint8_t* to = out + place[c];
         EACH_THREAD(t) {
+            uint8_t byte;
+            uint16_t both;
             bool is_wide = false, is_wider = false;
             for (int64_t k = n_groups * part / n_parts + t; k < n_groups * (part + 1) / n_parts; k += N_THREADS) {
-                uint32_t words[S::nbytes], packed[n_words] = {};
+                uint32_t words[S::nbytes];
+                load_words(from + 4 * k * S::nbytes, words);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    is_wide |= !fits<S>(element<S>(words, e), byte);
+                    is_wider |= !fits<S>(element<S>(words, e), both);
+                }
+            }
+            for (int64_t k = 4 * n_groups + t; k < n; k += N_THREADS) {
+                const uint64_t bits = element_at<S>(from + k * S::nbytes);
+                is_wide |= !fits<S>(bits, byte);
+                is_wider |= !fits<S>(bits, both);
+            }
+            atomic_min(needed + c, is_wider ? -4 : is_wide ? -2 : -1);
+        }
+    }
+}
+
+// Store elements of decoded chunks as unsigned integers, except chunks that `measure` found to need wider ones.
+template <class S, class Out>
+DEVICE void narrow(const uint8_t* __restrict__ decoded, const int64_t* chunk_start, const int64_t* chunk_nbytes,
+                   const int64_t* place, const int32_t* needed, int64_t n_chunks, uint8_t* __restrict__ out) {
+    constexpr int size = sizeof(Out);
+    const int64_t n_parts = parts_of_each(n_chunks, 64);
+    for (int64_t b = BLOCK; b < n_chunks * n_parts; b += N_BLOCKS) {
+        const int64_t c = b / n_parts, part = b % n_parts, n = chunk_nbytes[c] / S::nbytes, n_groups = n / 4;
+        if (needed[c] < -size) continue;
+        const uint8_t* from = decoded + chunk_start[c];
+        uint8_t* to = out + place[c];
+        EACH_THREAD(t) {
+            for (int64_t k = n_groups * part / n_parts + t; k < n_groups * (part + 1) / n_parts; k += N_THREADS) {
+                uint32_t words[S::nbytes], packed[size] = {};
                 load_words(from + 4 * k * S::nbytes, words);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     Out value;
-                    uint16_t wider;
-                    is_wide |= !fits<S>(element<S>(words, e), value);
-                    is_wider |= !fits<S>(element<S>(words, e), wider);
-                    packed[e * int(sizeof(Out)) / 4] |= uint32_t(value) << 8 * (e * int(sizeof(Out)) % 4);
+                    fits<S>(element<S>(words, e), value);
+                    packed[e * size / 4] |= uint32_t(value) << 8 * (e * size % 4);
                 }
-                store_words(to + 4 * k * sizeof(Out), packed);
+                store_words(to + 4 * k * size, packed);
             }
             if (part == n_parts - 1) {
                 for (int64_t k = 4 * n_groups + t; k < n; k += N_THREADS) {
                     Out value;
-                    uint16_t wider;
-                    const uint64_t bits = element_at<S>(from + k * S::nbytes);
-                    is_wide |= !fits<S>(bits, value);
-                    is_wider |= !fits<S>(bits, wider);
-                    store_aligned(to + k * sizeof(Out), value);
+                    fits<S>(element_at<S>(from + k * S::nbytes), value);
+                    store_aligned(to + k * size, value);
                 }
             }
-            if (is_wide) atomic_min(needed + c, is_wider ? -4 : -2);
         }
     }
 }
+
+#define MEASURE(src)                                                                                                   \
+    KERNEL(measure_##src, (const uint8_t* decoded, const int64_t* chunk_start, const int64_t* chunk_nbytes,            \
+                           int64_t n_chunks, int32_t* needed)) {                                                       \
+        measure<stored_##src>(decoded, chunk_start, chunk_nbytes, n_chunks, needed);                                   \
+    }
 
 // narrow_<src>_<out>: the elements of chunk c, chunk_nbytes[c] bytes from byte chunk_start[c] of `decoded` on, to byte
 // place[c] of `out`, as unsigned integers.
 #define NARROW(src, out_name, out_type)                                                                                \
     KERNEL(narrow_##src##_##out_name,                                                                                  \
            (const uint8_t* decoded, const int64_t* chunk_start, const int64_t* chunk_nbytes, const int64_t* place,     \
-            int64_t n_chunks, uint8_t* out, int32_t* needed)) {                                                        \
-        narrow<stored_##src, out_type>(decoded, chunk_start, chunk_nbytes, place, n_chunks, out, needed);              \
+            const int32_t* needed, int64_t n_chunks, uint8_t* out)) {                                                  \
+        narrow<stored_##src, out_type>(decoded, chunk_start, chunk_nbytes, place, needed, n_chunks, out);              \
     }
-#define NARROW_TO_BOTH(src)                                                                                            \
+#define NARROW_OF(src)                                                                                                 \
+    MEASURE(src)                                                                                                       \
     NARROW(src, u1, uint8_t)                                                                                           \
     NARROW(src, u2, uint16_t)
 
+MEASURE(u1)
 NARROW(u1, u1, uint8_t)
-NARROW_TO_BOTH(u2)
-NARROW_TO_BOTH(u4)
-NARROW_TO_BOTH(u8)
-NARROW_TO_BOTH(i4)
-NARROW_TO_BOTH(i8)
-NARROW_TO_BOTH(f4)
-NARROW_TO_BOTH(f8)
+NARROW_OF(u2)
+NARROW_OF(u4)
+NARROW_OF(u8)
+NARROW_OF(i4)
+NARROW_OF(i8)
+NARROW_OF(f4)
+NARROW_OF(f8)

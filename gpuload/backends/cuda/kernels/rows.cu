@@ -101,22 +101,21 @@ DEVICE int64_t place_of(const int32_t* columns, int32_t column) { return columns
 
 // Write CSR rows into a dense array, zeros included.
 //
-// A row is built in shared memory, tile by tile, and each tile is stored once. If a row's columns are strictly
-// increasing, its values are scattered into the tile in any order (`columns` maps no two to the same place); otherwise
-// each place belongs to one thread, which sums its values in storage order.
+// If a row's columns are strictly increasing, its values are written in any order (`columns` maps no two to the same
+// place) over zeros that were written just before, tile by tile: tiles in progress fit in the GPU's L2 cache, so that
+// memory is written once. Otherwise values are summed in shared memory, in storage order: each place belongs to one
+// thread.
 template <class Form>
 DEVICE void densify_csr(const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
                         const int32_t* __restrict__ indices, const float* __restrict__ data,
                         const int64_t* __restrict__ map_start, const int32_t* __restrict__ columns, double target_sum,
-                        int32_t log1p_, int64_t n_rows, int64_t n_cols, typename Form::Element* __restrict__ out,
-                        int32_t* bad) {
+                        int32_t log1p_, int64_t n_rows, int64_t n_cols, typename Form::Element* out, int32_t* bad) {
     constexpr int PER = PER_STORE<Form>;
-    SHARED_ARRAY(float, tile, TILE + PER);
+    SHARED_ARRAY(float, sums, SUM_TILE);
     SHARED_ARRAY(double, partial, MAX_THREADS);
     SHARED_ARRAY(int32_t, is_rising, 1);
     const int64_t n_tiles = (n_cols + TILE - 1) / TILE, n_parts = parts_of_each(n_rows, n_tiles);
     PHASE(t) {
-        for (int k = t; k < TILE + PER; k += N_THREADS) tile[k] = 0.0f;
         if (t == 0) is_rising[0] = 1;
     }
     for (int64_t b = BLOCK; b < n_rows * n_parts; b += N_BLOCKS) {
@@ -133,45 +132,43 @@ DEVICE void densify_csr(const int32_t* __restrict__ positions, const int64_t* __
         PHASE(t) {
             if (t == 0) is_rising[0] = 1;
         }
-        for (int64_t k = n_tiles * part / n_parts; k < n_tiles * (part + 1) / n_parts; ++k) {
-            const int64_t lo = k * TILE, width = n_cols - lo < TILE ? n_cols - lo : TILE;
+        const int64_t first = n_tiles * part / n_parts * TILE, last = n_tiles * (part + 1) / n_parts * TILE;
+        const int64_t end = last < n_cols ? last : n_cols;
+        for (int64_t lo = first, width; lo < end; lo += width) {
+            const int64_t most = is_apart ? TILE : SUM_TILE;
+            width = end - lo < most ? end - lo : most;
             typename Form::Element* to = out + row * n_cols + lo;
-            const int skew = skew_of<Form>(to);  // so that groups are aligned both in the tile and in `out`
             PHASE(t) {
+                if (is_apart) {
+                    const int64_t gap = (PER - skew_of<Form>(to)) % PER, head = gap < width ? gap : width;
+                    const int64_t n_groups = (width - head) / PER;
+                    for (int64_t g = t; g < n_groups; g += N_THREADS) store_zeros(to + head + PER * g);
+                    for (int64_t k = t; k < width - PER * n_groups; k += N_THREADS) {
+                        to[k < head ? k : PER * n_groups + k] = 0;
+                    }
+                } else {
+                    for (int64_t k = t; k < width; k += N_THREADS) sums[k] = 0.0f;
+                }
+            }
+            PHASE(t) {
+                bool is_bad = false;
                 if (is_apart) {
                     for (int64_t j = start + t; j < stop; j += N_THREADS) {
                         const int64_t place = place_of(chosen, indices[j]) - lo;
-                        if (uint64_t(place) < uint64_t(width)) add_to(tile[skew + place], arithmetic.of(data[j]));
+                        if (uint64_t(place) < uint64_t(width)) {
+                            float value = 0.0f;
+                            add_to(value, arithmetic.of(data[j]));  // which makes 0.0f of -0.0f
+                            to[place] = Form::narrow(value, is_bad);
+                        }
                     }
                 } else {
                     for (int64_t j = start; j < stop; ++j) {
                         const int64_t place = place_of(chosen, indices[j]) - lo;
                         if (uint64_t(place) < uint64_t(width) && int(place) % N_THREADS == t) {
-                            add_to(tile[skew + place], arithmetic.of(data[j]));
+                            add_to(sums[place], arithmetic.of(data[j]));
                         }
                     }
-                }
-            }
-            PHASE(t) {
-                bool is_bad = false;
-                for (int64_t g = PER * t; g < skew + width; g += PER * N_THREADS) {
-                    float values[PER];
-#pragma unroll
-                    for (int e = 0; e < PER; e += 4) {
-                        const uint4 four = load_aligned<uint4>(tile + g + e);
-                        store_aligned(tile + g + e, uint4{0, 0, 0, 0});
-                        values[e] = float_of(four.x), values[e + 1] = float_of(four.y);
-                        values[e + 2] = float_of(four.z), values[e + 3] = float_of(four.w);
-                    }
-                    if (g >= skew && g + PER <= skew + width) {
-                        store_group<Form>(to - skew + g, values, is_bad);
-                    } else {
-#pragma unroll
-                        for (int e = 0; e < PER; ++e) {
-                            const int64_t place = g + e - skew;
-                            if (place >= 0 && place < width) to[place] = Form::narrow(values[e], is_bad);
-                        }
-                    }
+                    for (int64_t k = t; k < width; k += N_THREADS) to[k] = Form::narrow(sums[k], is_bad);
                 }
                 if (is_bad) atomic_min(bad, int32_t(row));
             }
