@@ -404,7 +404,7 @@ def _draw(axes: Any, place: float, summary: Summary, colour: str, text: str) -> 
     axes.text(summary.highest, place, f"  {text}", va="center", fontsize=8)
 
 
-def replace_between_markers(text: str, content: str) -> str:
+def replace_between_markers(text: str, content: str, begin: str = BEGIN, end: str = END) -> str:
     """Return the text with everything between the marker lines replaced.
 
     Raises
@@ -412,11 +412,11 @@ def replace_between_markers(text: str, content: str) -> str:
     ValueError
         The markers do not each occur once, in this order.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"expected the lines {BEGIN!r} and {END!r}, in this order.")
-    return f"{before}{BEGIN}\n{content}\n{END}{after}"
+    before, found, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found and found_end):
+        raise ValueError(f"expected the lines {begin!r} and {end!r}, in this order.")
+    return f"{before}{begin}\n{content}\n{end}{after}"
 
 
 def main(arguments: list[str] | None = None) -> int:

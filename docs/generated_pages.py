@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from benchmarks import report, run_plans, run_stages
+from benchmarks import report, report_gpu, run_plans, run_stages
 from benchmarks.stages import Rate
 from docs import error_messages
 from gpuload import cli
@@ -178,6 +178,8 @@ def _section(name: str, records: list[dict[str, Any]]) -> str:
         return "\n\n".join(
             [*filter(None, short), "### All arms", report.table(records), "### Goals", report.goals(records)]
         )
+    if name == "gpu":
+        return report_gpu.details(records, _records(RESULTS, "pack"))
     if name == "stages":
         known = {field.name for field in fields(Rate)}
         return run_stages.table([Rate(**{k: v for k, v in r.items() if k in known}) for r in records])

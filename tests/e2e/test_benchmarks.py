@@ -13,7 +13,18 @@ import pandas as pd
 import pytest
 
 import gpuload
-from benchmarks import frame, machine, report, rivals, run_gpu, run_open, run_rivals, run_stages
+from benchmarks import (
+    frame,
+    gpu_ceilings,
+    machine,
+    report,
+    report_gpu,
+    rivals,
+    run_gpu,
+    run_open,
+    run_rivals,
+    run_stages,
+)
 from benchmarks.arms import arms
 from benchmarks.job import LABEL, Job
 from benchmarks.measure import Batches, WrongRowsError, check_rows, entropy_bits, measure
@@ -275,12 +286,13 @@ def test_readme_tables_match_the_records(tmp_path):
 @pytest.mark.parametrize("arm", ["gpuload/dense/cached", "gpuload/csr", "gpuload-packed-zstd/dense"])
 def test_gpu_arms_time_whole_fetches(cells, tmp_path, monkeypatch, arm):
     torch = pytest.importorskip("torch")
-    asked, open_loader = [], gpuload.open_loader
+    asked, opened, open_loader = [], [], gpuload.open_loader
 
     def on_the_cpu(source, **settings):
         asked.append(settings)
         of_a_gpu = ("device", "device_cache", "io")
-        return open_loader(source, **{name: value for name, value in settings.items() if name not in of_a_gpu})
+        opened.append(open_loader(source, **{name: value for name, value in settings.items() if name not in of_a_gpu}))
+        return opened[-1]
 
     path = tmp_path / "cells.h5ad"
     path.write_bytes(cells[0].read_bytes())
@@ -298,6 +310,9 @@ def test_gpu_arms_time_whole_fetches(cells, tmp_path, monkeypatch, arm):
             packed.add((found["pack_s"], found["store_nbytes"]))
             assert len(packed) == 1  # once, for both
     assert asked[0]["device"] == "cuda"
+    # Whole epochs, as chunks are counted when they are decoded, and those of a cache when they are asked for.
+    n_epochs = run_gpu.N_EPOCHS + (2 if "cached" in arm else 0)
+    assert [loader.stats.n_batches for loader in opened] == [50 * n_epochs] * 2
 
 
 def test_every_record_file_has_a_documented_command():
@@ -355,6 +370,167 @@ def test_rival_runs_in_its_own_environment(tmp_path):
     assert run_rivals._python(ARMS["annbatch/dense"], tmp_path) == str(own)
     assert run_rivals._python(ARMS["gpuload/dense/chunk"], tmp_path) == sys.executable
     assert run_rivals.ENVIRONMENTS.keys() <= NEEDED.keys()
+
+
+def gpu_record(arm, commit="b" * 12, *, card="GPU X", cache="warm", **figures):
+    """A record of an arm over 1,000 cells of 10 kB each; one of a loader has its figures."""
+    if "cells_per_s" in figures and not arm.startswith("ceiling"):
+        stage_s = {"plan_s": 0.1, "read_s": 1.0, "decode_s": 2.0, "take_s": 0.05, "wait_s": 0.5}
+        memory = {"residents": 3e9, "cache": figures.pop("cache_nbytes", 0), "host": 9e9, "metadata": 9e9}
+        figures = {"seconds": 2.0, "io_mode": "pinned", "stage_s": stage_s, "memory_nbytes": memory} | figures
+        figures = {"read_bytes_per_s": 1e9} | figures
+    file = {"name": "cells.h5ad", "nbytes": 10_000_000, "n_obs": 1000, "n_vars": 50, "compression": "gzip"}
+    machine = {"cores": 8, "cpu": "CPU Y"}
+    sizes = {"batch_size": 1024, "fetch_factor": 64}
+    about = {"commit": commit, "machine": machine, "gpu": {"card": card}, "cache": cache, "time": "2026", "round": 0}
+    return {**about, **sizes, "file": file, "arm": arm, **figures}
+
+
+CEILINGS = [
+    gpu_record("ceiling/h2d", bytes_per_s=50e9),  # 5 million of these cells
+    gpu_record("ceiling/fill", bytes_per_s=800e9, cells_per_s=4e6),
+    gpu_record("ceiling/nvcomp-deflate", bytes_per_s=20e9, cells_per_s=2e6),
+]
+
+
+def rows_of(text):
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return {cells[0]: cells[1:] for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)}
+
+
+def test_gpu_report_takes_the_newest_commit_of_each_arm():
+    records = [*CEILINGS, gpu_record("gpuload/dense/pinned", "a" * 12, cells_per_s=1.0)]
+    for rate, first in ((1.2e6, 7), (1.6e6, 9), (1.5e6, 6)):
+        records.append(gpu_record("gpuload/dense/pinned", cells_per_s=rate, epochs_cells_per_s=[first, rate, 1e9]))
+    records += [gpu_record("gpuload/csr", "a" * 12, cells_per_s=1.7e6), gpu_record("gpuload/csr", error="?")]
+    records += [gpu_record("gpuload/dense/kvikio", "a" * 12, cells_per_s=1e6, io_mode="gds")]
+    records += [gpu_record("gpuload/dense/kvikio", "a" * 12, error="?")]
+    records += [gpu_record("gpuload/dense/kvikio", cache="cold", cells_per_s=1e5)]
+    (arms,) = report_gpu.runs(records)
+    rows = rows_of(report_gpu.table(arms))
+    ceiling, blank = "nvCOMP alone 2,000,000", [""] * 3
+    of_file = ["1,500,000", "1,200,000-1,600,000", "3", "7", ceiling, "75%", *blank, "pinned", "bbbbbbb"]
+    assert rows["gpuload/dense/pinned"] == of_file
+    assert rows["gpuload/csr"] == ["failed", *[""] * 10]
+    one_failed = ["1,000,000", "1,000,000-1,000,000", "1", "", ceiling, "50%", *blank, "gds", "aaaaaaa"]
+    assert rows["gpuload/dense/kvikio (1 failed)"] == one_failed
+    assert rows["gpuload/dense/kvikio, cold"][4:6] == ["", ""]  # the disk may be the lowest ceiling
+    assert rows_of(report_gpu.limits(arms))["copies of page-locked memory to the device"][-1] == "5,000,000"
+    assert "commits bbbbbbb, aaaaaaa; 1 to 3 rounds an arm, medians." in report_gpu.conditions(arms)
+    one_round = "; commit bbbbbbb; 1 round an arm, so how much the figures vary is not known."
+    assert one_round in report_gpu.conditions(report_gpu.runs(CEILINGS)[0])
+
+
+def test_gpu_arms_are_compared_with_the_ceilings_that_bind_them():
+    codec = {"codec": "lz4", "cells_per_chunk": 64, "bytes_per_s": 1e9, "cells_per_s": 3e6}
+    codec |= {"data_bytes_per_cell": 1.0, "indices_bytes_per_cell": 2.0}
+    later = {"cells_per_s": 1e6, "read_bytes_per_s": 0.0}
+    records = [*CEILINGS, gpu_record("codecs", codecs=[codec, {**codec, "cells_per_chunk": 16, "cells_per_s": 1.0}])]
+    records += [
+        gpu_record("gpuload/dense", cells_per_s=1e6),
+        gpu_record("gpuload/csr", cells_per_s=1e6),
+        gpu_record("gpuload/dense/cached", cache_nbytes=9_990_000, **later),  # as stored
+        gpu_record("gpuload-packed/dense/cached", cache_nbytes=8_000_000, store_nbytes=7_000_000, **later),  # decoded
+        gpu_record("gpuload/csr/cached", cache_nbytes=12_000_000, **later),
+        gpu_record("gpuload-packed/dense", cells_per_s=1e6, store_nbytes=5_000_000),
+        gpu_record("gpuload-packed-none/dense", cells_per_s=1e6, store_nbytes=20_000_000),
+    ]
+    (arms,) = report_gpu.runs(records)
+    copies, nvcomp, rows = "copies to the device", "nvCOMP alone", "writing dense rows"
+    assert report_gpu.ceilings(arms, "gpuload/dense") == {copies: 5e6, nvcomp: 2e6, rows: 4e6}
+    assert report_gpu.ceilings(arms, "gpuload/csr") == {copies: 5e6, nvcomp: 2e6}
+    assert report_gpu.ceilings(arms, "gpuload/dense/cached") == {nvcomp: 2e6, rows: 4e6}
+    assert report_gpu.ceilings(arms, "gpuload-packed/dense/cached") == {rows: 4e6}
+    assert report_gpu.ceilings(arms, "gpuload/csr/cached") == {}
+    assert report_gpu.ceilings(arms, "gpuload-packed/dense") == {copies: 10e6, nvcomp: 3e6, rows: 4e6}
+    assert report_gpu.ceilings(arms, "gpuload-packed-none/dense") == {copies: 2.5e6, rows: 4e6}
+    unsized = [{**record, "file": {"name": "cells.h5ad", "nbytes": 10_000_000}} for record in records]
+    (arms,) = report_gpu.runs(unsized)
+    assert report_gpu.ceilings(arms, "gpuload/dense")[copies] == 50e6  # as 1,000 bytes were read for each cell
+
+
+def test_gpu_goals_are_met_or_not():
+    records = [*CEILINGS, gpu_record("annbatch/dense", cells_per_s=2e5)]
+    records += [gpu_record("gpuload/dense/pinned", cells_per_s=rate) for rate in (0.99e6, 1.1e6, 1.21e6)]
+    records += [gpu_record("gpuload/dense/cached", cells_per_s=1.9e6, cache_nbytes=11e6)]
+    records += [gpu_record("gpuload/step/pinned", cells_per_s=5e5, waited_share=0.01, step_share=0.7)]
+    records += [gpu_record("gpuload/step/cached", cells_per_s=5e5, waited_share=0.051, step_share=0.93)]
+    records += [gpu_record("gpuload/dense/verified", cells_per_s=rate) for rate in (0.99e6, 1.1e6, 1.21e6)]
+    unchecked = gpu_record("gpuload/dense/unverified", cells_per_s=1.25e6)
+    (arms,) = report_gpu.runs([*records, unchecked])
+    assert [goal[1:] for goal in report_gpu.goals(arms)] == [
+        ("at least 1,000,000", "1,100,000", True),
+        ("at least 2,000,000", "1,900,000", False),
+        ("at least 60%", "55%", False),
+        ("at least 60%", "48%", False),
+        ("at least 5x", "5.5x", True),
+        ("at least 10x", "9.5x", False),
+        ("less than 5%", "1.0%", True),
+        ("less than 5%", "5.1%", False),
+        ("less than 3%", "12.0% (rates spread by 22.2%)", False),
+    ]
+    of_steps, missed = report_gpu.remarks(arms)
+    assert "from the file, it waited for 1.0% of the time and trained for 70%; from the device cache" in of_steps
+    assert "slows the step" in of_steps
+    assert "gpuload/dense/cached: speed over annbatch/dense: 9.5x (wanted: at least 10x)" in missed
+    assert "1.0%" not in missed
+    short = report_gpu.short(arms)
+    assert "**1,100,000 cells/s**, dense float32, 55% of its lowest ceiling (nvCOMP alone, 2,000,000)" in short
+    assert ", 5.5 times annbatch with `preload_to_gpu` (200,000)." in short
+    assert len(short.splitlines()) == 2 + 4
+    other = [*records, {**unchecked, "commit": "a" * 12}]  # of another commit, the difference is not of checksums only
+    assert "checksums" not in str(report_gpu.goals(report_gpu.runs(other)[0]))
+
+
+def test_gpu_report_keeps_cards_apart(tmp_path, capsys):
+    records = [gpu_record("gpuload/dense/pinned", card="Z", cells_per_s=7e6), *CEILINGS]
+    records += [gpu_record("gpuload/dense/pinned", cells_per_s=1e6), gpu_record("gpuload/csr", card="V", error="?")]
+    assert report_gpu.runs(records[-1:]) == []
+    first, second = report_gpu.runs(records)
+    assert (len(first), first["gpuload/dense/pinned"].cells_per_s) == (4, 1e6)
+    assert (len(second), second["gpuload/dense/pinned"].cells_per_s) == (1, 7e6)
+    results, readme, picture = (tmp_path / name for name in ("gpu.jsonl", "README.md", "gpu.png"))
+    results.write_text("".join(json.dumps(record) + "\n" for record in records))
+    readme.write_text(f"before {report_gpu.BEGIN}{report_gpu.END} after")
+    assert report_gpu.main([str(results), "--readme", str(readme), "--plot", str(picture)]) == 0
+    assert "7,000,000" in capsys.readouterr().out
+    assert "7,000,000" not in readme.read_text()
+    assert readme.read_text().startswith(f"before {report_gpu.BEGIN}\nGPU X; 8 cores of CPU Y; cells.h5ad, 1,000 cells")
+    assert readme.read_text().endswith(f"{report_gpu.END} after")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    report_gpu.plot(report_gpu.runs(CEILINGS)[0], picture)  # no arm of a loader was measured yet
+    results.write_text(json.dumps(records[-1]))
+    with pytest.raises(SystemExit):
+        report_gpu.main([str(results)])
+    assert "gpu.jsonl has no figures" in capsys.readouterr().err
+
+
+def test_gpu_codecs_have_the_rates_of_a_cpu_beside():
+    row = {"codec": "zstd-3", "cells_per_chunk": 16, "data_bytes_per_cell": 600.0, "indices_bytes_per_cell": 1400.0}
+    measured = [[{**row, "bytes_per_s": rate * 1e9, "cells_per_s": rate * 1e5}] for rate in (10.0, 40.0, 30.0)]
+    arms = report_gpu.runs(gpu_record("codecs", codecs=rows) for rows in measured)[0]
+    pack = {"codecs": [{**row, "decode_cells_per_s": 4e4}], "machine": {"cpu": "CPU Y"}, "file": {"name": "c.h5ad"}}
+    (older,) = pack["codecs"]
+    text = report_gpu.codecs(arms, [{**pack, "codecs": [{**older, "decode_cells_per_s": 1.0}]}, pack])
+    assert rows_of(text)["zstd-3"] == ["16", "2,000", "30.0", "3,000,000", "40,000"]
+    assert rows_of(report_gpu.codecs(arms, ()))["zstd-3"][-1] == ""
+    stages = rows_of(report_gpu.stages(report_gpu.runs([gpu_record("gpuload/csr", cells_per_s=1.0)])[0]))
+    assert stages["gpuload/csr"] == ["5.0%", "50%", "100%", "2.5%", "25%", "1.0", "3.0", "0.0"]
+
+
+def test_gpu_report_knows_its_arms_and_matches_the_records(tmp_path):
+    known = set(run_gpu.ARMS)
+    named = ["FILE", "CACHED", "RIVAL", "VERIFIED", "UNVERIFIED", "STEP", "STEP_CACHED", "H2D", "FILL", "INFLATE"]
+    assert {*report_gpu.SHOWN, *(getattr(report_gpu, name) for name in named)} <= known
+    assert {f"{kind}/dense" for kind in report_gpu.CODECS} <= known
+    assert set(report_gpu.CODECS.values()) <= set(gpu_ceilings.CODECS)
+    readme, details = tmp_path / "README.md", tmp_path / "details.md"
+    for copy, page in ((readme, ROOT / "README.md"), (details, ROOT / "benchmarks" / "README.md")):
+        copy.write_text(page.read_text())
+    results = RESULTS / "gpu.jsonl"
+    assert report_gpu.main([str(results), "--readme", str(readme), "--details", str(details)]) == 0
+    assert readme.read_text() == (ROOT / "README.md").read_text()
+    assert details.read_text() == (ROOT / "benchmarks" / "README.md").read_text()
 
 
 def test_report_refuses_a_readme_without_markers():

@@ -60,8 +60,8 @@ def test_benchmarks_page_separates_cold_runs_and_names_the_gpu(tmp_path: Path) -
     card = {"gpu": {"card": "abacus 200"}}
     records = [record("ours", rate=rate, cache="warm", **card) for rate in (30.0, 10.0, 20.0)]
     records += [record("ours", rate=4.0, cache="cold", **card), record("theirs", batch=8, error="none is here", **card)]
-    (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    section = generated_pages.benchmarks_page(tmp_path).partition("## On a GPU\n\n")[2].splitlines()
+    (tmp_path / "weighing.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    section = generated_pages.benchmarks_page(tmp_path).partition("## Weighing\n\n")[2].splitlines()
     assert section[0] == "| arm | runs | rate |"
     assert section[2:5] == ["| ours | 3 | 20 |", "| ours cold | 1 | 4 |", "| theirs | 0 |  |"]
     assert "; 1 core of abacus; abacus 200; 2026-01-02.*" in section[6]

@@ -184,6 +184,7 @@ def test_the_file_that_is_measured_is_made_beside_the_tests(
     monkeypatch.setattr(run_gpu, "n_gpus", lambda: 1)
     monkeypatch.setattr(run_gpu.machine, "card", lambda: {"card": "abacus"})
     monkeypatch.setattr(run_gpu, "_make_file", make)
+    monkeypatch.setattr(run_gpu.frame, "describe_file", lambda path: {"name": path.name})
     monkeypatch.setattr(run_gpu, "_measured", lambda command, limit_s: {"cells_per_s": 2.0})
     exec(steps["file"].command[-1], {})
     run_gpu.main(list(steps["speed"].command[3:]))
@@ -252,13 +253,14 @@ def test_a_failed_arm_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(run_gpu, "n_gpus", lambda: 1)
     monkeypatch.setattr(run_gpu.machine, "card", lambda: {"card": "abacus"})
     monkeypatch.setattr(run_gpu, "_measured", measured)
-    (tmp_path / "cells.h5ad").touch()
+    monkeypatch.setattr(run_gpu.frame, "describe_file", lambda path: {"name": path.name, "n_obs": 7})
     options = ["--file", str(tmp_path / "cells.h5ad"), "--out", str(tmp_path / "gpu.jsonl"), "--rounds", "2"]
     assert run_gpu.main([*options, "--only", "gpuload/csr", "annbatch/dense"]) == 0
     records = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
     assert [(r["round"], r["arm"]) for r in records] == [(0, "gpuload/csr"), (0, "annbatch/dense"), (1, "gpuload/csr")]
     assert records[1]["error"] == "none is here"
     assert records[0]["gpu"]["card"] == "abacus"
+    assert records[0]["file"] == {"name": "cells.h5ad", "n_obs": 7}
     assert run_gpu.main([*options, "--only", "annbatch/dense"]) == 1
 
 
@@ -314,13 +316,14 @@ def test_arms_ask_for_what_their_names_say(tmp_path: Path, monkeypatch: pytest.M
             figures = arm(options)
             words = rest.split("/")
             assert (asked.get("epoch"), asked.get("device_cache")) == (
-                (1, "16GiB") if "cached" in words else (None, None)
+                (2, "16GiB") if "cached" in words else (None, None)
             )
             assert asked.get("output") == ("csr" if "csr" in words else None)
             assert asked.get("step_s") == (run_gpu.STEP_S if "step" in words else None)
-            assert asked.get("verify") == ("never" if "unverified" in words else None)
+            verify = {"verified": "always", "unverified": "never"}
+            assert asked.get("verify") == next((verify[word] for word in words if word in verify), None)
             assert asked.get("io") == "kvikio" or "kvikio" not in words
-            assert asked.get("io") == "pinned" or not {"pinned", "unverified", "urgent"} & set(words)
+            assert asked.get("io") == "pinned" or not {"pinned", "verified", "unverified", "urgent"} & set(words)
             if kind != "gpuload":
                 codec = kind.removeprefix("gpuload-packed").removeprefix("-") or "lz4"
                 assert asked["store"].name == f"cells-run_gpu-{codec}.zarr"
