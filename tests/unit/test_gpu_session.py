@@ -316,7 +316,7 @@ def test_arms_ask_for_what_their_names_say(tmp_path: Path, monkeypatch: pytest.M
             figures = arm(options)
             words = rest.split("/")
             assert (asked.get("epoch"), asked.get("device_cache")) == (
-                (2, "16GiB") if "cached" in words else (None, None)
+                (1, "16GiB") if "cached" in words else (None, None)
             )
             assert asked.get("output") == ("csr" if "csr" in words else None)
             assert asked.get("step_s") == (run_gpu.STEP_S if "step" in words else None)
