@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ from benchmarks.rivals import make_once
 from gpuload.backends.cuda.device import n_gpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -87,12 +88,14 @@ def loader(
     epoch: int = 0,
     step_s: float = 0.0,
     is_urgent: bool = False,
+    has_dali: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
     """Time minibatches as torch tensors on the device, in whole fetches, with a clock that waits for the device.
 
     They are read from the file, or from a store that was made of it. If `is_urgent`, they are used on a stream of
     higher priority than those that decode: a GPU full of chunks to decode has no room for other kernels until one ends.
+    If `has_dali`, they come through a DALI pipeline, which copies each on the device.
     """
     import torch
 
@@ -112,7 +115,7 @@ def loader(
             wanted = f"expected at least {2 * PREFETCH}. Lower --fetch-factor."
             raise ValueError(f"{source}: {n_fetches} fetches of cells; {wanted}")
         last = first * (1 + PREFETCH * (n_fetches // PREFETCH - 1))
-        dataset = CellDataset(opened)
+        dataset = _ThroughDali(opened) if has_dali else CellDataset(opened)
         for _ in range(epoch):
             for _ in dataset:
                 pass
@@ -127,6 +130,18 @@ def loader(
             "io_mode": opened.io_mode,
             "memory_nbytes": opened.memory(),
         }
+
+
+class _ThroughDali:
+    """A loader's minibatches through DALI: dicts of tensors, as `CellDataset` gives them."""
+
+    def __init__(self, opened: Any) -> None:
+        from gpuload.dali import CellIterator
+
+        self._iterator = CellIterator(opened)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(itemgetter(0), self._iterator)
 
 
 def _epoch(opened: Any, dataset: Any, first: int, last: int, step: Callable[[], None] | None) -> dict[str, Any]:
@@ -215,6 +230,7 @@ ARMS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "gpuload/step/cached": lambda options: loader(options, step_s=STEP_S, **_LATER),
     "gpuload/dense/verified": lambda options: loader(options, io="pinned", verify="always"),
     "gpuload/dense/unverified": lambda options: loader(options, io="pinned", verify="never"),
+    "gpuload/dali/pinned": lambda options: loader(options, io="pinned", has_dali=True),
     "annbatch/dense": annbatch,
     "gpuload-packed/dense": lambda options: packed(options, io="pinned"),
     "gpuload-packed/dense/cached": lambda options: packed(options, **_LATER),

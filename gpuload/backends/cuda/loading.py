@@ -57,9 +57,8 @@ PART_SHARE = 128
 """A part larger than `PART_NBYTES` is at most this fraction of the device's memory: with what zstd takes, some five
 times as much, it is scratch memory of each load."""
 
-N_LOADS = 3
-"""Number of fetches loaded concurrently at most, if `prefetch` is that large: while one waits for its bytes, two are
-decoded, which fills the GPU."""
+N_LOADS = 2
+"""Number of fetches loaded concurrently."""
 
 N_ARENAS = 2
 """Arenas per load: one is filled while the other is decoded."""
