@@ -123,7 +123,7 @@ def loader(
         timed = [_epoch(opened, dataset, first, last, step) for _ in range(N_EPOCHS if options.cache == "warm" else 1)]
         found = sorted(timed, key=lambda each: each["cells_per_s"])[len(timed) // 2]
         if step is not None:
-            found["step_share"] = each_s * found["cells_per_s"] / options.batch_size
+            found |= {"step_share": each_s * found["cells_per_s"] / options.batch_size, "step_s": each_s}
         return {
             **found,
             "epochs_cells_per_s": [each["cells_per_s"] for each in timed],
@@ -248,6 +248,10 @@ ARMS: dict[str, Callable[[Options], dict[str, Any]]] = {
 """What is measured, that which tells most first: a machine with a GPU may be at hand for minutes only."""
 
 
+ALONE_S = 1.0
+"""Seconds for which a step is timed alone: in a shorter burst, a GPU may clock higher than it can for long."""
+
+
 def _step_of(seconds: float) -> tuple[Callable[[], None], float]:
     """Return work that keeps the GPU busy for about as long as a step, and its duration when nothing else runs."""
     import torch
@@ -270,7 +274,7 @@ def _step_of(seconds: float) -> tuple[Callable[[], None], float]:
         for _ in range(n_products):
             torch.mm(weight, weight, out=product)
 
-    return step, n_products * timed(20 * n_products)
+    return step, n_products * timed(max(20 * n_products, round(ALONE_S * n_products / seconds)))
 
 
 def _has_label(file: Path) -> bool:

@@ -69,11 +69,15 @@ _taken: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
 class _Source:
-    """An iterable over tuples of arrays, one epoch per ``iter()``, as `fn.external_source` expects."""
+    """An iterable over tuples of arrays, one epoch per ``iter()``, as `fn.external_source` expects.
 
-    def __init__(self, loader: Loader, stream: _Stream | None = None) -> None:
+    If `is_whole`, each array has a leading axis of length 1: to DALI a minibatch is one sample.
+    """
+
+    def __init__(self, loader: Loader, stream: _Stream | None = None, *, is_whole: bool = False) -> None:
         self._loader = loader
         self._stream = stream
+        self._is_whole = is_whole
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         return OneAtATime(self._epoch())
@@ -91,7 +95,8 @@ class _Source:
 
     def _outputs(self, batch: Batch) -> tuple[Any, ...]:
         rows = batch.rows if self._loader.device == "cpu" else self._loader.to_device(batch.rows)
-        return *batch.matrices().values(), *batch.obs.values(), rows
+        outputs = *batch.matrices().values(), *batch.obs.values(), rows
+        return tuple(array[None] for array in outputs) if self._is_whole else outputs
 
 
 class _Stream:
@@ -151,18 +156,24 @@ def cells(loader: Loader) -> list[Any]:
     ``exec_dynamic=False`` copies it twice more on its way to PyTorch. The loader prefetches by itself, so
     ``prefetch_queue_depth=1`` is enough; each further step holds one more minibatch in memory.
     """
+    return _outputs_of(loader, is_whole=False)
+
+
+def _outputs_of(loader: Loader, *, is_whole: bool) -> list[Any]:
+    """Return the outputs of an external source of which each sample is a cell, or one a whole minibatch."""
     dtypes = _output_dtypes(loader)
     stream = _Stream() if loader.device != "cpu" else None
     on_gpu: dict[str, Any] = {"device": "gpu", "cuda_stream": stream} if stream else {}
+    n_axes = [len(table.row_shape) for table in loader.tables.values()] + [0] * (len(dtypes) - len(loader.tables))
     return list(
         fn.external_source(
-            source=_Source(loader, stream),
+            source=_Source(loader, stream, is_whole=is_whole),
             num_outputs=len(dtypes),
             cycle="raise",
             batch=True,
             **on_gpu,
             dtype=[_DALI_TYPES[dtype.name] for dtype in dtypes],
-            ndim=[len(table.row_shape) for table in loader.tables.values()] + [0] * (len(dtypes) - len(loader.tables)),
+            ndim=[n + is_whole for n in n_axes],
         )
     )
 
@@ -188,11 +199,17 @@ def _output_dtypes(loader: Loader) -> list[np.dtype[Any]]:
 
 def cell_pipeline(loader: Loader) -> Pipeline:
     """Return a pipeline on the loader's device that returns the outputs of `cells` unchanged."""
-    device_id = None if loader.device == "cpu" else int(loader.device.rpartition(":")[2])
+    return _pipeline(loader, is_whole=False)
 
-    @pipeline_def(batch_size=loader.batch_size, device_id=device_id, num_threads=1, prefetch_queue_depth=1)  # type: ignore[untyped-decorator]
+
+def _pipeline(loader: Loader, *, is_whole: bool) -> Pipeline:
+    """Return a pipeline that computes nothing; if `is_whole`, a minibatch is one sample to it."""
+    device_id = None if loader.device == "cpu" else int(loader.device.rpartition(":")[2])
+    n_samples = 1 if is_whole else loader.batch_size
+
+    @pipeline_def(batch_size=n_samples, device_id=device_id, num_threads=1, prefetch_queue_depth=1)  # type: ignore[untyped-decorator]
     def pipeline() -> tuple[Any, ...]:
-        return tuple(cells(loader))
+        return tuple(_outputs_of(loader, is_whole=is_whole))
 
     return pipeline()
 
@@ -255,10 +272,13 @@ class CellIterator:
         self._start: dict[str, Any] | None = None  # the loader's state at the start of the epoch, once it has begun
         self._n_received = 0
         self._iterator: Any
+        self._is_whole = False
         if as_tensor is not None:
             self._iterator = _DynamicIterator(_Source(loader), names, as_tensor)
         else:
-            pipeline = cell_pipeline(loader) if pipeline is None else pipeline
+            # DALI takes microseconds for each sample: without a pipeline that works on cells, a minibatch is one.
+            self._is_whole = pipeline is None
+            pipeline = _pipeline(loader, is_whole=True) if pipeline is None else pipeline
             _taken.add(pipeline)
             self._iterator = _interruptible(DALIGenericIterator)(
                 [pipeline],
@@ -298,6 +318,8 @@ class CellIterator:
                 "gpuload.dali.cells(loader)."
             )
         self._n_received += 1
+        if self._is_whole:
+            return [{name: tensor[0] for name, tensor in outputs.items()} for outputs in batch]
         return batch
 
     def reset(self) -> None:

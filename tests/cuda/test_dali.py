@@ -82,7 +82,7 @@ def test_minibatches_outlive_the_iterations_that_began_before_they_were_used(
         prefetch_queue_depth = depth
 
     monkeypatch.setattr(plugin, "DALIGenericIterator", _Outputs)
-    monkeypatch.setattr(gpuload.dali, "cell_pipeline", lambda loader: Pipeline())
+    monkeypatch.setattr(gpuload.dali, "_pipeline", lambda loader, **_: Pipeline())
     iterator = gpuload.dali.CellIterator(open_fake(plain.path, batch_size=7, fetch_factor=4).loader)._iterator
     for _ in range(6):
         next(iterator)
