@@ -76,9 +76,11 @@ class _Chunks:
     place, itemsize
         The same once its bytes are there, else -1; and in which form.
     needed
-        Bytes per element that are known to be needed to keep it decoded.
+        Bytes per element that it needs to be kept decoded, once a load has measured that, else 0.
     is_taken
         Whether a load has reserved it, to copy its bytes there; remains set if they were bad.
+    n_needing : (5,)
+        Number of chunks that need so many bytes: others are thought to need as much as most of these.
     """
 
     layout: ArrayLayout
@@ -89,6 +91,11 @@ class _Chunks:
     itemsize: NDArray[np.int8]
     needed: NDArray[np.int8]
     is_taken: NDArray[np.bool_]
+    n_needing: NDArray[np.int64]
+
+    def usual(self) -> int:
+        """Return the bytes per element that at least half of the measured chunks do with."""
+        return int(np.searchsorted(np.cumsum(self.n_needing), self.n_needing.sum() / 2))
 
 
 class ChunkCache:
@@ -136,8 +143,9 @@ class ChunkCache:
             known = self._of(read)
             numbers = numbers[~known.is_taken[read.chunk_id[numbers]]]
             chunk, stored = read.chunk_id[numbers], read.chunk_nbytes[numbers]
-            narrow = read.layout.decoded_nbytes(chunk) // read.layout.dtype.itemsize * known.needed[chunk]
-            is_narrow = np.isin(known.needed[chunk], known.sizes) & (narrow <= MOST_ROOM * stored)
+            needed = np.where(known.needed[chunk] > 0, known.needed[chunk], known.usual())
+            narrow = read.layout.decoded_nbytes(chunk) // read.layout.dtype.itemsize * needed
+            is_narrow = np.isin(needed, known.sizes) & (narrow <= MOST_ROOM * stored)
             nbytes = slots(np.where(is_narrow, narrow, stored))
             place = known.room[chunk]
             is_new = (place < 0) | (known.room_nbytes[chunk] < nbytes)
@@ -148,7 +156,7 @@ class ChunkCache:
             known.room_nbytes[chunk[is_new & fits]] = nbytes[is_new & fits]
             known.room[chunk[fits]] = place[fits]
             known.is_taken[chunk[fits]] = True
-            itemsize = np.where(is_narrow, known.needed[chunk], 0).astype(np.int8)
+            itemsize = np.where(is_narrow, needed, 0).astype(np.int8)
             return Places(numbers, place, itemsize, known.room_nbytes[chunk] >= stored).of(fits)
 
     def settle(
@@ -178,9 +186,8 @@ class ChunkCache:
             if self.memory is None:  # cleared meanwhile
                 return
             known, chunk = self._of(read), read.chunk_id[numbers]
+            known.n_needing += np.bincount(needed[is_tried & (known.needed[chunk] == 0)], minlength=5)
             known.needed[chunk] = np.maximum(known.needed[chunk], needed)
-            usual = int(np.median(known.needed[known.is_taken]))  # others will need as much
-            known.needed[~known.is_taken & (known.needed < usual)] = usual
             known.itemsize[chunk[is_there]] = np.where(is_narrow, reserved.itemsize, 0)[is_there]
             known.place[chunk[is_there]] = reserved.place[is_there]
             known.is_taken[chunk[~is_there & ~is_bad]] = False
@@ -203,8 +210,8 @@ class ChunkCache:
         if known is None:
             n = layout.chunk_offset.size
             sizes = () if self._is_as_stored else NARROWED.get(layout.dtype, ())
-            none = np.full(n, -1, dtype=np.int64)
-            least = 2 if read.target == "indices" else 1  # few matrices have no more than 256 columns
+            none, n_needing = np.full(n, -1, dtype=np.int64), np.zeros(5, dtype=np.int64)
+            n_needing[2 if read.target == "indices" else 1] = 1  # few matrices have no more than 256 columns
             known = self._chunks[id(layout)] = _Chunks(
                 layout,
                 sizes,
@@ -212,8 +219,9 @@ class ChunkCache:
                 room_nbytes=np.zeros(n, dtype=np.int64),
                 place=none.copy(),
                 itemsize=np.zeros(n, dtype=np.int8),
-                needed=np.full(n, least, dtype=np.int8),
+                needed=np.zeros(n, dtype=np.int8),
                 is_taken=np.zeros(n, dtype=bool),
+                n_needing=n_needing,
             )
         return known
 

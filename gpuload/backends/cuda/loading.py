@@ -294,7 +294,8 @@ class DeviceLoads:
         try:
             self._enqueue(read, numbers, at, arena.memory, resident, outcomes, reserved)
         except BaseException:
-            self._cache.release(read, reserved.numbers)
+            if not any(outcome.reserved is reserved for outcome in outcomes):
+                outcomes.append(Outcome(read, reserved=reserved))  # released after what was launched into its room
             raise
         self._device.stream_wait(arena.stream, self._device.record(lane.stream))
         decode_s = time.perf_counter() - middle + start - begun
@@ -385,6 +386,7 @@ class DeviceLoads:
             read.layout.verified[outcome.verified] = 1
         if outcome.reserved.numbers.size:
             self._cache.settle(read, outcome.reserved, outcome.narrowed, suspects)
+            outcome.reserved = NOWHERE  # another load may have those that were not kept by the time this one fails
 
     def _warn_once(self, what: str, message: str, *args: object) -> None:
         if what not in self._warned_of:
