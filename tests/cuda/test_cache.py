@@ -171,6 +171,28 @@ def test_a_failed_load_releases_only_what_it_has_not_settled(
     assert not settled & released
 
 
+def test_a_load_outlives_a_loader_that_its_own_thread_closes(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a garbage collection does that begins there; a launch without the cache's memory would end the process."""
+    stored, places = store_variant("csr-gzip4"), ChunkCache.places
+    opened = open_fake(stored.path, device_cache="1MiB", **SMALL)
+    list(opened.epoch())
+    loads: Any = opened.loader._backend._loads  # type: ignore[attr-defined]
+
+    def closing(self: ChunkCache, read: Any) -> Places:
+        found = places(self, read)
+        assert found.numbers.size == read.chunk_id.size
+        loads.close()
+        return found
+
+    monkeypatch.setattr(ChunkCache, "places", closing)
+    resident = loads.start(opened.loader.store.recipe(np.array([[0, 28]]))).result()
+    expected = csr_matrix(stored.dense[:28])
+    np.testing.assert_array_equal(resident.data, expected.data)
+    np.testing.assert_array_equal(resident.indices, expected.indices)
+
+
 # --- chunks kept decoded ---
 
 

@@ -190,9 +190,11 @@ class DeviceLoads:
         """Stop the threads, after the loads in progress, and free the cache."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._host.close()
-        self._threads.shutdown(wait=not host.is_one_of_ours(), cancel_futures=True)
+        is_ours = host.is_one_of_ours()
+        self._threads.shutdown(wait=not is_ours, cancel_futures=True)
         self._reader.close()
-        self._cache.clear()
+        if not is_ours:  # else loads may be in progress, which copy from the cache; it goes with the last of them
+            self._cache.clear()
 
     def _load(self, recipe: Recipe) -> CudaResident:
         self._device.use()
