@@ -301,6 +301,40 @@ def test_other_values_stay_compressed(
     assert decoded[0] / 3 < decoded[2] == decoded[3] < decoded[0] * 2 / 3  # the values, and not the gene numbers
 
 
+def test_what_the_device_decoded_wrongly_is_not_kept(
+    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checksum shows that it is wrong, and the host decodes it; zeros would be kept in a byte each."""
+    write_csr(tmp_path / "cells.h5ad", counts, "f4")
+    decode, wrong = fake_device._plain, []
+
+    def decoded(algorithm: str, stored: bytes, room: int) -> bytes:
+        plain = decode(algorithm, stored, room)
+        if not wrong:
+            wrong.append(stored)
+        return bytes(len(plain)) if stored in wrong else plain
+
+    monkeypatch.setattr(fake_device, "_plain", decoded)
+    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size=3, prefetch=1, **SMALL)
+    read, _ = epochs(opened, counts.toarray(), 3)
+    assert 0 < read[2] < read[0] / 10  # of that chunk alone
+
+
+def test_columns_of_cached_chunks_are_checked_too(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
+    """The first fetch caches a chunk of which the second reads the column that is none."""
+    X = csr_matrix(np.ones((60, 20), dtype=np.float32))
+    write_csr(tmp_path / "cells.h5ad", X, "f4")
+    with h5py.File(tmp_path / "cells.h5ad", "r+") as file:
+        file["X/indices"][28 * 20] = 20
+    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", shuffle=False, prefetch=1, **SMALL)
+    batches = opened.epoch()
+    for _ in range(4):
+        next(batches)
+    with pytest.raises(gpuload.CorruptDataError, match=r"column"):
+        next(batches)
+    assert opened.loader.stats.n_chunks_cached == 2  # of values, and of gene numbers
+
+
 def test_a_chunk_of_other_values_changes_no_other(
     open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix
 ) -> None:

@@ -386,6 +386,7 @@ class DeviceLoads:
             )
         if outcome.verified is not None and self._verify != "never":
             read.layout.verified[outcome.verified] = 1
+            read.layout.verified[read.chunk_id[suspects]] = 0  # by the host: the device may be as wrong next time
         if outcome.reserved.numbers.size:
             self._cache.settle(read, outcome.reserved, outcome.narrowed, suspects)
             outcome.reserved = NOWHERE  # another load may have those that were not kept by the time this one fails
