@@ -80,7 +80,7 @@ class _Chunks:
     is_taken
         Whether a load has reserved it, to copy its bytes there; remains set if they were bad.
     n_needing : (5,)
-        Number of chunks that need so many bytes: others are thought to need as much as most of these.
+        Number of times that so many were measured: other chunks are taken to need as much as most of these.
     """
 
     layout: ArrayLayout
@@ -94,7 +94,7 @@ class _Chunks:
     n_needing: NDArray[np.int64]
 
     def usual(self) -> int:
-        """Return the bytes per element that at least half of the measured chunks do with."""
+        """Return the bytes per element that sufficed for half of those measured."""
         return int(np.searchsorted(np.cumsum(self.n_needing), self.n_needing.sum() / 2))
 
 
@@ -186,17 +186,16 @@ class ChunkCache:
             if self.memory is None:  # cleared meanwhile
                 return
             known, chunk = self._of(read), read.chunk_id[numbers]
-            known.n_needing += np.bincount(needed[is_tried & (known.needed[chunk] == 0)], minlength=5)
+            known.n_needing += np.bincount(needed[is_tried], minlength=5)
             known.needed[chunk] = np.maximum(known.needed[chunk], needed)
             known.itemsize[chunk[is_there]] = np.where(is_narrow, reserved.itemsize, 0)[is_there]
             known.place[chunk[is_there]] = reserved.place[is_there]
             known.is_taken[chunk[~is_there & ~is_bad]] = False
 
     def release(self, read: ArrayRead, numbers: NDArray[np.int64]) -> None:
-        """Let other loads reserve chunks, except published ones, after the load that reserved them has failed."""
+        """Let other loads reserve chunks after the load that reserved them has failed, before it has settled them."""
         with self._lock:
-            known, chunk = self._of(read), read.chunk_id[numbers]
-            known.is_taken[chunk] = known.place[chunk] >= 0
+            self._of(read).is_taken[read.chunk_id[numbers]] = False
 
     def clear(self) -> None:
         """Free the memory."""
