@@ -265,6 +265,18 @@ def test_counts_are_decompressed_once(
     assert 3 * counts.nnz <= opened.loader.memory()["cache"] <= 3 * counts.nnz + slots  # a gene number: two bytes
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">i4", ">u8", "f2", "u1", "i2", "i1"])
+def test_counts_of_other_types_are_right_too(
+    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix, dtype: str
+) -> None:
+    """They stay compressed, except those of one byte."""
+    counts.data %= 128
+    write_csr(tmp_path / "cells.h5ad", counts, dtype)
+    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size=3, **SMALL)
+    read, _ = epochs(opened, counts.toarray(), 2)
+    assert read[1] == 0
+
+
 @pytest.mark.parametrize("large", [256, 65_535])
 def test_counts_of_two_bytes_are_decompressed_until_that_is_known(
     open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix, large: int
@@ -344,6 +356,18 @@ def test_a_chunk_of_other_values_changes_no_other(
     read, decoded = epochs(opened, counts.toarray(), 4)
     assert read[2:] == [0, 0]
     assert 1 <= decoded[3] <= 2  # of one chunk, which two blocks may share
+
+
+def test_dense_chunks_of_counts_are_decompressed_once(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
+    X = np.random.default_rng(2).integers(0, 256, (60, 300)).astype(np.float32)
+    anndata.AnnData(X).write_h5ad(tmp_path / "cells.h5ad")
+    with h5py.File(tmp_path / "cells.h5ad", "r+") as file:
+        kept = dict(file["X"].attrs)
+        del file["X"]
+        file.create_dataset("X", data=X, chunks=(8, 70), compression="gzip").attrs.update(kept)
+    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size=3, **SMALL)
+    read, decoded = epochs(opened, X, 3)
+    assert read[1:] == decoded[1:] == [0, 0]
 
 
 def test_dense_chunks_of_zeros_stay_compressed(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
