@@ -78,7 +78,7 @@ class _Chunks:
     needed
         Bytes per element that it needs to be kept decoded, once a load has measured that, else 0.
     is_taken
-        Whether a load has reserved it, to copy its bytes there; remains set if they were bad.
+        Whether a load has reserved it, to copy its bytes there; remains set once they are.
     n_needing : (5,)
         Number of times that so many were measured: other chunks are taken to need as much as most of these.
     """
@@ -173,24 +173,22 @@ class ChunkCache:
         narrowed
             Pairs: numbers of chunks copied there decoded, and minus the bytes that an element of each needs.
         bad
-            Numbers of chunks that are damaged: they are never reserved again.
+            Numbers of chunks that the device found bad: they are not published.
         """
-        numbers, is_bad = reserved.numbers, np.isin(reserved.numbers, bad)
+        numbers = reserved.numbers
         is_tried = reserved.itemsize > 0
         needed = np.where(is_tried, 4, 0).astype(np.int8)  # 4 unless among `narrowed`: the host decodes those
         for some, codes in narrowed:
             needed[np.searchsorted(numbers, some)] = -codes
         is_narrow = is_tried & (needed <= reserved.itemsize)
-        is_there = (is_narrow | reserved.has_room_for_stored) & ~is_bad
+        is_there = (is_narrow | reserved.has_room_for_stored) & ~np.isin(numbers, bad)
         with self._lock:
-            if self.memory is None:  # cleared meanwhile
-                return
             known, chunk = self._of(read), read.chunk_id[numbers]
             known.n_needing += np.bincount(needed[is_tried], minlength=5)
             known.needed[chunk] = np.maximum(known.needed[chunk], needed)
             known.itemsize[chunk[is_there]] = np.where(is_narrow, reserved.itemsize, 0)[is_there]
             known.place[chunk[is_there]] = reserved.place[is_there]
-            known.is_taken[chunk[~is_there & ~is_bad]] = False
+            known.is_taken[chunk[~is_there]] = False
 
     def release(self, read: ArrayRead, numbers: NDArray[np.int64]) -> None:
         """Let other loads reserve chunks after the load that reserved them has failed, before it has settled them."""
@@ -198,7 +196,7 @@ class ChunkCache:
             self._of(read).is_taken[read.chunk_id[numbers]] = False
 
     def clear(self) -> None:
-        """Free the memory."""
+        """Free the memory, once no load is in progress."""
         with self._lock:
             self._chunks.clear()
             self.memory, self._nbytes, self._used = None, 0, 0
