@@ -414,7 +414,7 @@ def plot(arms: dict[str, Arm], path: Path) -> None:
         axes.xaxis.set_major_formatter("{x:,.0f}")
         higher = ", ".join(label for label in dict.fromkeys(beyond) if label not in drawn)
         outside = f"; not in the picture, as higher: {higher}" if higher else ""
-        axes.set_xlabel(f"cells/s (median; line: range over the rounds)\ndashed: ceilings{outside}")
+        axes.set_xlabel(f"cells/s (median; line: range over the epochs)\ndashed: ceilings{outside}")
         card = next(record["gpu"]["card"] for arm in arms.values() for record in arm.records)
         axes.set_title(f"gpuload (green) on one {card}", loc="left", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)

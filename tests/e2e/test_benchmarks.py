@@ -417,7 +417,7 @@ def test_gpu_report_takes_the_newest_commit_of_each_arm():
     assert rows["gpuload/dense/kvikio (1 failed)"] == one_failed
     assert rows["gpuload/dense/kvikio, cold"][4:6] == ["", ""]  # the disk may be the lowest ceiling
     assert rows_of(report_gpu.limits(arms))["copies of page-locked memory to the device"][-1] == "5,000,000"
-    assert "commits bbbbbbb, aaaaaaa; 1 to 3 rounds an arm, medians." in report_gpu.conditions(arms)
+    assert "commits bbbbbbb, aaaaaaa; 1 to 3 rounds an arm, medians of up to 9 epochs." in report_gpu.conditions(arms)
     one_round = "; commit bbbbbbb; 1 round an arm, so how much the figures vary is not known."
     assert one_round in report_gpu.conditions(report_gpu.runs(CEILINGS)[0])
 
