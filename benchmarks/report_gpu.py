@@ -32,9 +32,21 @@ VERIFIED, UNVERIFIED = "gpuload/dense/verified", "gpuload/dense/unverified"
 STEP, STEP_CACHED = "gpuload/step/pinned", "gpuload/step/cached"
 H2D, FILL, INFLATE = "ceiling/h2d", "ceiling/fill", "ceiling/nvcomp-deflate"
 
-SHOWN = (FILE, CACHED, "gpuload/dali/pinned", "gpuload/csr", "gpuload/csr/cached", STEP, STEP_CACHED, RIVAL)
-SHOWN = (*SHOWN, *(f"gpuload-packed{which}" for which in ("/dense", "-zstd/dense", "-none/dense", "/dense/cached")))
-"""The arms in the picture, in order."""
+SHOWN = {
+    FILE: "from the gzip .h5ad file",
+    CACHED: "in later epochs, device_cache=",
+    "gpuload/csr": "from the file, as CSR",
+    "gpuload/csr/cached": "in later epochs, as CSR",
+    "gpuload-packed/dense": "packed, lz4",
+    "gpuload-packed-zstd/dense": "packed, zstd",
+    "gpuload-packed-none/dense": "packed, no codec",
+    "gpuload-packed/dense/cached": "packed, in later epochs",
+    "gpuload/dali/pinned": "from the file, through DALI",
+    RIVAL: "annbatch, preload_to_gpu",
+    STEP: "from the file, beside a step of 1.3 ms",
+    STEP_CACHED: "in later epochs, beside that step",
+}
+"""The arms in the picture, in order, and what it calls them."""
 
 RATES = ((FILE, 1e6), (CACHED, 2e6))
 """Goals: an arm, and the required cells/s."""
@@ -408,7 +420,7 @@ def plot(arms: dict[str, Arm], path: Path) -> None:
                 else:
                     line = axes.vlines(rate, place - 0.5, place + 0.5, colours[label], "dashed", label=label)
                     drawn.setdefault(label, line)
-        axes.set_yticks(range(len(shown)), [arm.name for arm in shown])
+        axes.set_yticks(range(len(shown)), [SHOWN[arm.name] for arm in shown])
         axes.invert_yaxis()
         axes.margins(x=0.12, y=0.02)
         axes.xaxis.set_major_formatter("{x:,.0f}")
