@@ -32,15 +32,27 @@ VERIFIED, UNVERIFIED = "gpuload/dense/verified", "gpuload/dense/unverified"
 STEP, STEP_CACHED = "gpuload/step/pinned", "gpuload/step/cached"
 H2D, FILL, INFLATE = "ceiling/h2d", "ceiling/fill", "ceiling/nvcomp-deflate"
 
-SHOWN = (FILE, CACHED, "gpuload/dali/pinned", "gpuload/csr", "gpuload/csr/cached", STEP, STEP_CACHED, RIVAL)
-SHOWN = (*SHOWN, *(f"gpuload-packed{which}" for which in ("/dense", "-zstd/dense", "-none/dense", "/dense/cached")))
-"""The arms in the picture, in order."""
+SHOWN = {
+    FILE: "from the gzip .h5ad file",
+    CACHED: "in later epochs, device_cache=",
+    "gpuload/csr": "from the file, as CSR",
+    "gpuload/csr/cached": "in later epochs, as CSR",
+    "gpuload-packed/dense": "packed, lz4",
+    "gpuload-packed-zstd/dense": "packed, zstd",
+    "gpuload-packed-none/dense": "packed, no codec",
+    "gpuload-packed/dense/cached": "packed, in later epochs",
+    "gpuload/dali/pinned": "from the file, through DALI",
+    RIVAL: "annbatch, preload_to_gpu",
+    STEP: "from the file, beside a step of 1.3 ms",
+    STEP_CACHED: "in later epochs, beside that step",
+}
+"""The arms in the picture, in order, and what it calls them."""
 
 RATES = ((FILE, 1e6), (CACHED, 2e6))
 """Goals: an arm, and the required cells/s."""
 
 LEAST_SHARE = 0.6
-"""Goal: what these arms reach of the lowest ceiling."""
+"""Goal: what is read from the file, of the lowest ceiling."""
 
 RATIOS = ((FILE, 5.0), (FILE, 10.0))
 """Goals: an arm, and its required speed as a multiple of annbatch's."""
@@ -87,9 +99,14 @@ class Arm:
 
     @property
     def extremes(self) -> tuple[float, float]:
-        """The lowest and the highest cells/s of the rounds."""
-        rates = [record["cells_per_s"] for record in self.records]
+        """The lowest and the highest cells/s of all timed epochs."""
+        rates = [rate for record in self.records for rate in record.get("epochs_cells_per_s", [record["cells_per_s"]])]
         return min(rates), max(rates)
+
+    @property
+    def n_epochs(self) -> int:
+        """The timed epochs of all rounds."""
+        return sum(len(record.get("epochs_cells_per_s", [0])) for record in self.records)
 
 
 def runs(records: Iterable[dict[str, Any]]) -> list[dict[str, Arm]]:
@@ -193,7 +210,7 @@ def _checking(arms: dict[str, Arm]) -> float | None:
 
 def table(arms: dict[str, Arm]) -> str:
     """Return a Markdown table of the arms beside their lowest ceiling and annbatch."""
-    columns = ("arm", "cells/s (median)", "range", "rounds", "first epoch", "lowest ceiling, cells/s", "share")
+    columns = ("arm", "cells/s (median)", "range", "epochs", "first epoch", "lowest ceiling, cells/s", "share")
     lines = _head((*columns, "over annbatch", "waited", "trained", "I/O path", "commit"))
     rival = _figure(arms, RIVAL, "cells_per_s")
     for name, arm in arms.items():
@@ -208,7 +225,7 @@ def table(arms: dict[str, Arm]) -> str:
             name + (f" ({arm.n_failed} failed)" if arm.n_failed else ""),
             f"{arm.cells_per_s:,.0f}",
             "{:,.0f}-{:,.0f}".format(*arm.extremes),
-            str(len(arm.records)),
+            str(arm.n_epochs),
             f"{arm.first_epoch:,.0f}" if arm.first_epoch and "/cached" not in name else "",
             f"{lowest[0]} {lowest[1]:,.0f}" if lowest else "",
             _percent(_share(arms, name) if lowest else None),
@@ -282,10 +299,9 @@ def goals(arms: dict[str, Arm]) -> list[tuple[str, str, str, bool]]:
     for name, least in RATES:
         if rate := _figure(arms, name, "cells_per_s"):
             found.append((f"{name}: cells/s", f"at least {least:,.0f}", f"{rate:,.0f}", rate >= least))
-    for name, _ in RATES:
-        if (share := _share(arms, name)) is not None:
-            wanted = f"at least {LEAST_SHARE:.0%}"
-            found.append((f"{name}: share of its lowest ceiling", wanted, f"{share:.0%}", share >= LEAST_SHARE))
+    if (share := _share(arms, FILE)) is not None:
+        wanted = f"at least {LEAST_SHARE:.0%}"
+        found.append((f"{FILE}: share of its lowest ceiling", wanted, f"{share:.0%}", share >= LEAST_SHARE))
     rival = _figure(arms, RIVAL, "cells_per_s")
     for name, times in RATIOS:
         if rival and (rate := _figure(arms, name, "cells_per_s")):
@@ -316,6 +332,8 @@ def remarks(arms: dict[str, Arm]) -> list[str]:
         why = (
             " The rest is no waiting: gathering is on the step's own stream, and other work on the GPU slows the step."
         )
+        if any("step_s" not in record for name in (STEP, STEP_CACHED) if name in arms for record in arms[name].records):
+            why += " The step alone was timed for 30 ms only, in which a GPU may clock higher than it can for long."
         found.append(f"Beside a training step of {1000 * STEP_S:g} ms a minibatch: {'; '.join(said)}.{why * is_slowed}")
     missed = [f"{text}: {reached} (wanted: {wanted})" for text, wanted, reached, is_met in goals(arms) if not is_met]
     return found + ([f"Not met: {'; '.join(missed)}."] if missed else [])
@@ -331,7 +349,8 @@ def conditions(arms: dict[str, Arm]) -> str:
     caches = " and ".join(dict.fromkeys(record["cache"] for record in records))
     n_rounds = sorted({len(arm.records) for arm in arms.values() if arm.records})
     rounds = " to ".join(dict.fromkeys([*map(str, n_rounds[:-1][:1]), count(n_rounds[-1], "round")]))
-    vary = "medians" if n_rounds[-1] > 1 else "so how much the figures vary is not known"
+    n_epochs = max(arm.n_epochs for arm in arms.values() if arm.records)
+    vary = "so how much the figures vary is not known" if n_epochs == 1 else f"medians of up to {n_epochs} epochs"
     return (
         f"{last['gpu']['card']}; {last['machine']['cores']} cores of {last['machine']['cpu']}; {file['name']}{cells}, "
         f"{file['nbytes'] / 1e6:,.0f} MB; minibatches of {last['batch_size']:,} cells, {last['fetch_factor']} a fetch; "
@@ -401,13 +420,13 @@ def plot(arms: dict[str, Arm], path: Path) -> None:
                 else:
                     line = axes.vlines(rate, place - 0.5, place + 0.5, colours[label], "dashed", label=label)
                     drawn.setdefault(label, line)
-        axes.set_yticks(range(len(shown)), [arm.name for arm in shown])
+        axes.set_yticks(range(len(shown)), [SHOWN[arm.name] for arm in shown])
         axes.invert_yaxis()
         axes.margins(x=0.12, y=0.02)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         higher = ", ".join(label for label in dict.fromkeys(beyond) if label not in drawn)
         outside = f"; not in the picture, as higher: {higher}" if higher else ""
-        axes.set_xlabel(f"cells/s (median; line: range over the rounds)\ndashed: ceilings{outside}")
+        axes.set_xlabel(f"cells/s (median; line: range over the epochs)\ndashed: ceilings{outside}")
         card = next(record["gpu"]["card"] for arm in arms.values() for record in arm.records)
         axes.set_title(f"gpuload (green) on one {card}", loc="left", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)

@@ -51,6 +51,16 @@ TIMED = {
 }
 """Records whose table also appears in another page, and the text used if there are none."""
 
+GPU_ARMS = {
+    "gpuload/dense/pinned": "from the `.h5ad` file (gzip) in the page cache",
+    "gpuload/dense/cached": "the same with `device_cache`, in later epochs",
+    "gpuload-packed/dense": "from a store of `gpuload pack` (lz4)",
+    "gpuload-packed/dense/cached": "the same with `device_cache`, in later epochs",
+    "gpuload/dense/pinned, cold": "from the `.h5ad` file, not in the page cache, through page-locked memory",
+    "gpuload/dense/kvikio, cold": "the same through KvikIO",
+}
+"""Arms of a GPU from which users can choose, in the words of the guide."""
+
 NOT_FIGURES = ("round", "load", "load_before", "load_after")
 """Numbers in a record that describe how it was made, not results."""
 
@@ -71,6 +81,7 @@ def write(folder: Path) -> None:
         **{f"{name}_times.txt": times(RESULTS, name, what) for name, what in TIMED.items()},
         "classify_scores.txt": scores_of_orders(RESULTS),
         "classify_speeds.txt": speeds_of_orders(RESULTS),
+        "gpu_speeds.txt": speeds_on_a_gpu(RESULTS),
     }
     for name, content in contents.items():
         path = folder / name
@@ -160,6 +171,27 @@ def speeds_of_orders(results: Path) -> str:
         f"Beside true random order ({found['1']:,.0f} cells/s), the loader alone makes dense minibatches of "
         f"{n_genes:,} genes so many times as fast: {', '.join(others)}; cells/s, medians.\n"
     )
+
+
+def speeds_on_a_gpu(results: Path) -> str:
+    """Return the rates of what users can choose on a GPU, and nvCOMP's by the number of chunks it is given."""
+    found = report_gpu.runs(_records(results, "gpu"))
+    if not found:
+        return "`python -m benchmarks.run_gpu --file cells.h5ad` measures it.\n"
+    arms = {name: arm for name, arm in found[0].items() if arm.records}
+    lines = ["| dense minibatches | cells/s | over epochs |", "| --- | ---: | ---: |"]
+    for name, what in GPU_ARMS.items():
+        if name in arms:
+            low, high = arms[name].extremes
+            over = f"{low:,.0f}-{high:,.0f}" if low < high else ""
+            lines.append(f"| {what} | {arms[name].cells_per_s:,.0f} | {over} |")
+    parts = ["\n".join(lines)]
+    if report_gpu.INFLATE in arms:
+        rates = arms[report_gpu.INFLATE].records[-1]["by_n_chunks"]
+        said = ", ".join(f"{int(n):,} at {rate / 1e9:.1f}" for n, rate in rates.items())
+        parts.append(f"nvCOMP alone inflates chunks, so many at a time, at so many GB/s of decoded bytes: {said}.")
+    parts += [remark for remark in report_gpu.remarks(arms) if remark.startswith("Beside a training step")]
+    return "\n\n".join([*parts, f"*{report_gpu.conditions(found[0])}*"]) + "\n"
 
 
 def _records(results: Path, name: str) -> list[dict[str, Any]]:

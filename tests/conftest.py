@@ -34,6 +34,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; pr
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Seconds per test. Not in pyproject.toml: pytest-timeout takes a string there up to 2.4, and a number from 2.5 on.
+os.environ.setdefault("PYTEST_TIMEOUT", "600")
+
+
 # The same examples in every run, however busy the machine is; a test may ask for more.
 settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")

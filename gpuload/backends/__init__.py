@@ -41,7 +41,7 @@ def open_backend(
     verify
         When checksums are verified: ``"once"``, ``"always"`` or ``"never"``.
     device_memory, device_cache
-        Bytes, or text such as ``"20GiB"``: limit on device memory, and the share of it that caches stored chunks.
+        Bytes, or text such as ``"20GiB"``: limit on device memory, and the share of it that caches chunks.
         If ``"auto"`` finds no GPU, these and `io` are ignored.
     io
         ``"kvikio"``, ``"pinned"`` or ``"auto"``: how bytes get to a GPU.

@@ -410,14 +410,14 @@ def test_gpu_report_takes_the_newest_commit_of_each_arm():
     (arms,) = report_gpu.runs(records)
     rows = rows_of(report_gpu.table(arms))
     ceiling, blank = "nvCOMP alone 2,000,000", [""] * 3
-    of_file = ["1,500,000", "1,200,000-1,600,000", "3", "7", ceiling, "75%", *blank, "pinned", "bbbbbbb"]
+    of_file = ["1,500,000", "6-1,000,000,000", "9", "7", ceiling, "75%", *blank, "pinned", "bbbbbbb"]
     assert rows["gpuload/dense/pinned"] == of_file
     assert rows["gpuload/csr"] == ["failed", *[""] * 10]
     one_failed = ["1,000,000", "1,000,000-1,000,000", "1", "", ceiling, "50%", *blank, "gds", "aaaaaaa"]
     assert rows["gpuload/dense/kvikio (1 failed)"] == one_failed
     assert rows["gpuload/dense/kvikio, cold"][4:6] == ["", ""]  # the disk may be the lowest ceiling
     assert rows_of(report_gpu.limits(arms))["copies of page-locked memory to the device"][-1] == "5,000,000"
-    assert "commits bbbbbbb, aaaaaaa; 1 to 3 rounds an arm, medians." in report_gpu.conditions(arms)
+    assert "commits bbbbbbb, aaaaaaa; 1 to 3 rounds an arm, medians of up to 9 epochs." in report_gpu.conditions(arms)
     one_round = "; commit bbbbbbb; 1 round an arm, so how much the figures vary is not known."
     assert one_round in report_gpu.conditions(report_gpu.runs(CEILINGS)[0])
 
@@ -463,7 +463,6 @@ def test_gpu_goals_are_met_or_not():
         ("at least 1,000,000", "1,100,000", True),
         ("at least 2,000,000", "1,900,000", False),
         ("at least 60%", "55%", False),
-        ("at least 60%", "48%", False),
         ("at least 5x", "5.5x", True),
         ("at least 10x", "5.5x", False),
         ("less than 5%", "1.0%", True),

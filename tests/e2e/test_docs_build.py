@@ -116,6 +116,71 @@ def test_a_page_has_the_speeds_of_the_orders(tmp_path: Path) -> None:
     )
 
 
+def test_a_page_has_the_speeds_on_a_gpu(tmp_path: Path) -> None:
+    assert generated_pages.speeds_on_a_gpu(tmp_path).startswith("`python -m benchmarks.run_gpu --file cells.h5ad` ")
+    setting = {"gpu": {"card": "NVIDIA Abacus"}, "machine": {"cores": 3, "cpu": "abacus"}, "commit": "0" * 12}
+    setting |= {"batch_size": 16, "fetch_factor": 4, "file": {"name": "cells.h5ad", "nbytes": 1000}, "time": "2026"}
+    found = [
+        {"arm": "ceiling/nvcomp-deflate", "bytes_per_s": 2e9, "by_n_chunks": {"128": 1.25e9, "4096": 2e9}},
+        {"arm": "gpuload/dense/pinned", "cells_per_s": 2000.0, "epochs_cells_per_s": [1000.0, 2000.0, 3000.0]},
+        {"arm": "gpuload/step/pinned", "cells_per_s": 500.0, "waited_share": 0.01, "step_share": 0.5},
+        {"arm": "gpuload/dense/kvikio", "cells_per_s": 300.0, "cache": "cold"},
+    ]
+    memory = {"cache": 0}
+    lines = [json.dumps({"cache": "warm", "memory_nbytes": memory, **setting, **record}) + "\n" for record in found]
+    (tmp_path / "gpu.jsonl").write_text("".join(lines))
+    page = generated_pages.speeds_on_a_gpu(tmp_path)
+    assert "| from the `.h5ad` file (gzip) in the page cache | 2,000 | 1,000-3,000 |\n" in page
+    assert "| the same through KvikIO | 300 |  |\n" in page
+    assert "at so many GB/s of decoded bytes: 128 at 1.2, 4,096 at 2.0.\n" in page
+    assert "it waited for 1.0% of the time and trained for 50%." in page
+    assert "*NVIDIA Abacus; 3 cores of abacus; cells.h5ad, " in page
+
+
+def test_records_support_the_claims_about_a_gpu() -> None:
+    """docs/howto: what gpu.md, pack.md and programs.md say in words or by hand."""
+    results = ROOT / "benchmarks" / "results"
+    records = [json.loads(line) for line in (results / "gpu.jsonl").read_text().splitlines()]
+    arms = {r["arm"]: r for r in records if r["cache"] == "warm"}
+    guide, pack, programs = (
+        (ROOT / "docs" / "howto" / f"{name}.md").read_text() for name in ("gpu", "pack", "programs")
+    )
+
+    assert f"{arms['gpuload/dali/pinned']['cells_per_s']:,.0f} cells/s at commit 4fd7810" in guide
+    assert arms["gpuload/dali/pinned"]["commit"].startswith("4fd7810"), "say how fast whole minibatches are"
+    file = arms["gpuload/dense/pinned"]
+    assert (file["batch_size"], file["fetch_factor"]) == (1024, 64)
+    assert round(file["file"]["chunk_values"] * file["file"]["n_obs"] / file["file"]["nnz"]) == 24
+    assert 5.5e9 < sum(nbytes for what, nbytes in file["memory_nbytes"].items() if what != "host") < 6.5e9
+    assert 1.15 < arms["gpuload/dense/cached"]["memory_nbytes"]["cache"] / file["file"]["nbytes"] < 1.25
+    assert abs(arms["gpuload/step/urgent"]["cells_per_s"] / arms["gpuload/step/pinned"]["cells_per_s"] - 1) < 0.02
+    takes = {int(n): int(n) / rate for n, rate in arms["ceiling/nvcomp-deflate"]["by_n_chunks"].items()}
+    assert takes[1024] < 1.4 * takes[128]
+    assert takes[4096] < 3.1 * takes[128]
+
+    codecs = {(row["codec"], row["cells_per_chunk"]): row for row in arms["codecs"]["codecs"]}
+    rates = [codecs[codec, n]["bytes_per_s"] / 1e9 for codec in ("lz4", "zstd-1", "zstd-3") for n in (64, 256)]
+    assert f"at {min(rates):.0f} to {max(rates):.0f} GB/s, some nine million cells/s" in pack
+    assert all(8.5e6 < codecs[codec, 64]["cells_per_s"] < 9.5e6 for codec in ("lz4", "zstd-1", "zstd-3"))
+    sizes = {
+        codec: sum(v for k, v in codecs[codec, 64].items() if k.endswith("per_cell")) for codec in ("lz4", "zstd-3")
+    }
+    assert 0.69 < sizes["zstd-3"] / sizes["lz4"] < 0.71
+    on_cpu = {
+        row["codec"]: row["decode_cells_per_s"]
+        for row in json.loads((results / "pack.jsonl").read_text().splitlines()[-1])["codecs"]
+        if row["cells_per_chunk"] == 64
+    }
+    assert 3 < on_cpu["blosc-lz4-5-shuffle"] / on_cpu["zstd-3"] < 4
+    assert not [r for r in records if r["arm"].startswith("gpuload-packed-")], "other codecs are timed: say so"
+
+    rows = {r["arm"]: r for r in map(json.loads, (results / "modality.jsonl").read_text().splitlines())}
+    for arm in ("ours", "ours, GPU", "ours, GPU, exact", "sklearn, all"):
+        r = rows[arm]
+        assert f" | {r['svd_s']:.2f} | {r['regression_s']:.2f} | {r['rmse']:.4f} |\n" in programs
+    assert "cuml" not in rows, "docs/howto/programs.md says that it was not run"
+
+
 def test_records_support_the_claims_about_orders() -> None:
     """docs/howto/programs.md says in words what the table beside it shows in numbers."""
     lines = (ROOT / "benchmarks" / "results" / "classify.jsonl").read_text().splitlines()
@@ -182,6 +247,7 @@ def test_pages_are_rewritten_only_if_changed(tmp_path: Path) -> None:
         "classify_scores.txt",
         "classify_speeds.txt",
         "commands.md",
+        "gpu_speeds.txt",
         "messages.md",
         "migration_times.txt",
         "readers_times.txt",
