@@ -229,3 +229,25 @@ def test_narrow(name: str, out: str, data: st.DataObject, grid: Grid, seed: int)
     np.testing.assert_array_equal(found, needed)
     run(f"narrow_{name}_{out}", grid, *chunks, place.start, needed, np.int64(n_chunks), memory)
     np.testing.assert_array_equal(memory, wanted)
+
+
+@pytest.mark.parametrize("name", ["u1", "u2", "u4", "u8", "i4", "i8", "f4", "f8"])
+def test_narrow_at_the_ends_of_what_fits(name: str) -> None:
+    dtype = STORED[name]
+    ends = {0: 1, 255: 1, 256: 2, 65_535: 2, 65_536: 4, (1 << 32) + 1: 4, -1: 4, 255.5: 4, 65_535.5: 4}
+    if dtype.kind != "f":
+        info = np.iinfo(dtype)
+        ends = {value: size for value, size in ends.items() if value % 1 == 0 and info.min <= value <= info.max}
+    values = np.ones((len(ends), 5), dtype=dtype)
+    values[np.arange(len(ends)), np.arange(len(ends)) % 5] = list(ends)  # in a group of four, or after it
+    start, nbytes = np.arange(len(ends)) * 5 * dtype.itemsize, np.full(len(ends), 5 * dtype.itemsize)
+    found, n_chunks = np.zeros(len(ends), dtype=np.int32), np.int64(len(ends))
+    run(f"measure_{name}", Grid(3, 32), placed(values.tobytes()), start, nbytes, n_chunks, found)
+    assert (-found).tolist() == list(ends.values())
+    for size in (1, 2)[: dtype.itemsize]:
+        place, memory = np.arange(len(ends)) * 16, np.full(16 * len(ends), FILLER, dtype=np.uint8)
+        chunks = placed(values.tobytes()), start, nbytes, place
+        run(f"narrow_{name}_u{size}", Grid(3, 32), *chunks, found, n_chunks, memory)
+        for kept, plain, needed in zip(memory.reshape(-1, 16), values, ends.values(), strict=True):
+            wanted = plain.astype(f"u{size}").view(np.uint8) if needed <= size else np.full(5 * size, FILLER)
+            np.testing.assert_array_equal(kept[: 5 * size], wanted)

@@ -76,9 +76,11 @@ class _Chunks:
     place, itemsize
         The same once its bytes are there, else -1; and in which form.
     needed
-        Bytes per element that are known to be needed to keep it decoded.
+        Bytes per element that it needs to be kept decoded, once a load has measured that, else 0.
     is_taken
-        Whether a load has reserved it, to copy its bytes there; remains set if they were bad.
+        Whether a load has reserved it, to copy its bytes there; remains set once they are.
+    n_needing : (5,)
+        Number of times that so many were measured: other chunks are taken to need as much as most of these.
     """
 
     layout: ArrayLayout
@@ -89,6 +91,11 @@ class _Chunks:
     itemsize: NDArray[np.int8]
     needed: NDArray[np.int8]
     is_taken: NDArray[np.bool_]
+    n_needing: NDArray[np.int64]
+
+    def usual(self) -> int:
+        """Return the bytes per element that sufficed for half of those measured."""
+        return int(np.searchsorted(np.cumsum(self.n_needing), self.n_needing.sum() / 2))
 
 
 class ChunkCache:
@@ -136,8 +143,9 @@ class ChunkCache:
             known = self._of(read)
             numbers = numbers[~known.is_taken[read.chunk_id[numbers]]]
             chunk, stored = read.chunk_id[numbers], read.chunk_nbytes[numbers]
-            narrow = read.layout.decoded_nbytes(chunk) // read.layout.dtype.itemsize * known.needed[chunk]
-            is_narrow = np.isin(known.needed[chunk], known.sizes) & (narrow <= MOST_ROOM * stored)
+            needed = np.where(known.needed[chunk] > 0, known.needed[chunk], known.usual())
+            narrow = read.layout.decoded_nbytes(chunk) // read.layout.dtype.itemsize * needed
+            is_narrow = np.isin(needed, known.sizes) & (narrow <= MOST_ROOM * stored)
             nbytes = slots(np.where(is_narrow, narrow, stored))
             place = known.room[chunk]
             is_new = (place < 0) | (known.room_nbytes[chunk] < nbytes)
@@ -148,7 +156,7 @@ class ChunkCache:
             known.room_nbytes[chunk[is_new & fits]] = nbytes[is_new & fits]
             known.room[chunk[fits]] = place[fits]
             known.is_taken[chunk[fits]] = True
-            itemsize = np.where(is_narrow, known.needed[chunk], 0).astype(np.int8)
+            itemsize = np.where(is_narrow, needed, 0).astype(np.int8)
             return Places(numbers, place, itemsize, known.room_nbytes[chunk] >= stored).of(fits)
 
     def settle(
@@ -165,34 +173,30 @@ class ChunkCache:
         narrowed
             Pairs: numbers of chunks copied there decoded, and minus the bytes that an element of each needs.
         bad
-            Numbers of chunks that are damaged: they are never reserved again.
+            Numbers of chunks that the device found bad: they are not published.
         """
-        numbers, is_bad = reserved.numbers, np.isin(reserved.numbers, bad)
+        numbers = reserved.numbers
         is_tried = reserved.itemsize > 0
         needed = np.where(is_tried, 4, 0).astype(np.int8)  # 4 unless among `narrowed`: the host decodes those
         for some, codes in narrowed:
             needed[np.searchsorted(numbers, some)] = -codes
         is_narrow = is_tried & (needed <= reserved.itemsize)
-        is_there = (is_narrow | reserved.has_room_for_stored) & ~is_bad
+        is_there = (is_narrow | reserved.has_room_for_stored) & ~np.isin(numbers, bad)
         with self._lock:
-            if self.memory is None:  # cleared meanwhile
-                return
             known, chunk = self._of(read), read.chunk_id[numbers]
+            known.n_needing += np.bincount(needed[is_tried], minlength=5)
             known.needed[chunk] = np.maximum(known.needed[chunk], needed)
-            usual = int(np.median(known.needed[known.is_taken]))  # others will need as much
-            known.needed[~known.is_taken & (known.needed < usual)] = usual
             known.itemsize[chunk[is_there]] = np.where(is_narrow, reserved.itemsize, 0)[is_there]
             known.place[chunk[is_there]] = reserved.place[is_there]
-            known.is_taken[chunk[~is_there & ~is_bad]] = False
+            known.is_taken[chunk[~is_there]] = False
 
     def release(self, read: ArrayRead, numbers: NDArray[np.int64]) -> None:
-        """Let other loads reserve chunks, except published ones, after the load that reserved them has failed."""
+        """Let other loads reserve chunks after the load that reserved them has failed, before it has settled them."""
         with self._lock:
-            known, chunk = self._of(read), read.chunk_id[numbers]
-            known.is_taken[chunk] = known.place[chunk] >= 0
+            self._of(read).is_taken[read.chunk_id[numbers]] = False
 
     def clear(self) -> None:
-        """Free the memory."""
+        """Free the memory, once no load is in progress."""
         with self._lock:
             self._chunks.clear()
             self.memory, self._nbytes, self._used = None, 0, 0
@@ -203,8 +207,8 @@ class ChunkCache:
         if known is None:
             n = layout.chunk_offset.size
             sizes = () if self._is_as_stored else NARROWED.get(layout.dtype, ())
-            none = np.full(n, -1, dtype=np.int64)
-            least = 2 if read.target == "indices" else 1  # few matrices have no more than 256 columns
+            none, n_needing = np.full(n, -1, dtype=np.int64), np.zeros(5, dtype=np.int64)
+            n_needing[2 if read.target == "indices" else 1] = 1  # few matrices have no more than 256 columns
             known = self._chunks[id(layout)] = _Chunks(
                 layout,
                 sizes,
@@ -212,8 +216,9 @@ class ChunkCache:
                 room_nbytes=np.zeros(n, dtype=np.int64),
                 place=none.copy(),
                 itemsize=np.zeros(n, dtype=np.int8),
-                needed=np.full(n, least, dtype=np.int8),
+                needed=np.zeros(n, dtype=np.int8),
                 is_taken=np.zeros(n, dtype=bool),
+                n_needing=n_needing,
             )
         return known
 

@@ -190,9 +190,11 @@ class DeviceLoads:
         """Stop the threads, after the loads in progress, and free the cache."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._host.close()
-        self._threads.shutdown(wait=not host.is_one_of_ours(), cancel_futures=True)
+        is_ours = host.is_one_of_ours()
+        self._threads.shutdown(wait=not is_ours, cancel_futures=True)
         self._reader.close()
-        self._cache.clear()
+        if not is_ours:  # else loads may be in progress, which copy from the cache; it goes with the last of them
+            self._cache.clear()
 
     def _load(self, recipe: Recipe) -> CudaResident:
         self._device.use()
@@ -294,7 +296,8 @@ class DeviceLoads:
         try:
             self._enqueue(read, numbers, at, arena.memory, resident, outcomes, reserved)
         except BaseException:
-            self._cache.release(read, reserved.numbers)
+            if not any(outcome.reserved is reserved for outcome in outcomes):
+                outcomes.append(Outcome(read, reserved=reserved))  # released after what was launched into its room
             raise
         self._device.stream_wait(arena.stream, self._device.record(lane.stream))
         decode_s = time.perf_counter() - middle + start - begun
@@ -383,8 +386,10 @@ class DeviceLoads:
             )
         if outcome.verified is not None and self._verify != "never":
             read.layout.verified[outcome.verified] = 1
+            read.layout.verified[read.chunk_id[suspects]] = 0  # by the host: the device may be as wrong next time
         if outcome.reserved.numbers.size:
             self._cache.settle(read, outcome.reserved, outcome.narrowed, suspects)
+            outcome.reserved = NOWHERE  # another load may have those that were not kept by the time this one fails
 
     def _warn_once(self, what: str, message: str, *args: object) -> None:
         if what not in self._warned_of:
