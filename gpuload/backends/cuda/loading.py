@@ -51,7 +51,8 @@ PART_STREAMS = 4096
 """Compressed streams per part, if memory allows. A stream is decoded in sequence by one block of threads, so a launch
 takes as long for a few as for all that a GPU holds: of nvCOMP 5.3's deflate 25 per multiprocessor (64 threads of 40
 registers and 8.6 kB of shared memory each, on sm_90), 3,300 on an H200. There, 2,048 chunks of 149 kB are decoded at
-17 GB/s, and 4,096 at 23; loads of two fetches at a time in such parts gave 1.40 million cells/s in place of 1.19."""
+17 GB/s, and 4,096 at 23; such parts gave 1.40 million cells/s in place of 1.19 to 1.27 (the benchmarks' results, in
+gpu_parts.jsonl)."""
 
 PART_SHARE = 128
 """A part larger than `PART_NBYTES` is at most this fraction of the device's memory: with what zstd takes, some five
