@@ -167,8 +167,9 @@ def test_modality_matches_the_cpu(
     assert found["KRR, ours"]["rmse"] == pytest.approx(on_cpu["rmse"], abs=0.005)
 
 
+@pytest.mark.parametrize("more", [[], ["--bf16"]], ids=["float32", "bfloat16"])
 def test_interrupted_classification_resumes(
-    program: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
 ) -> None:
     torch = pytest.importorskip("torch")
     classify = program("classify")
@@ -176,6 +177,7 @@ def test_interrupted_classification_resumes(
     classify.write_screen(tmp_path / "screen", 600, **sizes)
     command = [str(tmp_path / "screen"), "--out", str(tmp_path / "out"), "--test", "plate_3", "--device", "cuda:0"]
     command += ["--seeds", "1", "--orders", "block", "--batch-size", "16", "--save-every", "5", "--loader-seconds", "0"]
+    command += more
     as_it_is, losses, n_threads = classify.total_loss, [], torch.get_num_threads()
     counts, load = [], torch.optim.Adam.load_state_dict
 
@@ -196,6 +198,6 @@ def test_interrupted_classification_resumes(
     assert classify.main(command) == 0
     torch.set_num_threads(n_threads)
     (result,) = json.loads((tmp_path / "out" / "classify.json").read_text())["runs"]
-    assert all(loss.is_cuda for loss in losses)
+    assert all(loss.is_cuda and loss.isfinite() for loss in losses)
     assert set(counts) == {"cpu"}, "Adam would wait for the GPU at each step"
     assert result["n_steps"] < len(losses) <= result["n_steps"] + 7, "it resumed, and not from the start"
