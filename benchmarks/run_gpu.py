@@ -285,7 +285,7 @@ def _has_label(file: Path) -> bool:
         return LABEL in opened["obs"]
 
 
-def _make_file(path: Path, n_obs: int) -> Path:
+def make_file(path: Path, n_obs: int) -> Path:
     """Write cells of Tahoe's shape as anndata does with gzip, once, compressed on all cores."""
     if not path.exists():
         import anndata
@@ -342,7 +342,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not n_gpus():
         parser.exit(1, "run_gpu: no GPU can be used here; see `gpuload doctor`.\n")
     end = time.monotonic() + chosen.budget
-    file = chosen.file or _make_file(Path("demo-data/gpu_tahoe_shaped.h5ad"), chosen.n_obs)
+    file = chosen.file or make_file(Path("demo-data/gpu_tahoe_shaped.h5ad"), chosen.n_obs)
     options = Options(file, chosen.batch_size, chosen.fetch_factor, chosen.cache)
     if chosen.arm:
         faulthandler.enable()

@@ -183,7 +183,7 @@ def test_the_file_that_is_measured_is_made_beside_the_tests(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_gpu, "n_gpus", lambda: 1)
     monkeypatch.setattr(run_gpu.machine, "card", lambda: {"card": "abacus"})
-    monkeypatch.setattr(run_gpu, "_make_file", make)
+    monkeypatch.setattr(run_gpu, "make_file", make)
     monkeypatch.setattr(run_gpu.frame, "describe_file", lambda path: {"name": path.name})
     monkeypatch.setattr(run_gpu, "_measured", lambda command, limit_s: {"cells_per_s": 2.0})
     exec(steps["file"].command[-1], {})
@@ -477,3 +477,34 @@ def test_single_steps_can_be_run(session: Any, tmp_path: Path, monkeypatch: pyte
     assert list(outcomes_by_step(tmp_path / "out")) == ["a", "c"]
     with pytest.raises(SystemExit):
         session.main([str(tmp_path), str(tmp_path / "out"), "--only", "d"])
+
+
+def test_constants_are_varied_while_they_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import run_gpu, run_gpu_parts
+    from gpuload.backends.cuda import loading, pinned
+
+    def now() -> tuple[Any, ...]:
+        threads = (pinned.PinnedReader.__init__.__kwdefaults__ or {})["num_threads"]
+        return loading.PART_STREAMS, loading.N_LOADS, threads, run_gpu.PREFETCH
+
+    def loader(options: run_gpu.Options, **settings: Any) -> dict[str, Any]:
+        seen.append(now())
+        return {"cells_per_s": 2.0, "epochs_cells_per_s": [1.0, 2.0, 3.0], **settings}
+
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(run_gpu, "loader", loader)
+    monkeypatch.setattr(run_gpu_parts, "n_gpus", lambda: 1)
+    monkeypatch.setattr(run_gpu_parts.machine, "card", lambda: {"card": "abacus"})
+    monkeypatch.setattr(run_gpu_parts.frame, "describe_file", lambda path: {"name": path.name})
+    before, out = now(), tmp_path / "parts.jsonl"
+    assert run_gpu_parts.main(["--file", "cells.h5ad", "--rounds", "1", "--out", str(out)]) == 0
+    assert now() == before
+    streams, loads, threads, prefetch = before
+    expected = {before, (streams // 2, *before[1:]), (streams, loads, 2 * threads, prefetch)}
+    assert set(seen) == expected | {(streams, loads + 1, threads, prefetch + 1)}
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    names = ("part_streams", "n_loads", "reader_threads", "prefetch")
+    assert sorted(tuple(record[name] for name in names) for record in records) == sorted(seen)
+    assert "half the chunks" in capsys.readouterr().out
