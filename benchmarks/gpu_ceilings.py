@@ -29,7 +29,7 @@ CODEC_CELLS = 32_768
 """Cells of the file that are encoded."""
 
 N_CHUNKS = (2048, 4096)
-"""Chunks decoded at once: as many as the backend's largest launch has, and more; those of the cells, repeatedly."""
+"""Chunks decoded at once: half as many as the backend's largest launch has, and as many; copies of those of the cells."""
 
 
 def h2d() -> dict[str, Any]:

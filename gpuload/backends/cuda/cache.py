@@ -2,7 +2,7 @@
 
 A chunk is kept decoded, in the smallest unsigned type that holds its values, where these are whole numbers below 65,536
 and that takes at most `MOST_ROOM` times the room of the stored bytes: gzip's chunks of gene numbers and counts grow by
-a fifth, and decoding them again would take nearly all the time of an epoch without I/O. All others are kept as stored,
+a fifth, and decoding them again would take most of the time of an epoch without I/O. All others are kept as stored,
 and decoded on each use. Nothing is ever evicted: when every epoch reads everything once, in a different order, eviction
 gains nothing. So room given to a chunk remains that chunk's, whether or not the load that copies it there succeeds.
 """
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from gpuload.types import ArrayRead
 
 MOST_ROOM = 4
-"""A chunk is kept decoded if that takes at most so many times the room of its stored bytes. Chunks that take more hold
-mostly zeros, as those of dense matrices do, and are decoded at a higher rate."""
+"""A chunk is kept decoded if that takes at most so many times the room of its stored bytes. Chunks that would take more
+hold mostly zeros, as those of dense matrices do."""
 
 NARROWED = {
     np.dtype(name): tuple(nbytes for nbytes in (1, 2) if nbytes <= np.dtype(name).itemsize)
