@@ -29,7 +29,7 @@ CODEC_CELLS = 32_768
 """Cells of the file that are encoded."""
 
 N_CHUNKS = (2048, 4096)
-"""Chunks decoded at once: half as many as the backend's largest launch has, and as many; copies of those of the cells."""
+"""Chunks decoded at once: half as many as the backend's largest launch has, and as many; those of the cells, copied."""
 
 
 def h2d() -> dict[str, Any]:

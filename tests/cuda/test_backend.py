@@ -400,7 +400,7 @@ def test_a_wrong_checksum_in_a_container_is_found(
 def test_one_damaged_header_does_not_send_all_containers_to_the_host(
     store_variant: StoreVariant, tmp_path: Path, variant: str, kind: str
 ) -> None:
-    from gpuload.backends.cuda.decode import _read_cut
+    from gpuload.backends.cuda.steps import _read_cut
     from gpuload.formats import open_store
 
     path = tmp_path / "cells.h5ad"

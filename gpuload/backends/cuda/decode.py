@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends.cuda.cache import NOWHERE
-from gpuload.backends.cuda.containers import HEADER_NBYTES, ROWS, read_cut
+from gpuload.backends.cuda.containers import ROWS
+from gpuload.backends.cuda.steps import CHECKSUM_NBYTES, chunk_nbytes, steps_of
 from gpuload.backends.cuda.work import N_THREADS, Work, slots
-from gpuload.backends.decoding import codec_of
 from gpuload.backends.native.chunks import BAD_CRC32C
 from gpuload.backends.native.inflate import BAD_CHECKSUM
 
@@ -31,79 +31,16 @@ if TYPE_CHECKING:
     from gpuload.backends.cuda.containers import Cut
     from gpuload.backends.cuda.device import Device
     from gpuload.backends.cuda.nvcomp import Nvcomp
+    from gpuload.backends.cuda.steps import Steps
     from gpuload.backends.cuda.work import Lane
     from gpuload.layout import ArrayLayout
     from gpuload.types import ArrayRead
 
 N_LZF_THREADS = N_ZSTD_THREADS = 32
 
-_ALGORITHMS = {
-    "deflate": ("deflate", 2, 4),
-    "gzip": ("gzip", 10, 8),
-    "zstd": ("zstd", 0, 0),
-    "lz4-sized": ("lz4", 4, 0),
-    "lzf": ("lzf", 0, 0),
-    "blosc": ("blosc", 0, 0),
-    "lz4": ("lz4", 0, 0),
-}
-"""Filters that the device can undo: the decoder (nvCOMP's names; gzip is decoded as raw deflate, LZF and the framing of
-containers by our own kernels), and the numbers of bytes that precede and follow the decoder's input."""
-
-_CONTAINERS = ("blosc", "lz4")
-"""Filters whose chunks hold several streams; `containers.read_cut` returns their layout."""
-
-_CHECKSUM_NBYTES = 4
-"""Size of a fletcher32 or crc32c."""
-
 _GZIP_CRC = np.int64(0xEDB88320), np.int32(BAD_CHECKSUM)
 _CRC32C = np.int64(0x82F63B78), np.int32(BAD_CRC32C)
 """Reflected polynomial, and the status code of a mismatch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """The steps that decode a layout's chunks on the device.
-
-    Attributes
-    ----------
-    codec
-        The codec, as named in `_ALGORITHMS`, or None if the bytes are stored uncompressed.
-    head, tail
-        Bytes before and after the codec's input, not counting a fletcher32 or crc32c.
-    is_shuffled, has_fletcher, has_crc32c
-        Whether the bytes are shuffled; whether a fletcher32 follows the chunk, and after it a crc32c.
-    """
-
-    codec: str | None
-    head: int
-    tail: int
-    is_shuffled: bool
-    has_fletcher: bool
-    has_crc32c: bool
-    cut: Cut | None = None
-
-    @property
-    def around(self) -> int:
-        """Bytes of a chunk outside the codec's input."""
-        return self.head + self.tail + _CHECKSUM_NBYTES * (self.has_fletcher + self.has_crc32c)
-
-    @property
-    def has_checksum(self) -> bool:
-        """Whether there is a checksum to verify here; for zstd, whether there may be."""
-        return self.has_fletcher or self.has_crc32c or self.codec in ("deflate", "gzip", "zstd")
-
-
-def steps_of(layout: ArrayLayout) -> Steps | None:
-    """Return how the device decodes a layout's chunks, or None if the host must."""
-    found = codec_of(layout, _ALGORITHMS)
-    if found is None:
-        return None
-    cut = _read_cut(layout, found) if found in _CONTAINERS else None
-    if found in _CONTAINERS and cut is None:
-        return None
-    codec, head, tail = _ALGORITHMS[found] if found else (None, 0, 0)
-    names = [f.name for f in layout.filters]
-    return Steps(codec, head, tail, "shuffle" in names, "fletcher32" in names, "crc32c" in names, cut)
 
 
 @dataclass(slots=True, eq=False)
@@ -310,7 +247,7 @@ class Decoder:
 
         For lz4 and gzip, whose streams state their decoded size, all chunks of a layout have the same size.
         """
-        work, n, each = part.work, part.numbers.size, np.int64(_full(part.read.layout))
+        work, n, each = part.work, part.numbers.size, np.int64(chunk_nbytes(part.read.layout))
         decoded = work.scratch(int(start[-1] + slots(full[-1])))
         if steps.codec is None:
             work.launch("gather_payloads", n, arena, on["source"], on["payload"], on["start"], np.int64(n), decoded)
@@ -380,8 +317,8 @@ class Decoder:
     def _check_stored(self, due: _Part, steps: Steps, place: NDArray[np.int64], arena: Any) -> None:
         """Launch the verification of chunks as stored; a crc32c covers a preceding fletcher32 too."""
         work, n = due.work, due.numbers.size
-        of_crc = due.read.chunk_nbytes[due.numbers] - _CHECKSUM_NBYTES
-        of_fletcher = of_crc - steps.has_crc32c * _CHECKSUM_NBYTES
+        of_crc = due.read.chunk_nbytes[due.numbers] - CHECKSUM_NBYTES
+        of_fletcher = of_crc - steps.has_crc32c * CHECKSUM_NBYTES
         on = work.upload(place=place, of_crc=of_crc, of_fletcher=of_fletcher, trailer=place + of_crc)
         codes = work.codes(n)
         if steps.has_crc32c:
@@ -473,22 +410,3 @@ def kernel_type(dtype: np.dtype[Any]) -> str:
     """Return the kernels' name for a stored type: kind and size, prefixed with "be_" if big-endian."""
     name = "bool" if dtype.kind == "b" else f"{dtype.kind}{dtype.itemsize}"
     return name if dtype.isnative else f"be_{name}"
-
-
-def _full(layout: ArrayLayout) -> int:
-    return layout.chunk_size * layout.dtype.itemsize
-
-
-def _read_cut(layout: ArrayLayout, kind: str) -> Cut | None:
-    """Return the layout of an array's containers, from the header of one of its chunks.
-
-    Up to three headers are tried, so that one damaged chunk does not send all the others to the host.
-    """
-    there = np.flatnonzero((layout.chunk_nbytes >= HEADER_NBYTES) & (layout.chunk_mask == 0))
-    head = np.empty(HEADER_NBYTES, dtype=np.uint8)
-    for chunk in there[[0, there.size // 2, -1]].tolist() if there.size else ():
-        layout.source.read_into(head, int(layout.chunk_offset[chunk]))
-        cut = read_cut(kind, head, _full(layout))
-        if cut is not None:
-            return cut
-    return None
