@@ -19,6 +19,7 @@ from scipy.sparse import csr_matrix
 
 from gpuload.backends.cuda.device import DIVISIBLE
 from tests.cuda import shim
+from tests.cuda.driver_calls import DriverCalls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,6 +38,14 @@ class FakeStream:
     @property
     def n_given(self) -> int:
         return self.n_run + len(self.queue)
+
+
+class FakeEvent:
+    """An event that can be recorded again; one that never was has completed."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.at: tuple[FakeStream, int] | None = None
 
 
 class FakeDevice:
@@ -62,6 +71,9 @@ class FakeDevice:
         self._blocks: list[NDArray[np.uint8]] = []  # never freed: queued calls only have addresses
         self.launched: list[str] = []
         self.used_in: set[int] = set()
+        self._events: list[FakeEvent] = []
+        self._driver = DriverCalls(self._driver_copy, self._driver_record, self._driver_wait)
+        self.staging_calls, self.check_call = self._driver.addresses, self._driver.check
 
     def use(self) -> None:
         self.used_in.add(threading.get_ident())
@@ -148,15 +160,39 @@ class FakeDevice:
                 stream.n_run += 1
                 call()
 
-    def record(self, stream: FakeStream) -> tuple[FakeStream, int]:
+    def event(self) -> FakeEvent:
         with self._lock:
-            return stream, stream.n_given
+            self._events.append(FakeEvent(len(self._events)))
+            return self._events[-1]
+
+    def event_number(self, event: FakeEvent) -> int:
+        return event.number
+
+    def record(self, stream: FakeStream, event: FakeEvent | None = None) -> Any:
+        with self._lock:
+            now = stream, stream.n_given
+            if event is None:
+                return now
+            event.at = now
+            return event
 
     def is_reached(self, event: tuple[FakeStream, int]) -> bool:
         return event[0].n_run >= event[1]
 
-    def wait(self, event: tuple[FakeStream, int]) -> None:
-        self._run(*event)
+    def wait(self, event: tuple[FakeStream, int] | FakeEvent) -> None:
+        at = event.at if isinstance(event, FakeEvent) else event
+        if at is not None:
+            self._run(*at)
+
+    def _driver_copy(self, to: int, at: int, nbytes: int, stream: int) -> None:
+        assert threading.get_ident() in self.used_in
+        self.give(stream, lambda: ctypes.memmove(to, at, nbytes) and None)
+
+    def _driver_record(self, event: int, stream: int) -> None:
+        self.record(self._streams[stream], self._events[event])
+
+    def _driver_wait(self, event: int) -> None:
+        self.wait(self._events[event])
 
     def stream_wait(self, stream: FakeStream, event: tuple[FakeStream, int]) -> None:
         self.give(stream, lambda: self._run(*event))

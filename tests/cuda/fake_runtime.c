@@ -210,6 +210,13 @@ result_t cuThreadExchangeStreamCaptureMode(int *mode) {
     return SUCCESS;
 }
 
+result_t cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t nbytes, void *stream) {
+    if (fake_device_of(to) != current || !is_here(stream)) return INVALID_VALUE;
+    return cudaMemcpyAsync((void *)to, from, nbytes, 1, stream);
+}
+result_t cuEventRecord(void *event, void *stream) { return cudaEventRecord(event, stream); }
+result_t cuEventSynchronize(void *event) { return cudaEventSynchronize(event); }
+
 result_t cuGetErrorName(result_t error, const char **name) { *name = cudaGetErrorName(error); return SUCCESS; }
 result_t cuGetErrorString(result_t error, const char **text) { *text = cudaGetErrorString(error); return SUCCESS; }
 result_t cuModuleLoadData(void **module, const void *image) {

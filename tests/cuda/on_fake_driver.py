@@ -22,7 +22,7 @@ import weakref
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import kvikio.defaults
 import numpy as np
@@ -86,7 +86,12 @@ class Arena:
 
 
 class Device:
-    """The parts of a device that readers use, from the fake driver; an event is its stream."""
+    """The parts of a device that readers use, from the fake driver; an event that is new for a record is its stream."""
+
+    staging_calls = tuple(
+        ctypes.cast(function, ctypes.c_void_p).value
+        for function in (driver.cuMemcpyHtoDAsync_v2, driver.cuEventRecord, driver.cuEventSynchronize)
+    )
 
     def __init__(self) -> None:
         handle = ctypes.c_void_p()
@@ -110,12 +115,36 @@ class Device:
         assert host.nbytes == out.nbytes
         assert driver.cuMemcpyHtoDAsync_v2(out.address, host.ctypes.data, host.nbytes, stream) == 0
 
-    def record(self, stream: int) -> int:
+    def event(self) -> ctypes.c_void_p:
+        handle = ctypes.c_void_p()
+        assert driver.cuEventCreate(ctypes.byref(handle), 0) == 0
+        return handle
+
+    def event_number(self, event: ctypes.c_void_p) -> int:
+        return event.value or 0
+
+    def stream_number(self, stream: int) -> int:
         return stream
 
-    def wait(self, event: int) -> None:
+    def check_call(self, code: int) -> None:
+        assert code == 0
+
+    @overload
+    def record(self, stream: int) -> int: ...
+    @overload
+    def record(self, stream: int, event: ctypes.c_void_p) -> ctypes.c_void_p: ...
+    def record(self, stream: int, event: ctypes.c_void_p | None = None) -> int | ctypes.c_void_p:
+        if event is None:
+            return stream
+        assert driver.cuEventRecord(event, ctypes.c_void_p(stream)) == 0
+        return event
+
+    def wait(self, event: int | ctypes.c_void_p) -> None:
         self.before_wait()
-        driver.cuStreamSynchronize(event)
+        if isinstance(event, int):
+            driver.cuStreamSynchronize(event)
+        else:
+            driver.cuEventSynchronize(event)
 
 
 class File:
@@ -237,6 +266,7 @@ def files_of_a_folder_are_byte_exact_and_few_are_open() -> None:
     for reader in (
         KvikioReader(device, num_threads=3, task_nbytes=TASK_NBYTES),
         PinnedReader(device, num_threads=2, buffer_nbytes=10_000),
+        PinnedReader(device, num_threads=1, buffer_nbytes=10_000),  # more files than it may hold open: not natively
     ):
         source = FolderSource(str(folder), [str(n) for n in range(40)], sizes, stamps)
         for _ in range(6):

@@ -710,7 +710,7 @@ def test_keeping_an_error_keeps_no_device_memory(
             raise gpuload.DeviceError("cuda:0: out of memory.")
         return FakeDevice.empty(device, *args)
 
-    place = {"read": "gpuload.backends.cuda.pinned._fill", "launch": "gpuload.backends.cuda.work.Work.launch"}
+    place = {"read": "gpuload.backends.cuda.pinned.stage_windows", "launch": "gpuload.backends.cuda.work.Work.launch"}
     gc.collect()
     gc.disable()
     try:

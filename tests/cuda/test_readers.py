@@ -26,12 +26,14 @@ from hypothesis import strategies as st
 from gpuload.backends.cuda import kvikio as kvikio_module
 from gpuload.backends.cuda.far import FarReader
 from gpuload.backends.cuda.kvikio import KvikioReader
-from gpuload.backends.cuda.pinned import PinnedReader, _fill
+from gpuload.backends.cuda.pinned import PinnedReader, _few_files, _fill
 from gpuload.backends.cuda.readers import PAGE, Pending, place_extents
 from gpuload.errors import DeviceError, MissingDependencyError, PlanError, ReadError
+from gpuload.folder_source import FolderSource
 from gpuload.remote import Patience, Reach
 from gpuload.remote_source import RemoteSource
 from gpuload.source import BufferSource, FileSource
+from tests.cuda.driver_calls import DriverCalls
 from tests.fakes import FakeSource
 from tests.unit.test_remote_source import FakeRemote
 
@@ -227,6 +229,15 @@ class LateDevice:
         self.n_uploads = 0
         self.used_in: set[int] = set()
         self.fail: dict[str, list[Exception]] = {}
+        self.after_upload: Callable[[int], None] = lambda n_uploads: None
+        self._streams: list[str] = []
+        self._events: list[list[str]] = []
+        self._driver = DriverCalls(
+            lambda to, at, n, stream: self._give(to, at, n, self._streams[stream]),
+            lambda event, stream: self.record(self._streams[stream], self._events[event]) and None,
+            lambda event: self.wait(self._events[event]),
+        )
+        self.staging_calls, self.check_call = self._driver.addresses, self._driver.check
 
     def _maybe_fail(self, what: str) -> None:
         if self.fail.get(what):
@@ -243,22 +254,49 @@ class LateDevice:
         return np.asarray(owner)
 
     def upload(self, host: NDArray[np.uint8], out: NDArray[np.uint8], stream: str) -> None:
-        assert threading.get_ident() in self.used_in
         assert host.nbytes == out.nbytes
+        self._give(self.address(out), host.ctypes.data, host.nbytes, stream)
+
+    def _give(self, to: int, at: int, nbytes: int, stream: str) -> None:
+        assert threading.get_ident() in self.used_in
         self._maybe_fail("upload")
         with self._lock:
             self.n_uploads += 1
-            KEPT.append(out)
-            self._queue.setdefault(stream, []).append((out.ctypes.data, host.ctypes.data, host.nbytes))
+            self._queue.setdefault(stream, []).append((to, at, nbytes))
+            n_uploads = self.n_uploads
+        self.after_upload(n_uploads)
 
-    def record(self, stream: str) -> str:
-        return stream
+    def address(self, out: NDArray[np.uint8]) -> int:
+        KEPT.append(out)
+        return int(out.ctypes.data)
 
-    def wait(self, event: str) -> None:
+    def stream_number(self, stream: str) -> int:
+        with self._lock:
+            if stream not in self._streams:
+                self._streams.append(stream)
+            return self._streams.index(stream)
+
+    def event(self) -> list[str]:
+        with self._lock:
+            self._events.append([])
+            return self._events[-1]
+
+    def event_number(self, event: list[str]) -> int:
+        return next(number for number, known in enumerate(self._events) if known is event)
+
+    def record(self, stream: str, event: list[str] | None = None) -> list[str]:
+        self._maybe_fail("record")
+        event = [] if event is None else event
+        event[:] = [stream]
+        return event
+
+    def wait(self, event: str | list[str]) -> None:
+        """Wait for an event, which is a list of the stream that it was recorded on, or for a stream."""
         self._maybe_fail("wait")
         with self._lock:
-            for copy in self._queue.pop(event, []):
-                ctypes.memmove(*copy)
+            for stream in [event] if isinstance(event, str) else event:
+                for copy in self._queue.pop(stream, []):
+                    ctypes.memmove(*copy)
 
 
 class _Pinned:
@@ -421,6 +459,20 @@ def test_short_read_is_reported_as_on_the_cpu_backend(
     opened.close()
 
 
+def test_files_are_held_together_if_they_are_few(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / str(number)).write_bytes(bytes(10 + number))
+    stamps = np.array([(tmp_path / str(number)).stat().st_mtime_ns for number in range(5)])
+    source = FolderSource(str(tmp_path), [str(number) for number in range(5)], np.arange(10, 15), stamps)
+    offset = source.base[[0, 0, 1, 2, 4]] + np.array([0, 3, 2, 0, 1])
+    assert _few_files(source, offset, 3) is None
+    files = _few_files(source, offset, 4)
+    assert files is not None
+    assert (files.numbers, files.number.tolist(), files.at.tolist()) == ([0, 1, 2, 4], [0, 0, 1, 2, 3], [0, 3, 2, 0, 1])
+    assert _few_files(BufferSource("memory", bytes_of(100)), np.array([1]), 4) is None
+    source.close()
+
+
 def test_a_short_read_counts_what_other_threads_read(file: FileSource) -> None:
     whole = np.array([90_000]), np.array([50_000])
     host = np.zeros(1000, dtype=np.uint8)
@@ -487,7 +539,58 @@ def test_cancelling_a_finished_read_changes_nothing(reader: PinnedReader, file: 
     read.result()
 
 
-@pytest.mark.parametrize("where", ["pinned", "upload", "wait"])
+def test_each_window_is_copied_by_one_of_the_threads(device: LateDevice, file: FileSource) -> None:
+    reader = PinnedReader(device, num_threads=4, buffer_nbytes=100)
+    read, out = start(reader, file, [3], [50_000])
+    read.result()
+    device.wait("load")
+    np.testing.assert_array_equal(out, bytes_of(100_003)[3:50_003])
+    assert device.n_uploads == 500
+    assert reader.read_nbytes == 50_000
+    assert 2 <= device.n_pinned <= 8
+    reader.close()
+
+
+def test_a_read_cancelled_in_native_code_takes_no_further_window(device: LateDevice, file: FileSource) -> None:
+    reader = PinnedReader(device, num_threads=2, buffer_nbytes=1000)
+
+    def cancel(n_uploads: int) -> None:
+        if n_uploads >= 10:
+            while len(started) < 1:
+                time.sleep(0.001)
+            started[0].cancel()
+
+    started: list[Any] = []
+    device.after_upload = cancel
+    started.append(start(reader, file, [0], [90_000])[0])
+    with pytest.raises(CancelledError):
+        started[0].result()
+    assert started[0].done()
+    assert 10 <= device.n_uploads <= 12
+    n_uploads = device.n_uploads
+    reader.close()
+    assert device.n_uploads == n_uploads
+
+
+def test_closing_ends_native_reads_in_progress(device: LateDevice, file: FileSource) -> None:
+    reader = PinnedReader(device, num_threads=2, buffer_nbytes=1000)
+    is_begun = threading.Event()
+
+    def begin(n_uploads: int) -> None:
+        is_begun.set()
+        time.sleep(0.01)
+
+    device.after_upload = begin
+    read, _ = start(reader, file, [0], [90_000])
+    is_begun.wait()
+    reader.close()
+    with pytest.raises(CancelledError):
+        read.result()
+    assert device.n_uploads < 20
+    assert not device.pinned_alive
+
+
+@pytest.mark.parametrize("where", ["pinned", "upload", "wait", "record"])
 def test_device_error_is_raised_and_later_reads_work(device: LateDevice, file: FileSource, where: str) -> None:
     reader = PinnedReader(device, num_threads=1, buffer_nbytes=1000)
     for _ in range(3):  # more often than there are buffers: none is lost

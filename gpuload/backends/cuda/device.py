@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,8 @@ KERNELS = tuple(
 _LASTING = frozenset({214, 220, 226, 700, 702, 710, *range(714, 720), 721, 810, 911})
 """Errors after which a process cannot use CUDA any more (``cudaError`` in ``driver_types.h``): of kernels that it has
 ended, of memory (ECC), of NVLink, of MPS. They surface in whichever call comes next, here or elsewhere."""
+
+_DRIVER = "libcuda.so.1"
 
 _THREAD_LOCAL = 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL"""
@@ -195,12 +197,37 @@ class Device:
         number = 0 if number == _PER_THREAD else number
         return stream if stream.ptr == number else stream_named(number)
 
-    def record(self, stream: Any) -> Any:
-        """Return an event that completes when all work given to the stream so far is done."""
+    def event(self) -> Any:
+        """Return a new event, which counts as completed until it is recorded."""
         with self._on_device():
-            event = self._cupy.cuda.Event(block=True, disable_timing=True)  # block: a waiting thread yields its core
+            return self._cupy.cuda.Event(block=True, disable_timing=True)  # block: a waiting thread yields its core
+
+    def event_number(self, event: Any) -> int:
+        """Return an event's cudaEvent_t."""
+        return int(event.ptr)
+
+    def record(self, stream: Any, event: Any = None) -> Any:
+        """Return an event, a new one or the one given, that completes when all work given to the stream so far is."""
+        event = self.event() if event is None else event
+        with self._on_device():
             event.record(stream)
         return event
+
+    @cached_property
+    def staging_calls(self) -> tuple[int, ...]:
+        """Addresses of cuMemcpyHtoDAsync, cuEventRecord and cuEventSynchronize, for native code.
+
+        The driver takes the runtime's streams and events, and the device of `use` (CUDA Runtime API, "Interactions
+        with the CUDA Driver API").
+        """
+        driver = ctypes.CDLL(_DRIVER)
+        names = "cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventSynchronize"
+        return tuple(ctypes.cast(getattr(driver, name), ctypes.c_void_p).value or 0 for name in names)
+
+    def check_call(self, code: int) -> None:
+        """Raise DeviceError for the CUresult of one of `staging_calls`, unless it is 0."""
+        with _DeviceScope(self.name):
+            self._cupy.cuda.driver.check_status(code)
 
     def is_reached(self, event: Any) -> bool:
         """Return whether an event has completed."""
@@ -259,7 +286,7 @@ def _ignore_captures() -> None:
     ``cuThreadExchangeStreamCaptureMode``). PyTorch's threads exempt themselves in the same way.
     """
     if not getattr(_of_thread, "ignores_captures", False):
-        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+        ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
         _of_thread.ignores_captures = True
 
 

@@ -1,7 +1,8 @@
 """Read bytes from any source into device memory through page-locked host memory.
 
-For machines whose disks the GPU cannot read from, and for sources that are not files. A few threads read into a ring of
-buffers; each buffer is copied to the device while the next ones are being filled.
+For machines whose disks the GPU cannot read from, and for sources that are not files. The destination is divided into
+windows, of which a few threads take the next in turn: each reads one into a buffer, which is copied to the device while
+the thread reads another one into its second buffer. If the source has files, this is native code.
 """
 
 from __future__ import annotations
@@ -9,24 +10,29 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gpuload.backends.cuda.readers import PAGE, Pending, Threads, bytes_available, check_places
-from gpuload.backends.reading import read_ranges, short_read
+from gpuload.backends.native.staging import stage_windows
+from gpuload.backends.reading import MAX_HELD, read_ranges, short_read
 from gpuload.checks import check_whole
 from gpuload.errors import DeviceError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from gpuload.backends.cuda.device import Device
     from gpuload.types import Source
 
-BUFFER_NBYTES = 8 << 20
-"""Bytes per buffer: large enough to copy at the link's full speed, small compared with a fetch."""
+BUFFER_NBYTES = 2 << 20
+"""Bytes per buffer, and per window: large enough to copy at the link's full speed, small enough that all buffers stay
+in the CPU's cache, from which the page cache is read at 11 GB/s a core in place of 6."""
 
 NUM_THREADS = 4
 
@@ -51,12 +57,14 @@ class PinnedReader:
     io_mode = "pinned"
 
     def __init__(self, device: Device, *, num_threads: int = NUM_THREADS, buffer_nbytes: int = BUFFER_NBYTES) -> None:
-        num_threads = check_whole("num_threads", num_threads, 1)
+        self._num_threads = num_threads = check_whole("num_threads", num_threads, 1)
         self._device = device
         self._buffer_nbytes = buffer_nbytes = check_whole("buffer_nbytes", buffer_nbytes, 1)
         self._ring = _Ring(device, 2 * num_threads, buffer_nbytes)
         self._threads = Threads(num_threads, "pinned", self._ring.close)
         self._lock = threading.Lock()
+        self._stopped = np.zeros(1, dtype=np.uint8)
+        """1 once it is closed: no further window is read then. No lock: the garbage collector may close it anywhere."""
         self.read_nbytes = 0
         """Bytes read so far."""
 
@@ -74,96 +82,207 @@ class PinnedReader:
         """Start to read byte ranges of any source; see `Reader.start`."""
         self._threads.check(source)
         check_places(place, nbytes, int(out.shape[0]))
+        read = _Read(name, offset, nbytes, _cut_into_windows(offset, nbytes, place, self._buffer_nbytes), out, stream)
+        files = _few_files(source, read.windows.at, self._num_threads * MAX_HELD)
         pending = Pending()
-        extent, at, n, to, edges = _cut_into_windows(offset, nbytes, place, self._buffer_nbytes)
-        for lo, hi in pairwise(edges):
-            part = slice(lo, hi)
-            whole = offset[extent[part]], nbytes[extent[part]]
-            self._threads.submit(pending, self._read, source, name, whole, at[part], n[part], to[part], out, stream)
+        for _ in range(min(self._num_threads, read.windows.n)):
+            self._threads.submit(pending, self._take_windows, source, read, files)
         return pending
 
     def close(self) -> None:
-        """Stop the threads and release the buffers, after the reads in progress; may be called twice."""
+        """Stop the threads and release the buffers, after the windows being read; may be called twice."""
+        self._stopped[0] = 1
         self._threads.close()
 
-    def _read(
-        self,
-        _pending: Pending,
-        source: Source,
-        name: str,
-        whole: tuple[NDArray[np.int64], NDArray[np.int64]],
-        at: NDArray[np.int64],
-        nbytes: NDArray[np.int64],
-        place: NDArray[np.int64],
-        out: Any,
-        stream: Any,
-    ) -> None:
-        """Read the ranges of one window of device memory, and copy them there."""
+    def _take_windows(self, pending: Pending, source: Source, read: _Read, files: _Files | None) -> None:
+        """Read windows of device memory, and have them copied there, until none is left."""
         self._device.use()
-        host, event = self._ring.take(), None
-        try:
-            base = int(place[0])
-            _fill(source, name, whole, at, nbytes, place - base, host)
+        if files is None:
+            for window in self._turns(pending, read.windows):
+                self._copy(source, read, window)
+            return
+        while (window := self._copy_natively(pending, source, read, files)) < read.windows.n:
+            self._copy(source, read, window)  # again: this reports what is wrong
+        if read.windows.turn[0] < read.windows.n:
+            raise CancelledError
+
+    def _turns(self, pending: Pending, windows: _Windows) -> Iterator[int]:
+        """Yield the number of the next window as long as there is one; raise CancelledError if no more are wanted."""
+        while True:
             with self._lock:
-                self.read_nbytes += int(nbytes.sum())
+                number = int(windows.turn[0])
+                windows.turn[0] += 1
+            if number >= windows.n:
+                return
+            yield number
+            if (pending.is_stopped or self._stopped[0]) and windows.turn[0] < windows.n:
+                raise CancelledError
+
+    def _copy(self, source: Source, read: _Read, window: int) -> None:
+        """Read one window, and have it copied."""
+        windows, part = read.windows, slice(*read.windows.edges[window : window + 2])
+        extent, place = windows.extent[part], windows.place[part]
+        with self._ring.lent(1) as (buffer,):
+            self._device.wait(buffer.event)
+            whole, base = (read.offset[extent], read.nbytes[extent]), int(place[0])
+            _fill(source, read.name, whole, windows.at[part], windows.nbytes[part], place - base, buffer.host)
+            self._count(int(windows.nbytes[part].sum()))
             try:
-                for first, last in _runs(place, nbytes):
-                    self._device.upload(host[first - base : last - base], out[first:last], stream)
+                for first, last in windows.runs[:, slice(*windows.run_edges[window : window + 2])].T.tolist():
+                    self._device.upload(buffer.host[first - base : last - base], read.out[first:last], read.stream)
             finally:
-                event = self._device.record(stream)
-        finally:
-            self._ring.give_back(host, event)
+                self._device.record(read.stream, buffer.event)
+
+    def _copy_natively(self, pending: Pending, source: Source, read: _Read, files: _Files) -> int:
+        """Do so for all windows; return how many there are, or the first that cannot be read in full."""
+        windows, device, counts = read.windows, self._device, np.zeros(2, dtype=np.int64)
+        with self._ring.lent(2) as buffers, source.hold(files.numbers) as descriptors:
+            window = stage_windows(
+                windows.turn,
+                (pending.stopped, self._stopped),
+                files.at,
+                windows.nbytes,
+                windows.place,
+                np.array(descriptors, dtype=np.int32)[files.number],
+                windows.edges,
+                windows.runs,
+                windows.run_edges,
+                tuple(buffer.host.ctypes.data for buffer in buffers),
+                tuple(device.event_number(buffer.event) for buffer in buffers),
+                device.address(read.out),
+                device.stream_number(read.stream),
+                device.staging_calls,
+                counts,
+            )
+        self._count(int(counts[0]))
+        device.check_call(int(counts[1]))
+        return int(window)
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.read_nbytes += nbytes
+
+
+class _Buffer(NamedTuple):
+    """A page-locked buffer, and the event after which it may be overwritten."""
+
+    host: NDArray[np.uint8]
+    event: Any
 
 
 class _Ring:
-    """Page-locked buffers, each with the event after which it may be overwritten."""
+    """The buffers: made when they are first needed, and then lent again and again."""
 
     def __init__(self, device: Device, max_buffers: int, nbytes: int) -> None:
         self._device = device
         self._max_buffers = max_buffers
         self._nbytes = nbytes
-        self._idle: queue.SimpleQueue[tuple[NDArray[np.uint8], Any]] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._n_buffers = 0
 
-    def take(self) -> NDArray[np.uint8]:
-        """Return a buffer that is not in use; a new one until the maximum number exists."""
+    @contextlib.contextmanager
+    def lent(self, n: int) -> Iterator[list[_Buffer]]:
+        """Lend n buffers, which may still be being copied."""
+        buffers: list[_Buffer] = []
+        try:
+            buffers.extend(self._take() for _ in range(n))
+            yield buffers
+        finally:
+            for buffer in buffers:
+                self._idle.put(buffer)
+
+    def _take(self) -> _Buffer:
+        """Return a buffer that nobody has; a new one until the maximum number exists."""
         with self._lock:
             is_new = self._n_buffers < self._max_buffers
             self._n_buffers += is_new
-        if is_new:
-            try:
-                return self._device.pinned(self._nbytes)
-            except BaseException:
-                with self._lock:
-                    self._n_buffers -= 1
-                raise
-        host, event = self._idle.get()  # never blocks for long: there are more buffers than threads
+        if not is_new:
+            return self._idle.get()  # never blocks for long: there are two for each thread
         try:
-            if event is not None:
-                self._device.wait(event)
+            return _Buffer(self._device.pinned(self._nbytes), self._device.event())
         except BaseException:
-            self.give_back(host, event)
+            with self._lock:
+                self._n_buffers -= 1
             raise
-        return host
-
-    def give_back(self, host: NDArray[np.uint8], event: Any) -> None:
-        """Give back a buffer that is in use until an event, if there is one."""
-        self._idle.put((host, event))
 
     def close(self) -> None:
         """Release the buffers once their copies are done."""
         while not self._idle.empty():
             _, event = self._idle.get()
             self._n_buffers -= 1
-            if event is not None:
-                with contextlib.suppress(DeviceError):  # reported to those who wait for the bytes
-                    self._device.wait(event)
+            with contextlib.suppress(DeviceError):  # reported to those who wait for the bytes
+                self._device.wait(event)
+
+
+@dataclass(slots=True, eq=False)
+class _Windows:
+    """Parts of ranges, by window of device memory.
+
+    Attributes
+    ----------
+    extent : (m,) int64
+        The range that each part belongs to; parts are ordered by place.
+    at, nbytes, place : (m,) int64
+        Source offset, length and place of each part.
+    edges : (n + 1,) int64
+        The parts of window w are ``edges[w]:edges[w + 1]``; there are no empty windows.
+    runs : (2, k) int64
+        Half-open ranges of device memory that are copied in one go.
+    run_edges : (n + 1,) int64
+        The runs of each window.
+    turn : (1,) int64
+        The next window that no thread has taken.
+    """
+
+    extent: NDArray[np.int64]
+    at: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    place: NDArray[np.int64]
+    edges: NDArray[np.int64]
+    runs: NDArray[np.int64]
+    run_edges: NDArray[np.int64]
+    turn: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+
+    @property
+    def n(self) -> int:
+        """Number of windows."""
+        return self.edges.size - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """What is read, and where to; `offset` and `nbytes` are those of whole ranges, for error messages."""
+
+    name: str
+    offset: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    windows: _Windows
+    out: Any
+    stream: Any
+
+
+class _Files(NamedTuple):
+    """The files that a read needs: their numbers; of each part, which of them it is in, and where."""
+
+    numbers: list[int]
+    number: NDArray[np.intp]
+    at: NDArray[np.int64]
+
+
+def _few_files(source: Source, offset: NDArray[np.int64], max_files: int) -> _Files | None:
+    """Return where parts are in the files of a source; None if it has none, or so many that not all can be open."""
+    if source.ranges is not None or not source.has_files:
+        return None
+    number, at, _ = source.locate(offset)
+    is_next = np.diff(number, prepend=-1) != 0
+    numbers = number[is_next]
+    return _Files(numbers.tolist(), np.cumsum(is_next) - 1, at) if numbers.size <= max_files else None
 
 
 def _cut_into_windows(
     offset: NDArray[np.int64], nbytes: NDArray[np.int64], place: NDArray[np.int64], window_nbytes: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], list[int]]:
+) -> _Windows:
     """Split ranges at the boundaries between windows of device memory.
 
     Parameters
@@ -172,32 +291,28 @@ def _cut_into_windows(
         The ranges, and their destinations.
     window_nbytes
         Size of a window; the first begins at the lowest place.
-
-    Returns
-    -------
-    extent : (m,) int64
-        The range that each part belongs to; parts are ordered by place.
-    at, n, to : (m,) int64
-        Source offset, length and place of each part.
-    edges : list of int
-        The parts of window w are ``edges[w]:edges[w + 1]``; empty windows are left out.
     """
     some = np.flatnonzero(nbytes)
-    if not some.size:
-        nothing = np.empty(0, dtype=np.int64)
-        return nothing, nothing, nothing, nothing, []
     some = some[np.argsort(place[some], kind="stable")]
-    base = place[some[0]]
+    base = place[some[:1]]
     lo, hi = place[some] - base, place[some] + nbytes[some] - base
     n_windows = (hi - 1) // window_nbytes - lo // window_nbytes + 1
     mine = np.repeat(np.arange(some.size), n_windows)
-    number = np.arange(mine.size) - np.repeat(np.cumsum(n_windows) - n_windows, n_windows)
-    window = (lo // window_nbytes)[mine] + number
+    window = (lo // window_nbytes)[mine] + np.arange(mine.size) - np.repeat(np.cumsum(n_windows) - n_windows, n_windows)
     first = np.maximum(lo[mine], window * window_nbytes)
     last = np.minimum(hi[mine], (window + 1) * window_nbytes)
-    edges = [0, *(np.flatnonzero(np.diff(window)) + 1).tolist(), window.size]
-    extent = some[mine]
-    return extent, offset[extent] + first - lo[mine], last - first, first + base, edges
+    is_new = np.diff(window, prepend=-1) > 0
+    is_apart = is_new | (first - np.append(0, last[:-1]) >= _MAX_GAP)
+    edges, run = (np.append(np.flatnonzero(starts), mine.size) for starts in (is_new, is_apart))
+    return _Windows(
+        some[mine],
+        offset[some[mine]] + first - lo[mine],
+        last - first,
+        first + base,
+        edges,
+        np.stack([first[run[:-1]], last[run[1:] - 1]]) + base,
+        np.searchsorted(run, edges),
+    )
 
 
 def _fill(
@@ -227,10 +342,3 @@ def _fill(
             if before:  # earlier bytes, which another thread reads, may be missing too
                 got = min(before + got, bytes_available(source, offset, n))
             raise short_read(source, name, offset, n, got)
-
-
-def _runs(place: NDArray[np.int64], nbytes: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return the half-open ranges of device memory that are copied in one go; places must be ascending."""
-    breaks = np.flatnonzero(place[1:] - (place + nbytes)[:-1] >= _MAX_GAP) + 1
-    edges = [0, *breaks.tolist(), place.size]
-    return [(int(place[lo]), int(place[hi - 1] + nbytes[hi - 1])) for lo, hi in pairwise(edges)]

@@ -79,8 +79,14 @@ class Pending:
     """A read in progress."""
 
     def __init__(self) -> None:
-        self.is_stopped = False
+        self.stopped = np.zeros(1, dtype=np.uint8)
+        """1 once no further part is to be started; an array, as native code looks at it too."""
         self._tasks: list[Future[None]] = []
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no further part is to be started."""
+        return bool(self.stopped[0])
 
     def add(self, task: Future[None]) -> None:
         """Add a part of the work."""
@@ -117,7 +123,7 @@ class Pending:
 
     def cancel(self) -> None:
         """Start no further part; parts already started end soon, so check `done` before reusing the memory."""
-        self.is_stopped = True
+        self.stopped[0] = 1
         for task in self._tasks:
             task.cancel()
 
@@ -192,7 +198,7 @@ def _run(pending: Pending, run: Callable[..., None], *args: Any) -> None:
     try:
         run(pending, *args)
     except BaseException:
-        pending.is_stopped = True
+        pending.stopped[0] = 1
         raise
 
 

@@ -124,6 +124,16 @@ def opaque(_typing: Any, value: Any) -> Any:
 
 
 @intrinsic
+def count_up(_typing: Any, address: Any) -> Any:
+    """Add 1 to the int64 at an address, which other threads may count up too; return what it was."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), ir.Constant(I64, 1), "seq_cst")
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
 def copy16(_typing: Any, to: Any, at: Any) -> Any:
     """Copy 16 bytes, all read before any is written."""
 
