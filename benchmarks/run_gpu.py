@@ -228,6 +228,8 @@ ARMS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "gpuload/dense/cached": lambda options: loader(options, **_LATER),
     "gpuload/step/pinned": lambda options: loader(options, step_s=STEP_S, io="pinned"),
     "gpuload/step/cached": lambda options: loader(options, step_s=STEP_S, **_LATER),
+    "gpuload/step/host": lambda options: loader(options, step_s=STEP_S, io="pinned", host_decode=0.3),
+    "gpuload/step/host-half": lambda options: loader(options, step_s=STEP_S, io="pinned", host_decode=0.5),
     "gpuload/dense/verified": lambda options: loader(options, io="pinned", verify="always"),
     "gpuload/dense/unverified": lambda options: loader(options, io="pinned", verify="never"),
     "gpuload/dali/pinned": lambda options: loader(options, io="pinned", has_dali=True),

@@ -134,6 +134,7 @@ def open_loader(
     verify: str = "once",
     device_memory: int | str | None = None,
     device_cache: int | str | None = None,
+    host_decode: float = 0.0,
     io: str = "auto",
     cache: SampleStore | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -258,8 +259,8 @@ def open_loader(
     num_threads
         Native threads that read and decode, and as many again that assemble minibatches; None: one of each per core
         available to this process; under torchrun and in a container, its share of them. On a GPU, threads that read
-        (None: KvikIO's setting, or 8, and 4 when reading through page-locked memory), and as many that decode what the
-        GPU has no decoder for (None: one per core, as above).
+        (None: KvikIO's setting, or 8, and 4 when reading through page-locked memory), and as many that decode
+        `host_decode`, and what the GPU has no decoder for (None: one per core, as above).
     verify
         When to verify the file's checksums: ``"once"`` per stored chunk after the file is opened, before any of its
         data is returned (later reads inflate only as much of the chunk as they need); ``"always"``, on every read;
@@ -270,6 +271,9 @@ def open_loader(
         Part of it used to cache chunks; those that fit are read from disk only in the first epoch. Gene numbers and
         counts below 65,536 are kept decoded, in 3 to 4 bytes per stored value, other chunks in their on-disk form; with
         ``verify="always"`` all are. None: no cache.
+    host_decode
+        Share of the compressed chunks, from 0 to 1, that CPU cores decode in place of the GPU (`num_threads`), once
+        `device_cache` is full: for a GPU that training keeps busy beside idle cores. The minibatches are the same.
     io
         How bytes reach the GPU: ``"kvikio"`` (GPUDirect Storage if available), ``"pinned"`` (through page-locked host
         memory), or ``"auto"``, which alternates for the first reads, then uses the faster and logs the choice.
@@ -334,6 +338,7 @@ def open_loader(
         verify=verify,
         device_memory=device_memory,
         device_cache=device_cache,
+        host_decode=host_decode,
         io=io,
         n_matrices=len(layers) + len(obsm) + len(modalities[1:]),
     )

@@ -9,7 +9,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from gpuload.checks import check_choice, parse_nbytes
+from gpuload.checks import check_choice, check_share, parse_nbytes
 from gpuload.errors import GpuloadError, MissingDependencyError, PlanError, shown
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def open_backend(
     verify: str,
     device_memory: int | str | None = None,
     device_cache: int | str | None = None,
+    host_decode: float = 0.0,
     io: str = "auto",
     n_matrices: int = 1,
 ) -> Backend:
@@ -42,7 +43,9 @@ def open_backend(
         When checksums are verified: ``"once"``, ``"always"`` or ``"never"``.
     device_memory, device_cache
         Bytes, or text such as ``"20GiB"``: limit on device memory, and the share of it that caches chunks.
-        If ``"auto"`` finds no GPU, these and `io` are ignored.
+        If ``"auto"`` finds no GPU, these, `host_decode` and `io` are ignored.
+    host_decode
+        Share of the chunks, from 0 to 1, that the CPU's cores decode for a GPU.
     io
         ``"kvikio"``, ``"pinned"`` or ``"auto"``: how bytes get to a GPU.
     n_matrices
@@ -58,6 +61,7 @@ def open_backend(
         A required package is not installed.
     """
     check_choice("io", io, ("auto", "kvikio", "pinned"))
+    host_decode = check_share("host_decode", host_decode)
     device = device_name(device)
     number = device_number(device)
     memory, cache = (
@@ -68,7 +72,8 @@ def open_backend(
         number, why = first_gpu()
         _log.info("device='auto': chose %r (%s)", "cpu" if number is None else f"cuda:{number}", why)
     if number is None:
-        given = {"device_memory": device_memory, "device_cache": device_cache, "io": None if io == "auto" else io}
+        given: dict[str, object] = {"device_memory": device_memory, "device_cache": device_cache}
+        given |= {"host_decode": host_decode or None, "io": None if io == "auto" else io}
         for name, value in given.items():
             if value is None:
                 continue
@@ -81,7 +86,13 @@ def open_backend(
     from gpuload.backends.cuda import open_cuda
 
     return open_cuda(
-        number, num_threads=num_threads, verify=verify, memory_nbytes=memory, cache_nbytes=cache or 0, io=io
+        number,
+        num_threads=num_threads,
+        verify=verify,
+        memory_nbytes=memory,
+        cache_nbytes=cache or 0,
+        host_decode=host_decode,
+        io=io,
     )
 
 

@@ -33,6 +33,7 @@ _NAMES = (
     "verify",
     "device_memory",
     "device_cache",
+    "host_decode",
     "io",
 )
 
@@ -87,6 +88,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device-cache",
         metavar="SIZE",
         help="GPU memory, within --device-memory, to cache stored chunks in (default: none)",
+    )
+    group.add_argument(
+        "--host-decode",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="share of the chunks, from 0 to 1, that CPU cores decode in place of the GPU (default: 0)",
     )
     group.add_argument(
         "--verify",

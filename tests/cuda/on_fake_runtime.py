@@ -62,7 +62,14 @@ fake = _replace_runtime()
 
 
 def _open_cuda(
-    number: int, *, num_threads: int | None, verify: str, memory_nbytes: int | None, cache_nbytes: int, io: str
+    number: int,
+    *,
+    num_threads: int | None,
+    verify: str,
+    memory_nbytes: int | None,
+    cache_nbytes: int,
+    host_decode: float,
+    io: str,
 ) -> Any:
     from gpuload.backends.cuda.backend import CudaBackend
     from gpuload.backends.cuda.device import Device as CupyDevice
@@ -84,6 +91,7 @@ def _open_cuda(
         num_threads=num_threads,
         verify=verify,
         cache_nbytes=cache_nbytes,
+        host_decode=host_decode,
     )
 
 

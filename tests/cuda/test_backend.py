@@ -76,6 +76,7 @@ def open_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]
             verify: str,
             memory_nbytes: int | None,
             cache_nbytes: int,
+            host_decode: float,
             io: str,
         ) -> CudaBackend:
             return CudaBackend(
@@ -85,6 +86,7 @@ def open_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]
                 num_threads=num_threads,
                 verify=verify,
                 cache_nbytes=cache_nbytes,
+                host_decode=host_decode,
             )
 
         monkeypatch.setattr("gpuload.backends.cuda.open_cuda", open_cuda)

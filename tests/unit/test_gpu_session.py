@@ -319,6 +319,7 @@ def test_arms_ask_for_what_their_names_say(tmp_path: Path, monkeypatch: pytest.M
                 (1, "16GiB") if "cached" in words else (None, None)
             )
             assert asked.get("output") == ("csr" if "csr" in words else None)
+            assert asked.get("host_decode") == {"host": 0.3, "host-half": 0.5}.get(words[-1])
             assert asked.get("step_s") == (run_gpu.STEP_S if "step" in words else None)
             verify = {"verified": "always", "unverified": "never"}
             assert asked.get("verify") == next((verify[word] for word in words if word in verify), None)

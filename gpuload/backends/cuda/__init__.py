@@ -21,7 +21,14 @@ _log = logging.getLogger("gpuload")
 
 
 def open_cuda(
-    number: int, *, num_threads: int | None, verify: str, memory_nbytes: int | None, cache_nbytes: int, io: str
+    number: int,
+    *,
+    num_threads: int | None,
+    verify: str,
+    memory_nbytes: int | None,
+    cache_nbytes: int,
+    host_decode: float,
+    io: str,
 ) -> CudaBackend:
     """Return the backend for a GPU.
 
@@ -32,7 +39,7 @@ def open_cuda(
     num_threads
         Threads that read, and threads that decode on the host; None takes KvikIO's own setting or `pinned.NUM_THREADS`,
         and one per core available to this process.
-    verify, cache_nbytes
+    verify, cache_nbytes, host_decode
         As for `CudaBackend`.
     memory_nbytes
         Limit on device memory; None for no limit.
@@ -60,7 +67,13 @@ def open_cuda(
         readers.append(PinnedReader(device, num_threads=NUM_THREADS if num_threads is None else num_threads))
     reader = readers[0] if len(readers) == 1 else MeasuredReader(device, *readers)
     try:
-        return CudaBackend(device, reader, Nvcomp(), num_threads=num_threads, verify=verify, cache_nbytes=cache_nbytes)
+        return CudaBackend(
+            *(device, reader, Nvcomp()),
+            num_threads=num_threads,
+            verify=verify,
+            cache_nbytes=cache_nbytes,
+            host_decode=host_decode,
+        )
     except BaseException:
         reader.close()
         raise

@@ -59,6 +59,8 @@ class CudaBackend:
         Threads for what the host decodes; None takes one per core available to this process.
     cache_nbytes
         Device memory for caching stored chunks.
+    host_decode
+        Share of the chunks, from 0 to 1, that the host decodes.
     """
 
     takes_ahead = 0
@@ -72,6 +74,7 @@ class CudaBackend:
         num_threads: int | None = None,
         verify: str = "once",
         cache_nbytes: int = 0,
+        host_decode: float = 0.0,
     ) -> None:
         self.device = device.name
         self.device_nbytes: int | None = device.capacity()
@@ -83,6 +86,7 @@ class CudaBackend:
             num_threads=num_threads,
             verify=verify,
             cache_nbytes=cache_nbytes,
+            host_decode=host_decode,
         )
         self._gatherer = Gatherer(device, self._pools)
         self._chosen_stream: Any = None

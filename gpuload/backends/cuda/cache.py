@@ -114,6 +114,8 @@ class ChunkCache:
         self._used = 0
         self._lock = threading.Lock()
         self._chunks: dict[int, _Chunks] = {}
+        self.has_room = nbytes > 0
+        """Whether all chunks so far had room."""
         self.memory: Any = device.empty(nbytes) if nbytes else None
 
     @property
@@ -151,6 +153,7 @@ class ChunkCache:
             is_new = (place < 0) | (known.room_nbytes[chunk] < nbytes)
             ends = self._used + np.cumsum(np.where(is_new, nbytes, 0))
             fits = ~is_new | (ends <= self._nbytes)
+            self.has_room &= bool(fits.all())
             self._used = int(ends[is_new & fits].max(initial=self._used))
             place = np.where(is_new, ends - nbytes, place)
             known.room_nbytes[chunk[is_new & fits]] = nbytes[is_new & fits]

@@ -122,14 +122,25 @@ class _Arena:
     memory: Any = None
 
 
-class _Lane:
-    """What one loading thread decodes with: a stream, its scratch memory, and arenas used in turn."""
+class _Track:
+    """A stream, and memory used on no other; see `Lane`."""
 
-    def __init__(self, device: Device, pools: list[DevicePool], scratch: list[DevicePool]) -> None:
-        self.stream = device.stream()
+    def __init__(self, device: Device, pools: list[DevicePool], scratch: list[DevicePool], **options: bool) -> None:
+        self.stream = device.stream(**options)
         self.scratch = DevicePool(device, 32, pools)
         scratch.append(self.scratch)
+
+
+class _Lane(_Track):
+    """What one loading thread decodes with: also arenas, used in turn, and a track for what the host decodes.
+
+    Threads of the host wait for their uploads: these must not queue behind what the device decodes.
+    """
+
+    def __init__(self, device: Device, pools: list[DevicePool], scratch: list[DevicePool]) -> None:
+        super().__init__(device, pools, scratch)
         self.arenas = cycle([_Arena(device.stream()) for _ in range(N_ARENAS)])
+        self.of_host = _Track(device, pools, scratch, is_urgent=True)
 
 
 class _Lanes(threading.local):
@@ -153,8 +164,10 @@ class DeviceLoads:
         num_threads: int | None,
         verify: str,
         cache_nbytes: int,
+        host_decode: float,
     ) -> None:
         self._device, self._reader, self._stats, self._verify = device, reader, stats, verify
+        self._host_decode = host_decode
         self.residents = DevicePool(device, 16, pools)
         """Memory of the residents, which consumers use too."""
         self._scratch: list[DevicePool] = []
@@ -215,25 +228,34 @@ class DeviceLoads:
         for outcome in outcomes:
             for task in outcome.on_host:
                 task.cancel()
-        self._device.wait(self._device.record(self._lanes.own.stream))  # memory that launches use must outlive them
+        lane = self._lanes.own
+        for stream in (lane.stream, lane.of_host.stream):
+            self._device.wait(self._device.record(stream))  # memory that launches use must outlive them
         for outcome in outcomes:
             if outcome.reserved.numbers.size:
                 self._cache.release(outcome.read, outcome.reserved.numbers)
 
     def _filled(self, recipe: Recipe, outcomes: list[Outcome]) -> CudaResident:
         """Return the resident of a recipe once it is whole; append the outcome of each part as it is launched."""
-        stream = self._lanes.own.stream
+        lane, stream = self._lanes.own, self._lanes.own.stream
         resident = self._new_resident(recipe, stream)
+        self._device.stream_wait(lane.of_host.stream, self._device.record(stream))  # for those who used its memory
         for read in recipe.reads:
             if self._decoder.steps(read.layout) is None:
+                self._warn_of_host(read.layout)
                 outcomes.append(self._on_host(read, resident))
                 continue
-            cached, n_chunks = self._cache.places(read), read.chunk_id.size
+            cached = self._cache.places(read)
             if cached.numbers.size:
                 self._run_cached(read, cached, resident, outcomes)
-            if cached.numbers.size < n_chunks:
-                is_cached = np.isin(np.arange(n_chunks), cached.numbers)
-                rest = select_chunks(read, ~is_cached) if is_cached.any() else read
+            is_left = np.ones(read.chunk_id.size, dtype=bool)
+            is_left[cached.numbers] = False
+            is_of_host = is_left & self._is_of_host(read, is_left)
+            if is_of_host.any():
+                outcomes.append(self._on_host(_chosen(read, is_of_host), resident))
+            is_of_device = is_left & ~is_of_host
+            if is_of_device.any():
+                rest = _chosen(read, is_of_device)
                 for lo, hi in rest.parts(self._part_nbytes(read.layout)):
                     self._run(rest, lo, hi, resident, outcomes)
         start = time.perf_counter()
@@ -304,14 +326,27 @@ class DeviceLoads:
         decode_s = time.perf_counter() - middle + start - begun
         self._stats.add(read_nbytes=int(nbytes.sum()), read_s=middle - start, decode_s=decode_s)
 
+    def _is_of_host(self, read: ArrayRead, is_left: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return which chunks are the host's share of those left to decode: the last ones, by their stored bytes.
+
+        None while the device's cache has room, which only the device fills.
+        """
+        if not self._host_decode or read.layout.is_raw or self._cache.has_room:
+            return np.zeros(is_left.size, dtype=bool)
+        nbytes = np.cumsum(read.chunk_nbytes * is_left)
+        is_of_host: NDArray[np.bool_] = nbytes > (1 - self._host_decode) * nbytes[-1]
+        return is_of_host
+
     def _on_host(self, read: ArrayRead, resident: CudaResident) -> Outcome:
-        """Start to decode a read on the host."""
+        """Start to read and decode on the host."""
         self._host_reads = True
-        source, name, how = read.layout.source, read.layout.name, "+".join(f.name for f in read.layout.filters)
+        return Outcome(read, on_host=self._host.start(read, resident.flat(read.target), self._lanes.own.of_host))
+
+    def _warn_of_host(self, layout: ArrayLayout) -> None:
+        source, name, how = layout.source, layout.name, "+".join(f.name for f in layout.filters)
         self._warn_once(
             how, "%s: %s is stored as %s, which the GPU has no decoder for; the host decodes it", source.name, name, how
         )
-        return Outcome(read, on_host=self._host.start(read, resident.flat(read.target), self._lanes.own))
 
     def _run_cached(self, read: ArrayRead, cached: Places, resident: CudaResident, outcomes: list[Outcome]) -> None:
         """Launch what puts chunks of a read that are in the cache into the resident, and append the outcomes."""
@@ -353,7 +388,7 @@ class DeviceLoads:
         )
         outcomes.append(outcome)
         if left.size:
-            outcome.on_host = self._host.start(_only(read, left), out, lane)
+            outcome.on_host = self._host.start(_only(read, left), out, lane.of_host)
 
     def _grow(self, arena: _Arena, nbytes: int) -> None:
         """Enlarge an unused arena if it is too small; it starts on a page boundary, as transfers do."""
@@ -373,7 +408,8 @@ class DeviceLoads:
         decoded_nbytes = int(read.layout.decoded_nbytes(read.chunk_id[good]).sum())
         self._stats.add(decoded_nbytes=decoded_nbytes, n_chunks=good.size)
         if suspects.size:
-            outcome.on_host += self._host.start(_only(read, suspects), resident.flat(read.target), self._lanes.own)
+            out = resident.flat(read.target)
+            outcome.on_host += self._host.start(_only(read, suspects), out, self._lanes.own.of_host)
         for task in outcome.on_host:
             task.result()
         if suspects.size:
@@ -398,8 +434,13 @@ class DeviceLoads:
             _log.warning(message, *args)
 
 
+def _chosen(read: ArrayRead, is_chosen: NDArray[np.bool_]) -> ArrayRead:
+    """Return a read of the chosen chunks, the same one if they are all."""
+    return read if is_chosen.all() else select_chunks(read, is_chosen)
+
+
 def _only(read: ArrayRead, numbers: NDArray[np.int64]) -> ArrayRead:
-    """Return a read of some of its chunks."""
+    """Return a read of some of its chunks, by number."""
     return select_chunks(read, np.isin(np.arange(read.chunk_id.size), numbers))
 
 
