@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from gpuload.types import Source
 
 BUFFER_NBYTES = 2 << 20
-"""Bytes per buffer, and per window: large enough to copy at the link's full speed, small enough that all buffers stay
-in the CPU's cache, from which the page cache is read at 11 GB/s a core in place of 6."""
+"""Bytes per buffer, and per window: large enough to copy at the link's full speed, and small enough that all buffers
+stay in the CPU's cache."""
 
 NUM_THREADS = 4
 
