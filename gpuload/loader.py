@@ -237,7 +237,7 @@ class Loader:
         ``"residents"``: decoded fetches, both in use and loading. ``"minibatches"``: those in progress, held by the
         consumer, or kept for reuse. ``"scratch"``: working memory of the threads. ``"metadata"``: row offsets, chunk
         addresses and obs columns. On a GPU these are device memory, except metadata; ``"host"``: memory in which the
-        host decodes what the GPU has no decoder for. Excludes memory used by Python and its packages.
+        host decodes for it. Excludes memory used by Python and its packages.
         """
         metadata = sum(table.store.metadata_nbytes for table in self._tables.values())
         return {**self._backend.memory(), "metadata": metadata}

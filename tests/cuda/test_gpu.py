@@ -77,6 +77,16 @@ def test_good_chunks_are_never_decoded_on_the_host(
             np.testing.assert_array_equal(to_host(batch.X), stored.dense[batch.rows])
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-lz4-shuffle", "dense-gzip4", "csr-data-f8"])
+def test_cores_decode_a_share(store_variant: StoreVariant, kind: str, share: float) -> None:
+    stored = store_variant(kind)
+    with gpuload.open_loader(stored.path, host_decode=share, block_size=5, **SMALL) as loader:
+        for _ in range(2):
+            for batch in loader:
+                np.testing.assert_array_equal(to_host(batch.X), stored.dense[batch.rows])
+
+
 @pytest.mark.parametrize(
     "name", ["v2-csr-gzip", *(f"v3-csr-{how}-crc32c" for how in ("gzip", "zstd", "blosc-lz4", "sharded"))]
 )
@@ -158,14 +168,14 @@ def totals(path: Path) -> np.ndarray:
     return np.asarray(anndata.read_h5ad(path).X.sum(axis=1)).ravel()
 
 
-@pytest.mark.parametrize("n_kept", [0, 3, 20])
-def test_minibatches_are_not_overwritten_while_a_slow_stream_reads_them(wide: Path, n_kept: int) -> None:
+@pytest.mark.parametrize(("n_kept", "share"), [(0, 0.0), (3, 0.0), (20, 0.0), (3, 0.5)])
+def test_minibatches_are_not_overwritten_while_a_slow_stream_reads_them(wide: Path, n_kept: int, share: float) -> None:
     torch = pytest.importorskip("torch")
     from gpuload.torch import CellDataset
 
     expected = torch.from_numpy(totals(wide)).cuda()
     side = torch.cuda.Stream()
-    settings = {"device": "cuda:0", "batch_size": 256, "fetch_factor": 16, "block_size": "chunk"}
+    settings = {"device": "cuda:0", "batch_size": 256, "fetch_factor": 16, "block_size": "chunk", "host_decode": share}
     with gpuload.open_loader(wide, **settings) as loader, torch.cuda.stream(side):
         wrong = torch.zeros((), device="cuda", dtype=torch.int64)
         weight = torch.ones(4096, 4096, device="cuda")
