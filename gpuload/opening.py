@@ -204,6 +204,8 @@ def explain_missing_column(
     if table is not None:
         said += f"; obs_table has {listing([str(name) for name in table])}"
     if sampler is not None and missing in sampler.columns and missing not in named:
+        while missing in getattr(inner := getattr(sampler, "inner", None), "columns", ()):
+            sampler = inner
         raise StoreError(
             f"{said}; {type(sampler).__name__} asks for {missing!r}, by an argument or its default: give it a column "
             "that is there."

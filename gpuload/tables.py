@@ -199,16 +199,17 @@ def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
 def _unknown_genes(unknown: list[str], n_given: int, store: Store) -> PlanError:
     """Return the error for genes that the cells do not have, or no longer have once their files are joined."""
     count = f"{len(unknown)} of {n_given} are not"
+    known = listing(store.var_names.tolist(), 3)
     join = None if store.alignment is None else store.alignment.join
     if join == "inner":
         return PlanError(
             f"genes: {unknown[0]!r} is not in all of the {len(store.paths)} files ({count}), as join='inner' demands; "
-            "leave it out, use join='outer', or check its spelling."
+            f"those that are: {known}. Leave it out, use join='outer', or check its spelling."
         )
     if isinstance(join, tuple):
         return PlanError(f"genes: {unknown[0]!r} is not in the list join= ({count}); add it there, or leave it out.")
     of = store.paths[0] if join is None else f"any of the {len(store.paths)} files"
     return PlanError(
-        f"genes: {unknown[0]!r} is not a gene of {of} ({count}), whose genes are "
-        f"{listing(store.var_names.tolist(), 3)}; choose by such names, or by a mask over all of them."
+        f"genes: {unknown[0]!r} is not a gene of {of} ({count}), whose genes are {known}; choose by such names, by a "
+        "condition on a column of var, or by a mask over all of them."
     )

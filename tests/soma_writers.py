@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,12 @@ def add_members(path: Path, *names: str) -> None:
 def is_text(dtype: Any) -> bool:
     """Return whether a column of this type holds text: pandas 3 has a type of its own for it."""
     return pd.api.types.is_object_dtype(dtype) or isinstance(dtype, pd.StringDtype)
+
+
+def note_index(path: Path, name: str | None) -> None:
+    """Note in a table of cells or genes what the AnnData's index was named, as tiledbsoma does."""
+    with library().open(str(path), "w") as array:
+        array.meta["soma_dataframe_original_index_name"] = json.dumps(name)
 
 
 def write_frame(

@@ -121,7 +121,7 @@ def check_outputs(sources: Sequence[str], *paths: str | None) -> None:
     Raises
     ------
     ReadError
-        The folder of one does not exist, or it is a folder.
+        The folder of one does not exist, or it is a folder, or this user may not write there.
     PlanError
         One is a file to read, or an existing file that has the name of one.
     """
@@ -134,6 +134,8 @@ def check_outputs(sources: Sequence[str], *paths: str | None) -> None:
             raise ReadError(f"{path}: there is no folder {folder}; create it first, or choose another place.")
         if os.path.isdir(path):
             raise ReadError(f"{path}: this is a folder; name a file to write.")
+        if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+            raise ReadError(f"{path}: cannot be written: this user may not write there. Choose another place.")
         is_data = path.endswith(ENDINGS) or os.path.realpath(path) in map(os.path.realpath, sources)
         if is_data and os.path.exists(path):
             raise PlanError(f"{path}: this file holds data and would be lost; name another file to write.")

@@ -291,7 +291,7 @@ _CURES = {
     _GZIP: "gunzip it first",
     PARQUET: "this is a Parquet file: end its name in .parquet",
     ZIP: "this is a zip file: copy it to a disk, and open the copy",
-    HDF5: "it begins like one, so it was truncated or damaged: copy it again",
+    HDF5: "it begins like one, so it was truncated or damaged, or is being written: copy it again, or wait",
     b"version ": "this is Git LFS's pointer to the file; get that with `git lfs pull`",
     b"<": "this is a web page, or a server's refusal; look into it, and download the file again",
 }

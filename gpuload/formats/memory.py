@@ -73,6 +73,7 @@ def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]
         return _open_anndata(cells, where, layer, obs, var)
     if not is_matrix(cells):
         cure = "; of a data frame of genes, pass anndata.AnnData(frame)" if hasattr(cells, "iloc") else ""
+        cure = "; of an AnnCollection, pass its adatas, a list" if hasattr(cells, "adatas") else cure
         raise StoreError(
             f"paths{'' if place is None else f'[{place}]'}={shown(cells)}: expected a path, an AnnData, a SciPy CSR "
             f"matrix or a NumPy array{cure}."

@@ -90,6 +90,11 @@ def expand(path: str) -> list[str]:
                 f"{path}: no file matches this pattern. '~' is not expanded; pass os.path.expanduser(path)."
             )
         if not found:
+            folder = os.path.dirname(path)
+            while has_magic(folder):
+                folder = os.path.dirname(folder)
+            _check_place(folder or os.curdir, path)
+            names_in(folder or os.curdir)
             raise ReadError(f"{path}: no file matches this pattern. Check the path.")
         return found
     if not _is_folder(path) or folder_form(path):
@@ -264,7 +269,18 @@ def _modality(path: str) -> tuple[str, str]:
             f"{path}: it is a link to {os.readlink(path)!r}, where there is no file; put the file there, or leave the "
             "link out."
         )
+    _check_place(path, path)
     raise ReadError(f"{path}: no such file. Check the path.")
+
+
+def _check_place(place: str, path: str) -> None:
+    """Raise ReadError for a path if this user may not even see whether its place is there."""
+    try:
+        os.stat(place)
+    except PermissionError as error:
+        raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
+    except OSError:
+        pass  # it is not there
 
 
 def _group_of(path: str) -> str:

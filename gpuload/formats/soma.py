@@ -4,9 +4,9 @@ An experiment is a TileDB group: ``obs``, and ``ms`` with one measurement per mo
 groups ``X`` of layers and ``obsm`` of embeddings. Neither TileDB nor tiledbsoma is needed.
 
 Row r of a matrix is the cell whose ``soma_joinid`` is r; cells and genes must be numbered from 0 without gaps. They are
-named by the columns that tiledbsoma keeps their names in, ``obs_id`` and ``var_id``; in the Census, genes by
-``feature_name``, and by ``feature_id`` too. ``"X"`` is the layer ``"data"``, else ``"raw"``, else the only one;
-``"raw.X"`` is that of the measurement ``"raw"``.
+named by the column that tiledbsoma has made of the AnnData's index: of the index's own name, which it notes in the
+table's metadata, or ``obs_id`` and ``var_id``; in the Census, genes by ``feature_name``, and by ``feature_id`` too.
+``"X"`` is the layer ``"data"``, else ``"raw"``, else the only one; ``"raw.X"`` is that of the measurement ``"raw"``.
 
 References
 ----------
@@ -16,6 +16,7 @@ References
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 from gpuload.errors import StoreError, listing
 from gpuload.formats.arrays import OBSM, as_strings, damage_to_metadata, no_column, no_obsm, no_var, numbered
 from gpuload.formats.soma_matrices import open_matrix
-from gpuload.formats.tiledb_arrays import open_arrays, read_tables
+from gpuload.formats.tiledb_arrays import META, open_arrays, read_tables
 from gpuload.formats.tiledb_files import files_of
 from gpuload.formats.tiledb_fragments import date_of, time_of, until_now
 from gpuload.formats.tiledb_schema import parse_group
+from gpuload.formats.tiledb_tiles import damaged
 from gpuload.store import Store
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ _ID, _RAW, _MEASUREMENTS, _GROUP = "soma_joinid", "raw", "ms", "__group"
 _LAYERS = ("data", _RAW)
 _CELL_NAMES = ("obs_id",)
 _GENE_NAMES = ("var_id", "feature_name", "feature_id")
+_INDEX = "soma_dataframe_original_index_name"
 
 
 def open_soma(path: str, *, layer: str, obs: Sequence[str], modality: str = "", var: Sequence[str] = ()) -> Store:
@@ -72,7 +75,8 @@ def open_soma(path: str, *, layer: str, obs: Sequence[str], modality: str = "", 
         tables = {cells: obs}
         if genes is not None:
             _check_columns(genes, var, path, "var")
-            tables[genes] = list(dict.fromkeys([*(n for n in _GENE_NAMES if n in genes.schema.fields), *var]))
+            gene_columns = _named_by(genes, _GENE_NAMES)
+            tables[genes] = list(dict.fromkeys([*gene_columns, *var]))
         elif var:
             raise no_var(path, var)
         read = read_tables(tables, _ID, array)
@@ -85,7 +89,7 @@ def open_soma(path: str, *, layer: str, obs: Sequence[str], modality: str = "", 
         else:
             gene_numbers, named = read[genes]
             n_vars = _checked(gene_numbers, genes)
-            names, gene_ids = _gene_names(named, n_vars)
+            names, gene_ids = _gene_names([named[name] for name in gene_columns], n_vars)
             of_genes = {name: encode(named[name], name, path, "var") for name in var}
             matrix, source = open_matrix(array, n_obs, n_vars)
     return Store((matrix,), (path,), names, encoded, (source,), gene_ids, var=(of_genes,))
@@ -94,17 +98,18 @@ def open_soma(path: str, *, layer: str, obs: Sequence[str], modality: str = "", 
 def obs_columns(path: str) -> list[str]:
     """Return the names of the columns of obs, without the names of cells."""
     with _opened(path) as experiment:
-        return [name for name in experiment.obs().schema.fields if name not in (_ID, *_CELL_NAMES)]
+        cells = experiment.obs()
+        return [name for name in cells.schema.fields if name not in (_ID, *_named_by(cells, _CELL_NAMES))]
 
 
 def cell_names(path: str) -> NDArray[np.object_] | int:
     """Return the names of the cells as strings, shape (n_obs,) object; their number if they have none."""
     with _opened(path) as experiment:
         cells = experiment.obs()
-        name = next((name for name in _CELL_NAMES if name in cells.schema.fields), None)
-        ids, found = read_tables({cells: [] if name is None else [name]}, _ID)[cells]
+        names = _named_by(cells, _CELL_NAMES)[:1]
+        ids, found = read_tables({cells: names}, _ID)[cells]
         n_obs = _checked(ids, cells)
-        return n_obs if name is None else as_strings(found[name])
+        return as_strings(found[names[0]]) if names else n_obs
 
 
 def cell_column(path: str, name: str) -> Any:
@@ -138,7 +143,7 @@ class _Experiment:
     def arrays(self, modality: str, layer: str) -> tuple[Array, Array, Array | None]:
         """Return obs, the array of a layer or an embedding, and the genes that are its columns."""
         below = self._files.below(self._measurements)
-        self._files.read_once([key for key in below if os.path.basename(os.path.dirname(key)) == _GROUP])
+        self._files.read_once([key for key in below if os.path.dirname(key).endswith((f"/{_GROUP}", f"/var/{META}"))])
         keys = self._keys(self._measurement(modality, layer), layer)
         cells, array, *genes = open_arrays(self._files, [self._obs, *keys])
         return cells, array, genes[0] if genes else None
@@ -244,9 +249,21 @@ def _checked(ids: NDArray[np.int64], array: Array) -> int:
     return int(ids.size)
 
 
-def _gene_names(named: dict[str, Any], n: int) -> tuple[NDArray[np.object_], NDArray[np.object_] | None]:
+def _named_by(table: Array, usual: Sequence[str]) -> list[str]:
+    """Return the columns that name the rows of obs or var, the first of which is the index of the AnnData."""
+    noted = table.metadata().get(_INDEX, b"null")
+    try:
+        index = json.loads(noted)
+    except ValueError:
+        index = noted
+    if not isinstance(index, str | None):
+        raise damaged(table.where, f"its metadata hold {noted!r} for {_INDEX}")
+    return [name for name in dict.fromkeys((index, *usual)) if name in table.schema.fields and name != _ID]
+
+
+def _gene_names(named: Sequence[Any], n: int) -> tuple[NDArray[np.object_], NDArray[np.object_] | None]:
     """Return the names of genes, and their ids if they have such too."""
-    found = [as_strings(named[name]) for name in _GENE_NAMES if name in named]
+    found = [as_strings(column) for column in named[:2]]
     if not found:
         return numbered(n), None
     return found[0], found[1] if len(found) > 1 else None

@@ -24,7 +24,7 @@ from gpuload.backends.codecs import DecodeError
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.progress import each_of
 from gpuload.formats.tiledb_fragments import LISTS, committed, now, parse_fragment, time_of, until_now
-from gpuload.formats.tiledb_schema import parse_enumeration, parse_schema
+from gpuload.formats.tiledb_schema import parse_enumeration, parse_metadata, parse_schema
 from gpuload.formats.tiledb_text import texts
 from gpuload.formats.tiledb_tiles import damaged
 from gpuload.sampling.classes import factorize
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 _FRAGMENTS, _COMMITS, _SCHEMA, _ENUMERATIONS = "__fragments", "__commits", "__schema", "__enumerations"
 _METADATA = "__fragment_metadata.tdb"
+META = "__meta"
+"""The folder of an array's own metadata."""
 
 READ, DECODED = 8 << 20, 32 << 20
 """Bytes of a column that are read, and decoded, at a time; the rows of a matrix decode to a thousand times as many."""
@@ -98,6 +100,13 @@ class Array:
     def field(self, name: str) -> Field:
         """Return a column of the latest schema."""
         return self.schema.fields[name]
+
+    def metadata(self) -> dict[str, bytes]:
+        """Read what its writer has noted about it, by name; numbers and text as bytes."""
+        folder = _at(self.key, META)
+        names = until_now(n for n in self.files.names(folder) if n.startswith("__") and not n.endswith(".vac"))
+        raw = self.files.read_once([f"{folder}/{name}" for name in names])
+        return parse_metadata([(one, f"{self.where}/{META}/{name}") for one, name in zip(raw, names, strict=True)])
 
     def check(self, names: Sequence[str], ids: str) -> None:
         """Raise StoreError if there is no such column of ids, or a column cannot be read."""

@@ -1,8 +1,9 @@
-"""What TileDB stores about an array, its schema and its enumerations, and about a group, its members. Pure parsing.
+"""What TileDB stores about an array, its schema, enumerations and metadata, and about a group, its members: parsing.
 
 References
 ----------
-.. [1] TileDB, Inc., TileDB format specification, format version 23: "Array schema", "Enumerations", "Group".
+.. [1] TileDB, Inc., TileDB format specification, format version 23: "Array schema", "Enumerations", "Metadata",
+   "Group".
 """
 
 from __future__ import annotations
@@ -204,6 +205,21 @@ def parse_group(files: list[tuple[bytes, str]]) -> dict[str, str]:
             else:
                 members[name] = path
     return members
+
+
+def parse_metadata(files: list[tuple[bytes, str]]) -> dict[str, bytes]:
+    """Return an array's metadata, name to bytes of its value, from its files in the order of time."""
+    found: dict[str, bytes] = {}
+    for raw, where in files:
+        cursor = tiles.read_generic_tile(raw, where)
+        while cursor.at < len(cursor.raw):
+            name = cursor.text()
+            if cursor.read("?"):
+                found.pop(name, None)
+            else:
+                kind, n_values = cursor.read("BI")
+                found[name] = cursor.take(n_values * tiles.size_of(kind))
+    return found
 
 
 def _read_dim(cursor: tiles.Bytes, version: int, where: str, k: int, at_coords: int) -> Field:

@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 from functools import partial
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import SimpleNamespace
 
 import anndata
@@ -104,6 +105,23 @@ def test_missing_output_folder_is_reported_before_the_work(run, path, tmp_path, 
     )
 
 
+@pytest.mark.parametrize(("command", "option"), [("bench", "--timeline"), ("bench", "--report"), ("tune", "--out")])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_outputs_that_may_not_be_written_are_reported_before_the_work(
+    run, path, tmp_path, command, option, is_there, monkeypatch
+):
+    """Root may write everywhere."""
+    file = tmp_path / "out.png"
+    if is_there:
+        file.write_bytes(b"")
+    access, place = os.access, file if is_there else tmp_path
+    monkeypatch.setattr(os, "access", lambda of, mode: Path(of) != place and access(of, mode))
+    code, out, err = run(command, path, "--seconds", 0.05, option, file)
+    assert (code, out) == (1, "")
+    told = f"{file}: cannot be written: this user may not write there. Choose another place."
+    assert err == f"gpuload {command}: {told}\n"
+
+
 @pytest.mark.parametrize(("command", "option"), [("bench", "--report"), ("tune", "--out")])
 def test_data_files_are_not_overwritten(run, path, tmp_path, command, option):
     link, other = tmp_path / "link", tmp_path / "other.zarr.npz"
@@ -161,7 +179,8 @@ def test_unreadable_files_exit_with_1_and_one_sentence(run, tmp_path, command, c
     assert err.startswith(f"gpuload {command}: {path}: {message}")
     assert err.count("\n") == 1
     assert err.endswith("; gunzip it first.\n") == (content is not None and content[:2] == b"\x1f\x8b")
-    assert err.endswith("it was truncated or damaged: copy it again.\n") == (content is not None and b"HDF" in content)
+    damage = "it was truncated or damaged, or is being written: copy it again, or wait.\n"
+    assert err.endswith(damage) == (content is not None and b"HDF" in content)
 
 
 @pytest.mark.parametrize("name", ["matrix.mtx", "matrix.mtx.gz", "cells.csv", "cells.TSV"])

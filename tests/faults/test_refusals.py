@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -23,7 +25,6 @@ from tests.writers import counts, write_csr, write_dense, write_h5ad, write_plai
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.variants import Stored
 
@@ -305,6 +306,30 @@ def test_file_without_permission(tmp_path: Path) -> None:
     path = write_and_path(tmp_path)
     path.chmod(0)
     assert_refused("ReadError", path, str(path), "permission")
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "told"),
+    [("cells.h5ad", "cells.h5ad", "opened"), ("*.h5ad", "", "listed"), ("inner/*.h5ad", "inner", "opened")],
+)
+def test_what_may_not_be_seen_is_not_said_to_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hidden: str, told: str
+) -> None:
+    """Calls are refused as the system does it, except to root: of names in a folder without permission, or its list."""
+    place = tmp_path / hidden
+
+    def refusing(call: Any) -> Any:
+        def refused(path: Any, *args: Any, **settings: Any) -> Any:
+            if isinstance(path, str | os.PathLike) and Path(path) == place:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return call(path, *args, **settings)
+
+        return refused
+
+    for call in (os.listdir, os.scandir) if told == "listed" else (os.stat, os.lstat):
+        monkeypatch.setattr(os, call.__name__, refusing(call))
+    with pytest.raises(gpuload.ReadError, match=f"^{tmp_path}.*: cannot be {told}: Permission denied. Check "):
+        gpuload.open_loader(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["X/indptr", "obs/cell_line/codes"])

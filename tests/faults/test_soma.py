@@ -14,7 +14,7 @@ import pytest
 
 import gpuload
 from gpuload.formats.tiledb_tiles import read_generic_tile
-from tests.soma_writers import write_experiment
+from tests.soma_writers import note_index, write_experiment
 from tests.writers import cells_frame, counts
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def damage(raw: bytes, rng: np.random.Generator) -> bytes:
 def check(name: str, folder: Path, numbers: range) -> None:
     X = counts().toarray() if name == "dense" else counts().astype(np.int32)
     path = write_experiment(folder / "cells", {"data": X}, **STORAGE[name])
+    note_index(path / "ms" / "RNA" / "var", None)
     assert read(path)
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.stat().st_size]
     n_refused = n_right = 0

@@ -350,7 +350,7 @@ def test_join_has_no_effect_when_genes_agree(tmp_path: Path, join: str) -> None:
     [
         (
             "inner",
-            "genes: 'a' is not in all of the 2 files (1 of 2 are not), as join='inner' demands; leave it out, use",
+            "genes: 'a' is not in all of the 2 files (1 of 2 are not), as join='inner' demands; those that are: 'b'",
         ),
         (
             "outer",

@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
+from anndata.experimental import AnnCollection
 from scipy import sparse
 
 import gpuload
@@ -566,6 +567,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         {},
         "StoreError",
         r"^paths=<DataFrame of shape .*>: expected a path, an An.*; of a data frame of genes, pass anndata.AnnData\(",
+    ),
+    "AnnCollection": (
+        lambda: AnnCollection([as_anndata()]),
+        {},
+        "StoreError",
+        r"^paths=<AnnCollection of shape .*>: expected a path, an An.*; of an AnnCollection, pass its adatas, a list.$",
     ),
     "None": (lambda: None, {}, "StoreError", "^paths=None: expected a path, an AnnData, a SciPy CSR matrix or a Num"),
     "number": (lambda: 5, {}, "StoreError", "^paths=5: expected a path.* or a NumPy array.$"),

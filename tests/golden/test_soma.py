@@ -20,6 +20,7 @@ from tests.soma_writers import (
     ZSTD,
     add_members,
     filters,
+    note_index,
     write_cells,
     write_dense,
     write_experiment,
@@ -581,6 +582,46 @@ def test_missing_names_are_replaced_by_row_numbers(tmp_path: Path) -> None:
     assert gpuload.obs_names(path).tolist() == [str(i) for i in range(N_OBS)]
     with gpuload.open_loader(path) as loader:
         assert loader.var_names.tolist() == [str(i) for i in range(N_VARS)]
+
+
+def test_names_are_those_of_an_index_that_has_a_name(tmp_path: Path) -> None:
+    """tiledbsoma makes a column of that name, and of no other; the last note counts, and one of later does not."""
+    path = write_experiment(tmp_path / "cells")
+    obs, var = cells_frame()[["depth"]], genes_frame().assign(feature_name=[f"TP{i}" for i in range(N_VARS)])
+    for folder, frame, name in (("obs", obs, "barcode"), ("ms/RNA/var", var, "ensembl_id")):
+        shutil.rmtree(path / folder)
+        write_frame(path / folder, frame, name)
+        note_index(path / folder, "feature_name")
+        note_index(path / folder, name)
+        with tiledb.open(str(path / folder), "w", timestamp=LATER) as array:
+            array.meta["soma_dataframe_original_index_name"] = '"feature_name"'
+    assert gpuload.obs_names(path).tolist() == obs.index.tolist()
+    assert obs_columns(str(path)) == ["depth"]
+    with gpuload.open_loader(path) as loader:
+        assert loader.var_names.tolist() == var.index.tolist()
+    assert_rows(path, counts()[:, [7, 3]], genes=["TP7", "TP3"])
+
+
+@pytest.mark.parametrize(("noted", "found"), [('"gone"', "obs_id"), ("null", "obs_id"), ("[1]", None), ("{", None)])
+def test_notes_on_an_index(tmp_path: Path, noted: str, found: str | None) -> None:
+    path = write_experiment(tmp_path / "cells")
+    with tiledb.open(str(path / "obs"), "w") as array:
+        array.meta["other"] = (1.5, 2.5)
+        array.meta["soma_dataframe_original_index_name"] = noted
+    if found is None:
+        with pytest.raises(gpuload.CorruptDataError, match=r"obs: it is damaged \(its metadata hold .*restore it"):
+            gpuload.obs_names(path)
+    else:
+        assert gpuload.obs_names(path).tolist() == cells_frame().index.tolist()
+
+
+def test_a_note_that_was_deleted_is_none(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells")
+    note_index(path / "obs", "cell_line")
+    assert gpuload.obs_names(path).tolist() == cells_frame()["cell_line"].astype(str).tolist()
+    with tiledb.open(str(path / "obs"), "w") as array:
+        del array.meta["soma_dataframe_original_index_name"]
+    assert gpuload.obs_names(path).tolist() == cells_frame().index.tolist()
 
 
 # --- what an experiment holds

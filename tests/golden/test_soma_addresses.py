@@ -23,7 +23,7 @@ from gpuload import CorruptDataError, ReadError, open_loader
 from gpuload.cache import BlockRemote, SampleStore
 from gpuload.cli import main
 from gpuload.remote import ObjectRemote, open_remote
-from tests.soma_writers import write_experiment
+from tests.soma_writers import note_index, write_experiment
 from tests.writers import cells_frame, counts
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ def test_inspect_requests_nothing_twice(
     monkeypatch.setenv("GPULOAD_INDEX", "off")
     for name, value in (("ENDPOINT_URL", server.url), ("SKIP_SIGNATURE", "true"), ("REGION", "us-east-1")):
         monkeypatch.setenv(f"AWS_{name}", value)
-    write_experiment(server.root / "data" / "cells", tiles=(16, 4096), parts=(90, 50))
+    path = write_experiment(server.root / "data" / "cells", tiles=(16, 4096), parts=(90, 50))
+    for folder in ("obs", "ms/RNA/var"):
+        note_index(path / folder, None)
     asked: Counter[str] = Counter()
     get = ObjectRemote.get
 
@@ -169,7 +171,8 @@ def test_what_is_independent_is_requested_together(
     server: Running, monkeypatch: pytest.MonkeyPatch, tiles: Any, is_kept: bool
 ) -> None:
     """One after another: is it an object, listing, group, groups in it, schemas, fragments, columns, rows of values."""
-    write_experiment(server.root / "data" / "cells", tiles=tiles, parts=(90, 50))
+    path = write_experiment(server.root / "data" / "cells", tiles=tiles, parts=(90, 50))
+    note_index(path / "ms" / "RNA" / "var", None)
     if not is_kept:
         monkeypatch.setenv("GPULOAD_INDEX", "off")
     with open_loader("s3://data/cells", storage_options=options(server)):

@@ -622,6 +622,8 @@ def test_a_missing_default_column_is_explained(plain: Stored) -> None:
     sampler = PairedControl("cell_line", "K562")
     with pytest.raises(StoreError, match=r"obs has no column 'batch'; .*; PairedControl asks for 'batch', by an "):
         gpuload.open_loader(plain.path, sampler=sampler, device="cpu")
+    with pytest.raises(StoreError, match="; PairedControl asks for 'batch', by an "):
+        gpuload.open_loader(plain.path, sampler=Subset([0, 1], Subset([0, 1], sampler)), device="cpu")
     with pytest.raises(StoreError, match=r"obs has no column 'batch'; it has [^;]*\.$"):
         gpuload.open_loader(plain.path, sampler=sampler, obs="batch", device="cpu")
 
