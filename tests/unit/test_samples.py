@@ -99,6 +99,7 @@ def test_epochs_orders_and_states(data: Path) -> None:
         wanted = orders[0][n_done * 8 :]
         assert [int(label) for _, y in rest for label in y] == (wanted or orders[1]) or n_done == 7
     assert len(SampleLoader(SampleSet(IDS, LABELS, data), batch_size=8, drop_last=True)) == 6
+    assert len(list(SampleLoader(SampleSet(IDS, LABELS, data), batch_size=N, drop_last=True))) == 1
 
 
 def test_a_state_of_other_data_or_settings_is_refused(data: Path) -> None:
@@ -202,6 +203,16 @@ def test_a_blank_view_does_not_mislead_later_reads(data: Path) -> None:
     for _ in range(2):
         for i in range(6):
             assert torch.equal(samples[i][0], images[i, 1]), i
+
+
+def test_a_blank_transposed_sample_does_not_mislead_later_reads(data: Path) -> None:
+    """Its values, in their order, equal the bytes of the file, but those of the next sample do not."""
+    wanted = [torch.zeros(4, 3).T, torch.arange(12.0).reshape(4, 3).T]
+    for i, values in enumerate(wanted):
+        torch.save(values, data / f"{i}.pt")
+    samples = SampleSet(range(2), None, data)
+    for i, values in enumerate(wanted):
+        assert torch.equal(samples[i][0], values), i
 
 
 def test_a_blank_big_endian_file_does_not_mislead_later_reads(data: Path) -> None:

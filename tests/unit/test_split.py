@@ -143,6 +143,11 @@ def test_named_groups_go_to_their_part(paths: list[Path], obs: pd.DataFrame) -> 
         np.testing.assert_array_equal(year["test"], np.flatnonzero(obs["year"] == 2021))
 
 
+def test_half_a_cell_is_rounded_up_whatever_floats_make_of_it() -> None:
+    assert 0.145 * 100 < 14.5
+    assert gpuload.split(np.ones((100, 2), np.float32), {"a": 0.145, "b": ...}).counts == {"a": 15, "b": 85}
+
+
 def test_shares_divide_what_the_lists_leave(paths: list[Path], obs: pd.DataFrame) -> None:
     split = gpuload.split(paths, {"a": 0.5, "b": 0.5, "held": [f"plate{i}" for i in range(1, 8)]}, by="plate")
     n_left = int((~obs["plate"].isin(split.groups["held"])).sum())
