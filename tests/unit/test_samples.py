@@ -20,8 +20,11 @@ import pytest
 import torch
 
 import gpuload
+from gpuload.backends.buffers import BufferPool
 from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, ReadError
 from gpuload.samples import SampleLoader, SampleSet
+from gpuload.samples.batches import Batch
+from gpuload.stats import Stats
 from tests.remotes import CountingRemote, FlakyRemote
 
 if TYPE_CHECKING:
@@ -384,6 +387,16 @@ def test_a_failed_sample_raises_after_the_batches_before_it(data: Path) -> None:
     assert [label for _ in range(2) for label in next(batches)[1].tolist()] == list(range(16))
     with pytest.raises(ReadError, match=r"id-20\.pt: cannot be opened: No such file"):
         next(batches)
+
+
+def test_of_several_failed_samples_the_first_is_named_however_threads_race(data: Path) -> None:
+    batch = Batch(SampleSet(IDS, LABELS, data), np.arange(3), BufferPool(1), None, Stats(1), 0)
+    for row in (2, 0, 1):
+        batch.note_fault(row, ReadError(f"row {row}"))
+    with pytest.raises(ReadError, match="row 0"):
+        batch.result(0)
+    with pytest.raises(ReadError, match="row 2"):
+        batch.result(2)
 
 
 @pytest.mark.parametrize("decode", ["pt", "collated"])
