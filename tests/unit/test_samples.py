@@ -105,6 +105,22 @@ def test_epochs_orders_and_states(data: Path) -> None:
     assert len(list(SampleLoader(SampleSet(IDS, LABELS, data), batch_size=N, drop_last=True))) == 1
 
 
+def test_the_order_is_frozen(data: Path) -> None:
+    """States depend on it: by SplitMix64 of a sample's number and a key of seed and epoch, mixed and never added."""
+
+    def slow_hash(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ x >> 27) * 0x94D049BB133111EB) % 2**64
+        return x ^ x >> 31
+
+    for seed, epoch in ((0, 0), (1, 0), (0, 1), (2**40, 7)):
+        loader = SampleLoader(SampleSet(IDS, LABELS, data), 8, True, seed=seed)
+        words = [seed % 2**32, seed >> 32, epoch, 0, 41, 0]
+        key = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
+        assert loader.order(epoch).tolist() == sorted(range(N), key=lambda i: slow_hash(i ^ key))
+
+
 def test_a_state_of_other_data_or_settings_is_refused(data: Path) -> None:
     def loader(ids: list[str] = IDS, **settings: Any) -> SampleLoader:
         return SampleLoader(SampleSet(ids, LABELS, data), **{"batch_size": 8, "shuffle": True, **settings})
