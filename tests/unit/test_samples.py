@@ -266,6 +266,10 @@ def test_a_batch_of_mixed_dtypes_matches_pytorch(data: Path) -> None:
     ((wanted, _),) = list(torch.utils.data.DataLoader(samples, batch_size=3))
     assert torch.equal(X, wanted)
     assert torch.equal(X[1], torch.arange(12.0).reshape(3, 4))
+    samples = SampleSet(["id-3", "missing", "id-1", "whole", "id-2"], None, data)
+    ((X, names),) = list(SampleLoader(samples, batch_size=5, num_workers=1, in_flight=1, on_error="skip"))
+    assert torch.equal(X, torch.stack([value(3), *wanted]))
+    assert names == ["id-3", "id-1", "whole", "id-2"]
     torch.save(torch.zeros(2), data / "short.pt")
     with pytest.raises(RuntimeError, match="equal size"):
         list(SampleLoader(SampleSet(["id-1", "short"], None, data), batch_size=2, num_workers=1))
