@@ -297,6 +297,12 @@ FROZEN_GROUPS = ("s0", "s2", "s8", "s9")
 FROZEN_BOTH = ("s2", "s3", "s6", "s7")
 
 
+def test_rounding_does_not_place_a_group_where_there_is_no_room() -> None:
+    rooms, toss = [1.7901067572731817, 1.589939469029801, 7.803790610074039, 0.0], 1 - 2**-52
+    assert toss * sum(rooms) - rooms[0] - rooms[1] >= rooms[2], "as floats"
+    assert _fill([1], rooms, [toss]) == [2]
+
+
 def test_groups_of_two_columns_with_many_categories() -> None:
     """60,000 times 60,000 combinations are more than 2**31; missing values are in no group."""
     names = np.array([f"g{i}" for i in range(60_000)], dtype=object)

@@ -348,6 +348,26 @@ def test_a_damaged_sample_is_reported(data: Path, place: int) -> None:
         list(SampleLoader(samples, batch_size=8))
 
 
+@pytest.mark.parametrize("decode", ["pt", "npy"])
+def test_a_truncated_sample_is_reported_or_skipped(data: Path, decode: str) -> None:
+    samples = SampleSet(IDS[:8], LABELS, data, decode)
+    assert is_right([samples[4][0]], [4])
+    whole = (data / f"id-5.{decode}").read_bytes()
+    (data / f"id-5.{decode}").write_bytes(whole[: whole.find(value(5).numpy().tobytes()) + 40])
+    with pytest.raises(CorruptDataError, match=r"^sample 'id-5': its \d+ bytes cannot be decoded: .*\. Rewrite it"):
+        list(SampleLoader(samples, batch_size=8))
+    ((X, y),) = list(SampleLoader(samples, batch_size=8, on_error="skip"))
+    assert y.tolist() == [0, 1, 2, 3, 4, 6, 7]
+    assert is_right(X, y)
+
+
+def test_samples_that_require_gradients_are_stacked_as_they_are(data: Path) -> None:
+    samples = SampleSet(IDS[:2], LABELS, data, lambda raw: raw.size + torch.ones(3, requires_grad=True), suffix=".pt")
+    ((X, _),) = list(SampleLoader(samples, batch_size=2))
+    assert X.requires_grad
+    assert torch.equal(X, torch.stack([samples[0][0], samples[1][0]]))
+
+
 def test_safetensors_with_two_tensors_are_refused(data: Path) -> None:
     save_file = pytest.importorskip("safetensors.torch").save_file
     save_file({"x": value(0), "y": value(1)}, data / "id-0.safetensors")

@@ -219,10 +219,11 @@ def test_it_says_how_close_the_parts_are(paths: list[Path]) -> None:
     ]
 
 
-def test_many_parts(paths: list[Path]) -> None:
-    split = gpuload.split(paths, {f"fold{i}": 1 / 200 for i in range(200)})
-    assert set(split.counts.values()) <= {3, 4}
-    assert split.part.dtype == np.int16
+@pytest.mark.parametrize("n", [127, 129, 200])
+def test_many_parts(paths: list[Path], n: int) -> None:
+    split = gpuload.split(paths, {f"fold{i}": 1 / n for i in range(n)})
+    assert set(split.counts.values()) <= {700 // n, 700 // n + 1}
+    assert split.part.dtype == (np.int8 if n == 127 else np.int16)
     assert sum(split.counts.values()) == 700
 
 
