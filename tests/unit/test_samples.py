@@ -139,6 +139,9 @@ def test_a_state_of_other_data_or_settings_is_refused(data: Path) -> None:
         with pytest.raises(PlanError, match=f"^state: it is of other data or settings than this loader: {told}"):
             other.load_state_dict(state)
         assert other.state_dict()["step"] == 0
+    one, other = (SampleLoader(SampleSet(ids, None, data)) for ids in (["a", "bc"], ["ab", "c"]))
+    with pytest.raises(PlanError, match="digest of the IDs="):
+        other.load_state_dict(one.state_dict())
     flat = {"epoch": 0, "step": 1, "seed": 0, "n": N}
     for odd in (None, [], {"epoch": 0}, flat, {**state, "fingerprint": None}):
         with pytest.raises(PlanError, match=r"^state: expected what a loader's state_dict\(\) returns, got "):
@@ -615,6 +618,13 @@ def test_each_iteration_is_a_whole_epoch_and_only_one_runs(data: Path) -> None:
         if number == len(last):
             last.set_epoch(0)
     assert labels(last) == first
+    one = iter(last)
+    for _ in range(len(last)):
+        next(one)
+    next(iter(last))
+    state = last.state_dict()
+    assert next(one, None) is None
+    assert last.state_dict() == state, "the end of an earlier iteration is not that of the later one"
 
 
 def test_a_second_thread_in_an_iteration_is_refused(data: Path) -> None:
