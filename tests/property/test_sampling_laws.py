@@ -387,6 +387,14 @@ def some_cells(n: int = 600, **more: Any) -> Cells:
     return cells_of(n // 3, 0, n - n // 3, obs=obs, **{"batch_size": 16, "fetch_rows": 64, "block_size": 5, **more})
 
 
+@pytest.mark.parametrize("sampler", [ClassBalanced("label"), Grouped("label", 1)])
+def test_a_state_tells_where_one_class_ends_and_the_next_begins(sampler: Any) -> None:
+    """The rows sorted by class are the same."""
+    one, other = (sampler.over(cells_of(4, obs={"label": column(labels)})) for labels in ("aabb", "aaab"))
+    assert one.queues.rows.slice(0, 4).tolist() == other.queues.rows.slice(0, 4).tolist()
+    assert one.describe() != other.describe()
+
+
 NAMES = list(every_sampler(600))
 
 
