@@ -177,14 +177,16 @@ def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
         if name in place:
             repeated.add(name)
         place[name] = i
+    known = frozenset(place)  # names go before ids
     for i, name in enumerate(() if store.var_ids is None else store.var_ids):
-        place.setdefault(name, i)
+        if name not in known and place.setdefault(name, i) != i:
+            repeated.add(name)
     unknown = [n for n in names if n not in place]
     if unknown:
         raise _unknown_genes(unknown, len(names), store)
     unclear = [n for n in names if n in repeated]
     if unclear:
-        other = "their ids or by a mask" if store.var_ids is not None else "a mask"
+        other = "their ids or by a mask" if store.var_ids is not None and unclear[0] in known else "a mask"
         raise PlanError(
             f"genes: {unclear[0]!r} occurs more than once in {store.paths[0]}; choose genes by {other} instead."
         )

@@ -126,7 +126,7 @@ def join(lists: list[RowList]) -> RowList:
         shifts = np.cumsum([0, *(x.n_rows for x in as_runs)])
         ends = [x.ends + shift for x, shift in zip(as_runs, shifts[:-1].tolist(), strict=True) if x.ends is not None]
         return RowList(np.concatenate([x.starts for x in as_runs]), np.concatenate(ends))
-    largest = max((int(x.slice(x.n_rows - 1, x.n_rows)[0]) for x in lists if x.n_rows), default=0)
+    largest = max(int(x.starts.max(initial=0)) + (0 if x.ends is None else x.n_rows) for x in lists)  # or a bit more
     table = np.empty(sum(x.n_rows for x in lists), dtype=_row_dtype(largest))
     at = 0
     for part in lists:

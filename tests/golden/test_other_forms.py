@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import h5py
 import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
@@ -184,6 +185,19 @@ def test_10x_genes_are_selected_by_name_or_id(written: Any, tmp_path: Path) -> N
     with gpuload.open_loader([form.path, two], genes=ids, shuffle=False, batch_size=1000) as loader:
         X = np.concatenate([form.dense, counts(seed=1).toarray()])
         np.testing.assert_array_equal(next(iter(loader)).X, X[:, [7, 2, 52]])
+
+
+def test_a_10x_gene_id_that_occurs_twice_chooses_neither(tmp_path: Path) -> None:
+    path = tmp_path / "genes.h5"
+    write_tenx(path, {"matrix": counts()}, {})
+    with h5py.File(path, "r+") as file:
+        features = file["matrix/features"]
+        features["id"][7] = features["id"][2]
+        features["id"][9] = features["name"][52]  # a name goes before an id
+    with pytest.raises(gpuload.PlanError, match=r"'ENSG0+2' occurs more than once in .*; choose genes by a mask"):
+        gpuload.open_loader(path, genes=["ENSG00000000002"])
+    with gpuload.open_loader(path, genes=["TP26", "ENSG00000000003"], shuffle=False, batch_size=1000) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).X, counts().toarray()[:, [52, 3]])
 
 
 def test_forms_may_be_mixed(written: Any) -> None:

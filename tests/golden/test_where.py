@@ -224,6 +224,19 @@ def test_large_integers_are_compared_exactly(dtype: type) -> None:
     np.testing.assert_array_equal(parse(text).mask(obs), [True, False, True])
 
 
+def test_fractions_are_among_no_whole_numbers() -> None:
+    column = ObsColumn(np.array([1, 2, 3, 2]))
+    assert parse("x in [2.5, 3.0]").holds({"x": column}).tolist() == [False, False, True, False]
+    assert parse("x not in [2.5, 3.0]").holds({"x": column}).tolist() == [True, True, False, True]
+
+
+def test_mixed_categories_are_compared_as_text() -> None:
+    names = np.array([1, "b"], dtype=object)
+    column = ObsColumn(np.array([0, 1, -1, 0], dtype=np.int32), names)
+    assert parse("x == '1'").holds({"x": column}).tolist() == [True, False, False, True]
+    assert parse("x not in ['1']").holds({"x": column}).tolist() == [False, True, True, False]
+
+
 def test_many_values_among_many_categories_are_fast() -> None:
     n_names, n_wanted = 100_000, 7_000
     column = ObsColumn(np.arange(n_names, dtype=np.int32), np.array([f"g{i}" for i in range(n_names)], dtype=object))

@@ -330,6 +330,15 @@ def test_ranks_and_histories_match_a_slow_implementation(plan: Plan) -> None:
     assert rows_of(plan).tolist() == slow_order(plan)
 
 
+@pytest.mark.parametrize("uneven", ["drop", "pad"])
+def test_an_interrupted_round_may_be_left_to_fewer_ranks_that_stop_within_it(uneven: str) -> None:
+    """What several stops leave is dealt in its order, which examples drawn at random seldom have enough of to show."""
+    history = ((5, 1), (2, 2), (1, 1))  # 40 rows of the first round are left, then 24, then 20
+    plan = Plan((131,), 4, 3, BlockShuffle(5), seed=3, uneven=uneven, history=history, world_size=2)
+    for rank in ranks_of(plan):
+        assert rows_of(rank).tolist() == slow_order(rank)
+
+
 FROZEN = Plan((13, 0, 8), batch_size=4, fetch_factor=3, strategy=BlockShuffle(3), seed=2026, epoch=5)
 FROZEN_ROWS = [3, 4, 6, 7, 11, 14, 5, 9, 12, 10, 13, 15, 19, 16, 18, 20, 17, 1, 0, 8, 2]
 

@@ -487,5 +487,7 @@ def test_a_sampler_that_deals_the_rows_itself_resumes_only_with_as_many_ranks(ma
         PlanError, match=r"step 4 with world_size=2, but this loader has world_size=1.*receives the rank"
     ):
         alone.load_state_dict(state)
+    with pytest.raises(PlanError, match=r"step 0 with world_size=1, .*a sampler that receives the rank cannot divide"):
+        alone.load_state_dict({**state, "step": 0, "world_size": 1, "history": [[2, 4]]})
     alone.load_state_dict({**state, "step": 0})
     assert alone.state_dict()["epoch"] == 3

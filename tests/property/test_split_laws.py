@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from hashlib import blake2b
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 import gpuload
 from gpuload.dealing import _fill, _table, deal_cells, group_by
+from gpuload.permute import hash64, random_keys
 from gpuload.store import ObsColumn, Store
 
 if TYPE_CHECKING:
@@ -244,6 +247,16 @@ def test_single_cell_classes_are_shared_out_too() -> None:
     assert 320 < split.counts["val"] < 480
 
 
+def test_the_part_of_a_single_cell_depends_on_the_label_of_its_class() -> None:
+    """And not on the number of that class among the others, which other cells would change."""
+    labels = [f"k{i}" for i in range(40)]
+    key = random_keys(2, 3, 11)[1]
+    hashes = [int.from_bytes(blake2b(json.dumps(k).encode(), digest_size=8).digest(), "little") for k in labels]
+    tosses = (hash64(np.array(hashes, dtype=np.uint64) ^ key) >> np.uint64(11)) / 2**53
+    split = gpuload.split(store_of([("a", {"kind": labels})]), {"train": 0.8, "val": 0.2}, stratify="kind", seed=3)
+    assert split["val"].tolist() == np.flatnonzero(tosses < 0.2).tolist()
+
+
 def test_stratified_groups_come_closer_to_the_shares_of_classes() -> None:
     rng = np.random.default_rng(0)
     mixes = rng.dirichlet(np.full(8, 0.6), 50)
@@ -282,6 +295,12 @@ FROZEN_CELLS = [2, 3, 5, 6, 11, 13, 15, 18]
 FROZEN_STRATA = [2, 3, 5, 6, 11, 13, 15, 18]
 FROZEN_GROUPS = ("s0", "s2", "s8", "s9")
 FROZEN_BOTH = ("s2", "s3", "s6", "s7")
+
+
+def test_rounding_does_not_place_a_group_where_there_is_no_room() -> None:
+    rooms, toss = [1.7901067572731817, 1.589939469029801, 7.803790610074039, 0.0], 1 - 2**-52
+    assert toss * sum(rooms) - rooms[0] - rooms[1] >= rooms[2], "as floats"
+    assert _fill([1], rooms, [toss]) == [2]
 
 
 def test_groups_of_two_columns_with_many_categories() -> None:

@@ -20,8 +20,11 @@ import pytest
 import torch
 
 import gpuload
+from gpuload.backends.buffers import BufferPool
 from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, ReadError
 from gpuload.samples import SampleLoader, SampleSet
+from gpuload.samples.batches import Batch
+from gpuload.stats import Stats
 from tests.remotes import CountingRemote, FlakyRemote
 
 if TYPE_CHECKING:
@@ -99,6 +102,23 @@ def test_epochs_orders_and_states(data: Path) -> None:
         wanted = orders[0][n_done * 8 :]
         assert [int(label) for _, y in rest for label in y] == (wanted or orders[1]) or n_done == 7
     assert len(SampleLoader(SampleSet(IDS, LABELS, data), batch_size=8, drop_last=True)) == 6
+    assert len(list(SampleLoader(SampleSet(IDS, LABELS, data), batch_size=N, drop_last=True))) == 1
+
+
+def test_the_order_is_frozen(data: Path) -> None:
+    """States depend on it: by SplitMix64 of a sample's number and a key of seed and epoch, mixed and never added."""
+
+    def slow_hash(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ x >> 27) * 0x94D049BB133111EB) % 2**64
+        return x ^ x >> 31
+
+    for seed, epoch in ((0, 0), (1, 0), (0, 1), (2**40, 7)):
+        loader = SampleLoader(SampleSet(IDS, LABELS, data), 8, True, seed=seed)
+        words = [seed % 2**32, seed >> 32, epoch, 0, 41, 0]
+        key = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
+        assert loader.order(epoch).tolist() == sorted(range(N), key=lambda i: slow_hash(i ^ key))
 
 
 def test_a_state_of_other_data_or_settings_is_refused(data: Path) -> None:
@@ -119,6 +139,9 @@ def test_a_state_of_other_data_or_settings_is_refused(data: Path) -> None:
         with pytest.raises(PlanError, match=f"^state: it is of other data or settings than this loader: {told}"):
             other.load_state_dict(state)
         assert other.state_dict()["step"] == 0
+    one, other = (SampleLoader(SampleSet(ids, None, data)) for ids in (["a", "bc"], ["ab", "c"]))
+    with pytest.raises(PlanError, match="digest of the IDs="):
+        other.load_state_dict(one.state_dict())
     flat = {"epoch": 0, "step": 1, "seed": 0, "n": N}
     for odd in (None, [], {"epoch": 0}, flat, {**state, "fingerprint": None}):
         with pytest.raises(PlanError, match=r"^state: expected what a loader's state_dict\(\) returns, got "):
@@ -204,6 +227,16 @@ def test_a_blank_view_does_not_mislead_later_reads(data: Path) -> None:
             assert torch.equal(samples[i][0], images[i, 1]), i
 
 
+def test_a_blank_transposed_sample_does_not_mislead_later_reads(data: Path) -> None:
+    """Its values, in their order, equal the bytes of the file, but those of the next sample do not."""
+    wanted = [torch.zeros(4, 3).T, torch.arange(12.0).reshape(4, 3).T]
+    for i, values in enumerate(wanted):
+        torch.save(values, data / f"{i}.pt")
+    samples = SampleSet(range(2), None, data)
+    for i, values in enumerate(wanted):
+        assert torch.equal(samples[i][0], values), i
+
+
 def test_a_blank_big_endian_file_does_not_mislead_later_reads(data: Path) -> None:
     """As torch.save writes files on big-endian machines; torch.load handles them."""
     for name, values in (("a", torch.zeros(4)), ("b", torch.arange(4.0))):
@@ -236,6 +269,10 @@ def test_a_batch_of_mixed_dtypes_matches_pytorch(data: Path) -> None:
     ((wanted, _),) = list(torch.utils.data.DataLoader(samples, batch_size=3))
     assert torch.equal(X, wanted)
     assert torch.equal(X[1], torch.arange(12.0).reshape(3, 4))
+    samples = SampleSet(["id-3", "missing", "id-1", "whole", "id-2"], None, data)
+    ((X, names),) = list(SampleLoader(samples, batch_size=5, num_workers=1, in_flight=1, on_error="skip"))
+    assert torch.equal(X, torch.stack([value(3), *wanted]))
+    assert names == ["id-3", "id-1", "whole", "id-2"]
     torch.save(torch.zeros(2), data / "short.pt")
     with pytest.raises(RuntimeError, match="equal size"):
         list(SampleLoader(SampleSet(["id-1", "short"], None, data), batch_size=2, num_workers=1))
@@ -314,6 +351,26 @@ def test_a_damaged_sample_is_reported(data: Path, place: int) -> None:
         list(SampleLoader(samples, batch_size=8))
 
 
+@pytest.mark.parametrize("decode", ["pt", "npy"])
+def test_a_truncated_sample_is_reported_or_skipped(data: Path, decode: str) -> None:
+    samples = SampleSet(IDS[:8], LABELS, data, decode)
+    assert is_right([samples[4][0]], [4])
+    whole = (data / f"id-5.{decode}").read_bytes()
+    (data / f"id-5.{decode}").write_bytes(whole[: whole.find(value(5).numpy().tobytes()) + 40])
+    with pytest.raises(CorruptDataError, match=r"^sample 'id-5': its \d+ bytes cannot be decoded: .*\. Rewrite it"):
+        list(SampleLoader(samples, batch_size=8))
+    ((X, y),) = list(SampleLoader(samples, batch_size=8, on_error="skip"))
+    assert y.tolist() == [0, 1, 2, 3, 4, 6, 7]
+    assert is_right(X, y)
+
+
+def test_samples_that_require_gradients_are_stacked_as_they_are(data: Path) -> None:
+    samples = SampleSet(IDS[:2], LABELS, data, lambda raw: raw.size + torch.ones(3, requires_grad=True), suffix=".pt")
+    ((X, _),) = list(SampleLoader(samples, batch_size=2))
+    assert X.requires_grad
+    assert torch.equal(X, torch.stack([samples[0][0], samples[1][0]]))
+
+
 def test_safetensors_with_two_tensors_are_refused(data: Path) -> None:
     save_file = pytest.importorskip("safetensors.torch").save_file
     save_file({"x": value(0), "y": value(1)}, data / "id-0.safetensors")
@@ -373,6 +430,16 @@ def test_a_failed_sample_raises_after_the_batches_before_it(data: Path) -> None:
     assert [label for _ in range(2) for label in next(batches)[1].tolist()] == list(range(16))
     with pytest.raises(ReadError, match=r"id-20\.pt: cannot be opened: No such file"):
         next(batches)
+
+
+def test_of_several_failed_samples_the_first_is_named_however_threads_race(data: Path) -> None:
+    batch = Batch(SampleSet(IDS, LABELS, data), np.arange(3), BufferPool(1), None, Stats(1), 0)
+    for row in (2, 0, 1):
+        batch.note_fault(row, ReadError(f"row {row}"))
+    with pytest.raises(ReadError, match="row 0"):
+        batch.result(0)
+    with pytest.raises(ReadError, match="row 2"):
+        batch.result(2)
 
 
 @pytest.mark.parametrize("decode", ["pt", "collated"])
@@ -551,6 +618,13 @@ def test_each_iteration_is_a_whole_epoch_and_only_one_runs(data: Path) -> None:
         if number == len(last):
             last.set_epoch(0)
     assert labels(last) == first
+    one = iter(last)
+    for _ in range(len(last)):
+        next(one)
+    next(iter(last))
+    state = last.state_dict()
+    assert next(one, None) is None
+    assert last.state_dict() == state, "the end of an earlier iteration is not that of the later one"
 
 
 def test_a_second_thread_in_an_iteration_is_refused(data: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from hashlib import blake2b
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from gpuload import (
     Subset,
     Weighted,
 )
-from gpuload.sampling import Cells, as_sampler
+from gpuload.sampling import Cells, as_sampler, digest
 from gpuload.sampling.classes import factorize
 from gpuload.types import Batch, expand_ranges
 
@@ -773,3 +774,12 @@ def test_invalid_blocks_are_refused_inside_a_subset_too(plain: Stored, given: An
         pytest.raises(PlanError, match=r"sampler: for rank 0 it returned an array of .* expected blocks of rows"),
     ):
         list(loader)
+
+
+def test_digests_depend_on_dtype_and_shape_and_are_frozen() -> None:
+    """Saved states hold them: with others, every state would be refused as of another sampler."""
+    one = np.array([1, 2], dtype=np.int64), None, np.array([3], dtype=np.uint32)
+    told = b"<i8(2,)" + one[0].astype("<i8").tobytes() + b"none" + b"<u4(1,)" + one[2].astype("<u4").tobytes()
+    assert digest(*one) == blake2b(told, digest_size=8).hexdigest()
+    assert digest(np.array([1, 2]), np.array([3])) != digest(np.array([1]), np.array([2, 3]))
+    assert digest(np.zeros(2, np.int64)) != digest(np.zeros(2))

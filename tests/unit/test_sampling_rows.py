@@ -71,6 +71,14 @@ def test_lists_are_joined(parts: list[list[int]], form: int) -> None:
     assert mixed.slice(0, mixed.n_rows).tolist() == list(chain(*parts))
 
 
+def test_lists_with_rows_beyond_32_bits_are_joined() -> None:
+    """Rows sorted by group need not end with the largest."""
+    wide = [RowList(np.array([1 << 33, 5])), list_of_runs(np.array([[1 << 33, (1 << 33) + 4], [3, 7]]))]
+    for rows in (wide[0], wide[1], row_list(np.array([(1 << 32) - 1, 1 << 32]))):
+        expected = [*rows.slice(0, rows.n_rows).tolist(), 2, 9]
+        assert join([rows, RowList(np.array([2, 9], np.uint32))]).take(np.arange(rows.n_rows + 2)).tolist() == expected
+
+
 def test_runs_are_stored_where_they_are_smaller() -> None:
     assert row_list(np.arange(5, 1000)).ends is not None
     assert row_list(np.arange(5, 1000, 2)).ends is None

@@ -143,6 +143,11 @@ def test_named_groups_go_to_their_part(paths: list[Path], obs: pd.DataFrame) -> 
         np.testing.assert_array_equal(year["test"], np.flatnonzero(obs["year"] == 2021))
 
 
+def test_half_a_cell_is_rounded_up_whatever_floats_make_of_it() -> None:
+    assert 0.145 * 100 < 14.5
+    assert gpuload.split(np.ones((100, 2), np.float32), {"a": 0.145, "b": ...}).counts == {"a": 15, "b": 85}
+
+
 def test_shares_divide_what_the_lists_leave(paths: list[Path], obs: pd.DataFrame) -> None:
     split = gpuload.split(paths, {"a": 0.5, "b": 0.5, "held": [f"plate{i}" for i in range(1, 8)]}, by="plate")
     n_left = int((~obs["plate"].isin(split.groups["held"])).sum())
@@ -214,10 +219,11 @@ def test_it_says_how_close_the_parts_are(paths: list[Path]) -> None:
     ]
 
 
-def test_many_parts(paths: list[Path]) -> None:
-    split = gpuload.split(paths, {f"fold{i}": 1 / 200 for i in range(200)})
-    assert set(split.counts.values()) <= {3, 4}
-    assert split.part.dtype == np.int16
+@pytest.mark.parametrize("n", [127, 129, 200])
+def test_many_parts(paths: list[Path], n: int) -> None:
+    split = gpuload.split(paths, {f"fold{i}": 1 / n for i in range(n)})
+    assert set(split.counts.values()) <= {700 // n, 700 // n + 1}
+    assert split.part.dtype == (np.int8 if n == 127 else np.int16)
     assert sum(split.counts.values()) == 700
 
 
