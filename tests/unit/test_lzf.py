@@ -89,7 +89,7 @@ def test_what_liblzf_writes(dtype: str) -> None:
         assert (got, out.tobytes()) == (len(raw), raw)
 
 
-@pytest.mark.parametrize("name", ["csr-lzf", "csr-lzf-shuffle", "dense-lzf"])
+@pytest.mark.parametrize("name", ["csr-lzf", "csr-lzf-shuffle", "dense-lzf", "csr-lz4", "dense-lz4-shuffle-tiles"])
 def test_no_library_is_asked(store_variant: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be called once per chunk, with the GIL held between calls."""
     stored = store_variant(name)
