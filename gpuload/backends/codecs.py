@@ -247,7 +247,7 @@ def encode_blosc(plain: Any, compressor: str, level: int, itemsize: int) -> byte
     )
 
 
-BY_ADDRESS = ("zstd", "lz4-sized", "blosc")
+BY_ADDRESS = ("zstd", "lz4", "lz4-sized", "blosc")
 """Filters that the native kernels decode if `has_addresses`."""
 
 _FUNCTIONS = {

@@ -28,6 +28,7 @@ from tests.cuda.kernel_runs import (
     seeds,
     sizes_of,
 )
+from tests.lzf_streams import broken, lzf_reference, lzf_tokens
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -301,55 +302,6 @@ def test_check_sizes(data: st.DataObject, grid: Grid, seed: int) -> None:
     np.testing.assert_array_equal(status, np.where(is_right, 0, frames.BAD_LZ4))
 
 
-def lzf_tokens(rng: np.random.Generator, n: int) -> bytes:
-    """Return an LZF stream of literals and matches of every length, overlapping ones too, that decodes to n bytes."""
-    stream, made = bytearray(), 0
-    while made < n:
-        left = n - made
-        if made and left >= 3 and rng.random() < 0.7:
-            length = min(left, int(rng.choice([3, 4, 8, 9, 200, 263, 264])))
-            distance = int(min(made, rng.choice([1, 2, 7, length, 300, 8191, 8192])))
-            code, far = length - 2, distance - 1
-            stream += (
-                bytes([min(code, 7) << 5 | far >> 8]) + (bytes([code - 7]) if code >= 7 else b"") + bytes([far & 255])
-            )
-        else:
-            length = min(left, int(rng.integers(1, 33)))
-            stream += bytes([length - 1]) + rng.bytes(length)
-        made += length
-    return bytes(stream)
-
-
-def lzf_reference(stream: bytes, size: int) -> bytes | None:
-    """Return what an LZF stream decodes to, None where it is not exactly `size` bytes."""
-    out, at = bytearray(), 0
-    try:
-        while at < len(stream):
-            code = stream[at]
-            at += 1
-            if code < 32:
-                if at + code + 1 > len(stream):
-                    return None
-                out += stream[at : at + code + 1]
-                at += code + 1
-            else:
-                length = (code >> 5) + 2
-                if length == 9:
-                    length += stream[at]
-                    at += 1
-                start = len(out) - ((code & 31) << 8 | stream[at]) - 1
-                at += 1
-                if start < 0:
-                    return None
-                for k in range(length):
-                    out.append(out[start + k])
-            if len(out) > size:
-                return None
-    except IndexError:
-        return None
-    return bytes(out) if len(out) == size else None
-
-
 def decode_lzf(streams: list[bytes], sizes: list[int], grid: Grid, rng: np.random.Generator) -> list[bytes | int]:
     """Decode streams that lie between other bytes; check that nothing around what they decode to is written."""
     source, dest = ranges(rng, [len(s) for s in streams]), ranges(rng, sizes, step=int(rng.choice([1, 16])))
@@ -401,21 +353,7 @@ def test_decode_lzf_of_every_token(sizes: list[int], grid: Grid, seed: int) -> N
 @given(st.lists(st.integers(1, 2_000), min_size=1, max_size=6), grids(), seeds())
 def test_decode_lzf_of_broken_streams(sizes: list[int], grid: Grid, seed: int) -> None:
     rng = RNG(seed)
-    streams = []
-    for n in sizes:
-        stream = bytearray(lzf_tokens(rng, n))
-        for _ in range(rng.integers(1, 4)):
-            place = int(rng.integers(0, len(stream) + 1))
-            kind = rng.integers(0, 4)
-            if kind == 0:
-                del stream[place:]
-            elif kind == 1:
-                stream[place:place] = rng.bytes(rng.integers(1, 8))
-            elif kind == 2:
-                del stream[place : place + 3]
-            elif place < len(stream):
-                stream[place] = rng.integers(0, 256)
-        streams.append(bytes(stream))
+    streams = [broken(lzf_tokens(rng, n), rng) for n in sizes]
     for stream, n, got in zip(streams, sizes, decode_lzf(streams, sizes, grid, rng), strict=True):
         wanted = lzf_reference(stream, n)
         if wanted is None:

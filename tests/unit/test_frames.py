@@ -195,6 +195,30 @@ def test_zstd_and_lz4() -> None:
         assert frames.decode_lz4(at(lz4), n, at(out), size, size, ADDRESSES.table) == frames.BAD_LZ4
 
 
+def test_lz4_in_blocks() -> None:
+    """HDF5's framing, of blocks that lz4 makes smaller and of some that it does not."""
+    raw = values("f4", 6000).tobytes() + np.random.default_rng(0).bytes(9000) + values("i4", 1500).tobytes()
+    for block in (1000, 4096, len(raw)):
+        stored = as_array(imagecodecs.lz4h5_encode(raw, blocksize=block))
+        for need in (len(raw), 25_000, 1000, 1):
+            out = room(len(raw))
+            got = frames.decode_lz4_blocks(at(stored), stored.size, at(out), len(raw), need, ADDRESSES.table)
+            assert need <= got <= len(raw)
+            assert out[:need].tobytes() == raw[:need]
+            assert (out[len(raw) :] == SLACK).all()
+        for n in (*range(40), stored.size // 2, stored.size - 1):
+            got = frames.decode_lz4_blocks(at(stored), n, at(out), len(raw), len(raw), ADDRESSES.table)
+            assert got == frames.BAD_LZ4
+        for place in (7, 12, 15, 11)[: 3 + (block < len(raw))]:  # sizes: of all, of the first block as stored, of one
+            damaged = stored.copy()
+            damaged[place] ^= 0x80
+            got = frames.decode_lz4_blocks(at(damaged), stored.size, at(out), len(raw), len(raw), ADDRESSES.table)
+            assert got == frames.BAD_LZ4
+            assert (out[len(raw) :] == SLACK).all()
+    endless = as_array((100).to_bytes(8, "big") + bytes(4) + bytes(100))  # blocks of no bytes
+    assert frames.decode_lz4_blocks(at(endless), 112, at(out), 100, 100, ADDRESSES.table) == frames.BAD_LZ4
+
+
 def test_gzip() -> None:
     raw = values("f4", 9000).tobytes()
     named = bytearray(gzip.compress(raw))

@@ -11,8 +11,17 @@ import numpy as np
 
 from gpuload.backends.native.calls import Callback, caller
 from gpuload.backends.native.checksums import is_crc32c, is_fletcher32
-from gpuload.backends.native.frames import N_ADDRESSES, decode_blosc, decode_lz4, decode_zstd, gunzip, unshuffle_items
+from gpuload.backends.native.frames import (
+    N_ADDRESSES,
+    decode_blosc,
+    decode_lz4,
+    decode_lz4_blocks,
+    decode_zstd,
+    gunzip,
+    unshuffle_items,
+)
 from gpuload.backends.native.inflate import inflate_two, inflate_zlib
+from gpuload.backends.native.lzf import decode_lzf
 from gpuload.backends.native.words import I64, array_at, inline
 
 call_one = caller(I64, *[I64] * 10)
@@ -79,6 +88,18 @@ def _lz4(
     return decode_lz4(src, n, to, size, size if verify else hi, _table(addresses))
 
 
+def _lz4_blocks(
+    src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
+) -> int:
+    return decode_lz4_blocks(src, n, to, size, size if verify else hi, _table(addresses))
+
+
+def _lzf(
+    src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
+) -> int:
+    return decode_lzf(src, n, to, size, size if verify else hi)
+
+
 def _blosc(
     src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
 ) -> int:
@@ -102,7 +123,9 @@ _ONE = {
     "deflate": Callback(_zlib),
     "gzip": Callback(_gzip),
     "zstd": Callback(_zstd),
+    "lz4": Callback(_lz4_blocks),
     "lz4-sized": Callback(_lz4),
+    "lzf": Callback(_lzf),
     "blosc": Callback(_blosc),
 }
 _TWO = {"deflate": Callback(_zlib_two)}

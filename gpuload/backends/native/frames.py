@@ -25,7 +25,7 @@ from gpuload.backends.native.checksums import crc32
 from gpuload.backends.native.deflate import decode_blocks
 from gpuload.backends.native.huffman import TRUNCATED
 from gpuload.backends.native.inflate import TOO_SHORT, inflate_zlib
-from gpuload.backends.native.words import I32, I64, array_at, copy_bytes, load8, load16, load32, native
+from gpuload.backends.native.words import I32, I64, array_at, copy_bytes, inline, load8, load16, load32, native
 
 BAD_BLOSC = -201
 BAD_BLOSC_SIZE = -202
@@ -165,6 +165,43 @@ def decode_lz4(at: int, n: int, to: int, size: int, need: int, addresses: Any) -
         return BAD_LZ4
     got = lz4_at(at + 4, n - 4, to, size, need, addresses)
     return got if got >= need else BAD_LZ4
+
+
+@inline
+def _big_endian(at: int, size: int) -> int:
+    """Return the unsigned integer of `size` bytes at an address, highest byte first."""
+    value = 0
+    for k in range(size):
+        value = value << 8 | load8(at + k)
+    return value
+
+
+@native
+def decode_lz4_blocks(at: int, n: int, to: int, size: int, need: int, addresses: Any) -> int:
+    """Decode HDF5's framing of LZ4; parameters as in `decode_blosc`.
+
+    The decoded size (8 bytes) and that of a block (4), big-endian; then blocks, each after its stored size (4), as they
+    are if that is its decoded size.
+    """
+    end, done = at + n, 0
+    if n < 12 or _big_endian(at, 8) != size:
+        return BAD_LZ4
+    block_nbytes = _big_endian(at + 8, 4)
+    at += 12
+    while done < need:
+        nbytes = min(block_nbytes, size - done)
+        stored = _big_endian(at, 4) if end - at >= 4 else 0
+        at += 4
+        if nbytes == 0 or stored == 0 or stored > end - at:
+            return BAD_LZ4
+        if stored == nbytes:
+            copy_bytes(to + done, at, nbytes)
+        else:
+            wanted = min(nbytes, need - done)
+            if lz4_at(at, stored, to + done, nbytes, wanted, addresses) < wanted:
+                return BAD_LZ4
+        at, done = at + stored, done + nbytes
+    return done
 
 
 @native
