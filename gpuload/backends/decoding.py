@@ -84,6 +84,7 @@ def _natively(
     copiers = pieces.addresses_of(stored_dtype, out.dtype, may_fill=not nbytes.all())
     others = (decoders.address_of(name) if steps[k] >= 0 else 0 for name, k in _OTHERS)
     sizes = layout.src_stride, layout.dest_stride, stored_dtype.itemsize
+    has_two_steps = steps[0] >= 0 or codec == "blosc"  # a shuffle after the codec, or within it
     status = np.zeros(3, dtype=np.int64)
     n = chunks.decode_chunks(
         part.buffer,
@@ -94,7 +95,7 @@ def _natively(
         (*decoder, *copiers, *others),
         (
             scratch.memory("first", 2 * room if decoder[1] else room),
-            scratch.memory("second", room),
+            scratch.memory("second", room if has_two_steps else 0),
             scratch.tables if codec in decoders.INFLATING else _NO_TABLES,
         ),
         scratch.addresses.table,
