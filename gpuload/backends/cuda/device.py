@@ -198,7 +198,7 @@ class Device:
         return stream if stream.ptr == number else stream_named(number)
 
     def event(self) -> Any:
-        """Return a new event, which counts as completed until it is recorded."""
+        """Return a new event; until it is recorded, it stands for no work (CUDA Driver API, ``cuEventRecord``)."""
         with self._on_device():
             return self._cupy.cuda.Event(block=True, disable_timing=True)  # block: a waiting thread yields its core
 
