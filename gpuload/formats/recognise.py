@@ -94,7 +94,8 @@ def expand(path: str) -> list[str]:
             while has_magic(folder):
                 folder = os.path.dirname(folder)
             _check_place(folder or os.curdir, path)
-            names_in(folder or os.curdir)
+            if os.path.isdir(folder or os.curdir):  # not an address
+                names_in(folder or os.curdir)
             raise ReadError(f"{path}: no file matches this pattern. Check the path.")
         return found
     if not _is_folder(path) or folder_form(path):
