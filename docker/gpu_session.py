@@ -122,6 +122,9 @@ SPEED = (
     "gpuload/dense/cached",
     "gpuload/step/pinned",
     "gpuload/step/cached",
+    "gpuload/step/host",
+    "gpuload/step/host-half",
+    "gpuload-packed/dense",
 )
 """What is measured before all else, once."""
 
