@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from benchmarks import report, report_gpu, run_plans, run_stages
+from benchmarks import report, report_gpu, run_codecs, run_plans, run_stages
 from benchmarks.stages import Rate
 from docs import error_messages
 from gpuload import cli
@@ -37,6 +37,7 @@ TITLES = {
     "concurrent_apart": "The same, the server on a core of its own",
     "growing": "Training from a store that grows",
     "classify": "What models learn in each order",
+    "codecs": "The same cells in each compression",
     "pack": "Packing",
     "pack_memory": "Memory for packing",
     "open": "Opening 100 million cells",
@@ -46,6 +47,7 @@ TITLES = {
 """Records with a heading of their own, in the order of the page; others follow under their file's name."""
 
 TIMED = {
+    "codecs": "reads the same cells in each compression",
     "migration": "times these scripts beside each other on a file that it makes",
     "readers": "times epochs of both ways, and of PyTorch's worker processes, beside each other",
 }
@@ -217,6 +219,8 @@ def _section(name: str, records: list[dict[str, Any]]) -> str:
         return run_stages.table([Rate(**{k: v for k, v in r.items() if k in known}) for r in records])
     if name == "plans":
         return run_plans.table(records)
+    if name == "codecs":
+        return run_codecs.table(records)
     lists = dict.fromkeys(key for record in records for key, value in record.items() if _is_table(value))
     by_arm: dict[str, list[dict[str, Any]]] = {_arm(record): [] for record in records}
     for record in records:

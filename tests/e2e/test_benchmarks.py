@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -20,6 +21,7 @@ from benchmarks import (
     report,
     report_gpu,
     rivals,
+    run_codecs,
     run_gpu,
     run_open,
     run_rivals,
@@ -570,6 +572,46 @@ def test_every_round_starts_at_a_different_arm():
     assert list(frame.in_turns("ab", 3)) == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
     assert [arm for _, arm in frame.in_turns(range(4), 2)] == [0, 1, 2, 3, 2, 3, 0, 1]
     assert list(frame.in_turns((), 2)) == []
+
+
+@pytest.mark.parametrize("arm", run_codecs.ARMS)
+def test_cells_are_read_in_every_compression(tmp_path, arm):
+    pytest.importorskip("anndata")
+    if arm in run_codecs.PLUGINS:
+        pytest.importorskip("hdf5plugin")
+    n_obs = 700  # more than a chunk of values
+    for each in dict.fromkeys(["none" if arm == "packed" else arm, arm]):
+        run_codecs.write(tmp_path, each, n_obs)
+    path, nnz = run_codecs.path_of(tmp_path, arm), tahoe_shaped(n_obs)[0].nnz
+    readers = run_codecs.READERS if arm not in run_codecs.OTHERS else ["gpuload"]
+    for reader in readers:
+        found = run_codecs.READERS[reader](str(path))
+        assert found["values"] == nnz
+        assert found["cells_per_s"] > 0
+    if arm not in run_codecs.OTHERS:
+        with h5py.File(path) as file:
+            data = file["X/data"]
+            numbers = {"lzf": "lzf", "gzip": "gzip", "zstd": "32015", "lz4": "32004", "bitshuffle": "32008"}
+            assert list(data._filters) == ([numbers[arm]] if arm != "none" else [])
+
+
+def test_compressions_are_compared_in_a_table(tmp_path, capsys):
+    pytest.importorskip("anndata")
+    out = tmp_path / "codecs.jsonl"
+    given = [str(tmp_path / "files"), "--cells", "300", "--rounds", "1", "--only", "gzip", "packed", "--out", str(out)]
+    assert run_codecs.main(given) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    found = {(record["arm"], record["reader"]) for record in records}
+    assert found == {("gzip", "gpuload"), ("gzip", "h5py"), ("packed", "gpuload")}
+    rows = {line.split(" | ")[0].lstrip("| ") for line in capsys.readouterr().out.splitlines()}
+    assert {"gzip", "packed"} <= rows
+    made = [{"arm": "gzip", "reader": reader, "nbytes": 5e6, "cells_per_s": rate} for reader, rate in RATES]
+    made.append({"arm": "zarr", "reader": "gpuload", "nbytes": 4e6, "cells_per_s": 900.0})
+    lines = run_codecs.table(made).splitlines()[2:]
+    assert lines == ["| zarr | 4 | 900 | 900-900 |  |  |", "| gzip | 5 | 200 | 100-600 | 40 | 5.0x |"]
+
+
+RATES = [("gpuload", 100.0), ("gpuload", 600.0), ("gpuload", 200.0), ("h5py", 40.0)]
 
 
 def test_work_in_a_subprocess_returns_or_fails(capfd):
