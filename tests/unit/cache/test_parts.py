@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter
@@ -13,6 +14,8 @@ import pytest
 
 from gpuload.cache.asking import Settings, SoftDigests, Window, get_patiently
 from gpuload.cache.catalogue import _OTHERS, _VISITED, Catalogue
+from gpuload.cache.files import Download
+from gpuload.cache.reads import Reads
 from gpuload.errors import ReadError
 from gpuload.remote import RemoteObject
 from tests.sample_stores import N, full, opened, train
@@ -99,6 +102,30 @@ def test_uses_are_counted_once_each(tmp_path: Path, remote: CountingRemote) -> N
         assert stats["n_samples"] == 3 * N
         assert stats["wait_p50_s"] <= stats["wait_p95_s"] <= stats["wait_p99_s"]
         assert store.verdict().split(":")[0] in ("consumer-bound", "disk-bound", "store-bound")
+
+
+def test_the_stage_that_reading_waits_for_is_named() -> None:
+    reads = Reads()
+    assert reads.verdict(0.0) == "nothing was read yet"
+    assert reads.as_dict()["hit_ratio"] == 1
+    with reads.waiting():
+        time.sleep(0.01)
+    reads.add(0.01, 500)
+    assert reads.verdict(60.0).startswith("store-bound: ")
+    told = re.fullmatch(r"disk-bound: .* for local copies, which came at ([\d,]+) MB/s", reads.verdict(0.0))
+    assert told
+    assert told[1] == "0"
+    reads.add_remote()
+    assert reads.verdict(0.0).startswith("store-bound: ")
+    time.sleep(0.3)
+    assert re.fullmatch(r"consumer-bound: it waited \d\.\d% of its time", reads.verdict(0.0))
+    reads.add_remote()  # the first of an epoch is read for its form, too
+    assert reads.as_dict()["hit_ratio"] == 0
+
+
+def test_a_digest_of_an_unknown_kind_leaves_no_file_open(tmp_path: Path, no_leaks: None) -> None:
+    with pytest.raises(ValueError, match="crc64"):
+        Download(str(tmp_path / "a"), RemoteObject("a", 1, "x", "crc64:00"))
 
 
 @pytest.mark.parametrize(("statement", "values"), [(_VISITED, (0.0, 1)), (_OTHERS, ("key", "keyz", "etag"))])
