@@ -98,6 +98,7 @@ def test_uses_are_counted_once_each(tmp_path: Path, remote: CountingRemote) -> N
         coverage = store.coverage()
         assert (coverage.n_known, coverage.n_held, coverage.n_visited, coverage.n_visits) == (N, N, N, 3 * N)
         assert coverage.effective == pytest.approx(N)
+        assert len(store.verified) == N
         stats = store.stats()
         assert stats["n_samples"] == 3 * N
         assert stats["wait_p50_s"] <= stats["wait_p95_s"] <= stats["wait_p99_s"]
