@@ -322,6 +322,23 @@ def failing(error: Exception) -> Any:
     return decode
 
 
+def test_only_a_share_of_an_epoch_is_skipped(tmp_path: Path, remote: CountingRemote) -> None:
+    def decode(data: Any) -> int:
+        number = int(data[128:132].view(np.float32)[0])
+        if number % 8 == 0:
+            raise ValueError("no such sample")
+        return number
+
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        with store.snapshot() as snapshot:
+            batches = snapshot.batches(1, decode=decode, on_error="skip", max_skipped=0.05)
+            with pytest.raises(CorruptDataError, match="no such sample"):
+                list(batches)
+            assert snapshot.n_skipped == 2  # of 40
+        assert len(store.quarantine()) == 2
+
+
 def test_closing_the_store_quarantines_no_sample(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote, n_held=4) as store:
         full(store, 4)
