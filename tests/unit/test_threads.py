@@ -230,7 +230,9 @@ def test_waiting_threads_take_the_next_calls_and_all_end() -> None:
     pool = DaemonThreads(3, "test-quick")
     for _ in range(5):
         pool.submit(int).result()
-        time.sleep(0.02)
+        deadline = time.monotonic() + 10
+        while not pool._idle._value and time.monotonic() < deadline:  # type: ignore[attr-defined]
+            time.sleep(0.001)
     assert len(running()) == 1
     barrier = threading.Barrier(3)
     for future in [pool.submit(barrier.wait, 10) for _ in range(3)]:
