@@ -233,7 +233,7 @@ def test_waiting_threads_take_the_next_calls_and_all_end() -> None:
         deadline = time.monotonic() + 10
         while not pool._idle._value and time.monotonic() < deadline:  # type: ignore[attr-defined]
             time.sleep(0.001)
-    assert len(running()) == 1
+        assert len(running()) == pool._idle._value == 1  # type: ignore[attr-defined]
     barrier = threading.Barrier(3)
     for future in [pool.submit(barrier.wait, 10) for _ in range(3)]:
         future.result()
