@@ -75,8 +75,8 @@ _HITS = "Share of the bytes that came from local blocks, of loaders that have a 
 class Export:
     """An active export, returned by `export`. Use it in a with-statement, or call `close`."""
 
-    def __init__(self, collector: _Collector, names: tuple[str, ...]) -> None:
-        self._collector, self._names = collector, names
+    def __init__(self, collector: _Collector, joined: dict[str, weakref.ref[Any]]) -> None:
+        self._collector, self._joined = collector, joined
         self._server: tuple[Any, threading.Thread] | None = None
         self.port: int | None = None
         """Port on which the metrics are served, or None."""
@@ -94,8 +94,8 @@ class Export:
 
     def close(self) -> None:
         """End the export and stop the server; may be called twice."""
-        self._collector.leave(self._names)
-        server, self._server, self._names = self._server, None, ()  # others may use the names from now on
+        self._collector.leave(self._joined)
+        server, self._server, self._joined = self._server, None, {}  # others may use the names from now on
         if server is not None:
             server[0].shutdown()
             server[0].server_close()
@@ -139,8 +139,7 @@ def export(
     if not sources:
         raise PlanError("there is nothing to export; name a loader or a store, as in export(train=loader).")
     collector = _collector_of(prometheus_client.REGISTRY if registry is None else registry)
-    collector.join(sources)
-    found = Export(collector, tuple(sources))
+    found = Export(collector, collector.join(sources))
     if port is not None:
         with closed_on_error(found):
             found.serve(port, address)
@@ -155,20 +154,23 @@ class _Collector:
         self._lock = threading.Lock()
         self._sources: dict[str, weakref.ref[Any]] = {}
 
-    def join(self, sources: dict[str, Any]) -> None:
-        """Add sources."""
+    def join(self, sources: dict[str, Any]) -> dict[str, weakref.ref[Any]]:
+        """Add sources; return what to `leave` with."""
+        joined: dict[str, weakref.ref[Any]] = {name: weakref.ref(source) for name, source in sources.items()}
         with self._lock:
             for name in sources:
                 known = self._sources.get(name)
                 if known is not None and known() is not None:
                     raise PlanError(f"{name}: this name is exported already; close that export, or choose another.")
-            self._sources |= {name: weakref.ref(source) for name, source in sources.items()}
+            self._sources |= joined
+        return joined
 
-    def leave(self, names: tuple[str, ...]) -> None:
-        """Remove sources."""
+    def leave(self, joined: dict[str, weakref.ref[Any]]) -> None:
+        """Remove sources, but not those that have taken the names of garbage-collected ones since."""
         with self._lock:
-            for name in names:
-                self._sources.pop(name, None)
+            for name, source in joined.items():
+                if self._sources.get(name) is source:
+                    del self._sources[name]
 
     def collect(self) -> Iterator[Any]:
         """Yield all metrics; called by the registry."""

@@ -70,13 +70,13 @@ class Copies:
             finally:
                 download.close()
             self._folders.publish(file.name)
+            self._catalogue.publish(file, self._lease, download.crc)
         except BaseException as error:
             self._folders.remove(file.name)
             self._catalogue.give_up(file, self._lease)
             if isinstance(error, OSError) and error.errno in DISK_FULL:
                 return None
             raise
-        self._catalogue.publish(file, self._lease, download.crc)
         return self._folders.path(file.name)
 
     def drop(self, sample: Sample, fault: str) -> None:

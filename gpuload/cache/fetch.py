@@ -19,7 +19,7 @@ from gpuload.cache import leases
 from gpuload.cache.asking import SoftDigests, Window, get_patiently
 from gpuload.cache.catalogue import Full
 from gpuload.cache.files import DISK_FULL, Download, adopt_strays, given_up, repair, stray_names
-from gpuload.errors import BusyError, CorruptDataError, GpuloadError, ReadError
+from gpuload.errors import BusyError, CorruptDataError, GpuloadError, ReadError, StoreError
 from gpuload.object_errors import BUSY
 from gpuload.threads import PATIENCE_S
 
@@ -211,7 +211,12 @@ class Fetcher:
         finally:
             with self._lock:
                 self._under_way.pop(file.name, None)
-        return self._catalogue.publish(file, self._lease, crc)
+        try:
+            return self._catalogue.publish(file, self._lease, crc)
+        except (OSError, StoreError):  # else its bytes would stay reserved, and it missing, while this process lives
+            self._folders.remove(file.name)
+            self._catalogue.give_up(file, self._lease)
+            raise
 
     def _download(self, file: File) -> int:
         """Download an object to disk, under its temporary name; return its crc."""

@@ -149,9 +149,9 @@ class Download:
     def __init__(self, path: str, wanted: RemoteObject) -> None:
         self._wanted = wanted
         self._lock = threading.Lock()
+        self._digest = digest_of(wanted)  # of a custom remote it may be of an unknown kind
         self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
         self._done = 0
-        self._digest = digest_of(wanted)
         self.crc = 0
         try:
             if wanted.nbytes:

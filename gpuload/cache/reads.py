@@ -60,7 +60,7 @@ class Reads:
             "read_nbytes": self.nbytes,
             "read_s": self.read_s,
             "wait_s": self.wait_s,
-            "hit_ratio": 1 - self.n_from_remote / self.n_samples if self.n_samples else 1.0,
+            "hit_ratio": max(0.0, 1 - self.n_from_remote / self.n_samples) if self.n_samples else 1.0,
             "peak_batches_nbytes": self.peak_nbytes,
             **{f"wait_{name}": seconds for name, seconds in percentiles(self._waits.copy()).items()},
         }

@@ -100,6 +100,21 @@ def test_forgotten_sources_are_no_longer_exported(plain: Stored) -> None:
     exported.close()
 
 
+def test_closing_an_export_ends_no_later_one_of_its_name(plain: Stored) -> None:
+    registry = CollectorRegistry()
+    loader: Any = gpuload.open_loader(plain.path)
+    first = export(registry=registry, a=loader)
+    del loader
+    gc.collect()
+    with gpuload.open_loader(plain.path) as later, export(registry=registry, a=later) as second:
+        first.close()
+        assert ("gpuload_rows_total", "a") in told(generate_latest(registry))
+        second.close()
+        with export(registry=registry, a=later):
+            second.close()
+            assert ("gpuload_rows_total", "a") in told(generate_latest(registry))
+
+
 def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(PlanError, match="a=int: expected a Loader or a SampleStore"):
         export(a=1)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import io
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -99,6 +100,55 @@ def test_ranges_of_several_objects_are_read(no_leaks: None) -> None:
     source.close()
     with pytest.raises(ReadError, match="the loader was closed"):
         read(source, [a], [1])
+
+
+def test_no_request_spans_two_objects(no_leaks: None) -> None:
+    remote = FakeRemote({"a": DATA[:1000], "b": DATA[1000:1500], "c": DATA[1500:1501]})
+    source = source_of(remote)
+    sizes = np.array([1000, 500, 1])
+    given = {number: part.tobytes() for number, part in read_each(source, source.base, sizes)}
+    assert given == {0: DATA[:1000], 1: DATA[1000:1500], 2: DATA[1500:1501]}
+    assert sorted(remote.asked) == [("a", 0, 1000), ("b", 0, 500), ("c", 0, 1)]
+    source.close()
+
+
+def test_a_source_reads_on_after_another_was_closed(no_leaks: None) -> None:
+    one, other = (source_of(FakeRemote({"a": DATA})) for _ in range(2))
+    assert read(one, [5], [10]) == [DATA[5:15]]
+    one.close()
+    one.close()
+    assert read(other, [7], [10]) == [DATA[7:17]]
+    other.close()
+
+
+def test_copies_are_forgotten_of_the_object_that_was_damaged(no_leaks: None) -> None:
+    class Near(FakeRemote):
+        max_gap = max_extent = 1000
+
+        def fill(self, wanted: RemoteObject, start: int, out: Any) -> bool:
+            return False
+
+        def forget(self, wanted: RemoteObject, start: int, stop: int) -> None:
+            self.asked.append((wanted.key, start, stop))
+
+    remote = Near({"a": DATA[:1000], "b": DATA})
+    source = source_of(remote)
+    source.forget(int(source.base[1]) + 70, 30)
+    assert remote.asked == [("b", 70, 100)]
+    source.close()
+
+
+def test_a_remote_that_is_slow_with_everything_is_not_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, again = Requests(), []
+    monkeypatch.setattr(requests, "_send", lambda _, piece: again.append(piece))
+    requests._usual_s, requests._n_answers = 0.001, 100
+    long_ago = time.monotonic() - 60
+    pieces = [_Piece(RemoteObject("a", 9, "1"), i, np.zeros(1, dtype=np.uint8), long_ago, n_asked=1) for i in range(50)]
+    errand = remote_source._Errand(FakeRemote({}))
+    for _ in range(3):
+        requests._ask_again(errand, pieces)
+    assert len(again) == 5  # of 100 that were answered
+    requests.close()
 
 
 def test_many_requests_are_in_flight_at_once(no_leaks: None) -> None:
@@ -206,6 +256,11 @@ def test_changed_or_removed_objects_are_named(no_leaks: None) -> None:
     remote = FakeRemote({"a": DATA, "b": DATA})
     source = source_of(remote)
     source.check_same([0, 1])
+    listed = remote.head
+    remote.head = lambda key: replace(listed(key), etag="2")  # type: ignore[method-assign,type-var]
+    with pytest.raises(ReadError, match=r"^fake://bucket/b: the object was changed since it was listed; open it again"):
+        source.check_same([1])
+    remote.head = listed  # type: ignore[method-assign]
     remote.objects["b"] = DATA[1:]
     with pytest.raises(ReadError, match=r"^fake://bucket/b: the object was changed since it was listed; open it again"):
         source.check_same([0, 1])
@@ -295,6 +350,28 @@ def test_a_file_is_read_in_few_requests(no_leaks: None) -> None:
     in_turn = RemoteFile(source)
     assert b"".join(iter(lambda: in_turn.read(1000), b"")) == whole.getvalue()
     assert len(remote.asked) < 20
+    source.close()
+
+
+def test_ranges_that_are_brought_may_lie_in_each_other(no_leaks: None) -> None:
+    remote = FakeRemote({"a": DATA})
+    source = source_of(remote)
+    file = RemoteFile(source)
+    file.bring([(0, 1000), (10, 20), (500_000, 3000), (999_990, 10), (999_990, 11), (-1, 5)])
+    assert sorted(remote.asked) == [("a", 0, 1000), ("a", 500_000, 503_000), ("a", 999_990, 1_000_000)]
+    for at, n in ((0, 1000), (10, 20), (500_000, 3000), (999_990, 10)):
+        file.seek(at)
+        assert file.read(n) == DATA[at : at + n]
+    assert len(remote.asked) == 3
+    file.seek(10)
+    assert file.read(100) == DATA[10:110], "more than was brought from there"
+    source.max_extent = 100_000
+    remote.asked.clear()
+    RemoteFile(source).bring([(at, 30_000) for at in range(0, 300_000, 30_000)])
+    assert sorted(remote.asked) == [
+        *(("a", at, at + 90_000) for at in range(0, 270_000, 90_000)),
+        ("a", 270_000, 300_000),
+    ]
     source.close()
 
 

@@ -226,6 +226,41 @@ def test_no_thread_is_started_before_there_is_work() -> None:
     assert not running()
 
 
+def test_waiting_threads_take_the_next_calls_and_all_end() -> None:
+    pool = DaemonThreads(3, "test-quick")
+    for _ in range(5):
+        pool.submit(int).result()
+        deadline = time.monotonic() + 10
+        while not pool._idle._value and time.monotonic() < deadline:  # type: ignore[attr-defined]
+            time.sleep(0.001)
+        assert len(running()) == pool._idle._value == 1  # type: ignore[attr-defined]
+    barrier = threading.Barrier(3)
+    for future in [pool.submit(barrier.wait, 10) for _ in range(3)]:
+        future.result()
+    pool.close(10)
+    assert not running()
+
+
+def test_no_call_is_made_after_one_of_them_failed() -> None:
+    pool, made = DaemonThreads(1, "test-quick"), []
+    is_told = threading.Event()
+
+    def make(number: int) -> None:
+        made.append(number)
+        if number == 1:
+            raise ValueError("one")
+        if number == 2:
+            is_told.wait(10)
+
+    with pytest.raises(ValueError, match="one"):
+        pool.map(make, range(9))
+    is_told.set()
+    pool.submit(int).result()
+    assert made[:2] == [0, 1]
+    assert len(made) <= 3
+    pool.close()
+
+
 def test_a_call_after_close_is_refused(threads: QuickThreads) -> None:
     threads.submit(int).result()
     threads.close()

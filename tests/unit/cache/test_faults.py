@@ -23,7 +23,18 @@ from gpuload.cache.catalogue import Catalogue
 from gpuload.cache.reading import Sample, SampleReader, read_copy
 from gpuload.errors import BusyError, CorruptDataError, PlanError, ReadError
 from tests.remotes import CountingRemote, FlakyRemote, fill
-from tests.sample_stores import N, checked, fetcher_of, full, lacks_descriptors, lose_catalogue, opened, train, until
+from tests.sample_stores import (
+    COST,
+    N,
+    checked,
+    fetcher_of,
+    full,
+    lacks_descriptors,
+    lose_catalogue,
+    opened,
+    train,
+    until,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -177,6 +188,37 @@ def test_a_fetcher_survives_catalogue_errors(
         assert all(thread.is_alive() for thread in store._fetchers.thread_fetcher._threads)
 
 
+@pytest.mark.parametrize("is_fetching", [True, False])
+def test_a_download_that_cannot_be_published_is_made_again(
+    tmp_path: Path, remote: CountingRemote, is_fetching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, left = Catalogue.publish, [None] * 4
+
+    def fail_at_first(*arguments: Any, **settings: Any) -> bool:
+        if left:
+            left.pop()
+            raise ReadError("another process has held it")
+        return right(*arguments, **settings)
+
+    monkeypatch.setattr(Catalogue, "publish", fail_at_first)
+    with opened(tmp_path, remote, n_held=N, in_flight=2, fetch=is_fetching) as store:
+        if is_fetching:
+            full(store, N)
+            assert not store.quarantine()
+            assert store.held_nbytes == N * COST
+        else:
+            found = remote.head("0003.npy")
+            assert found is not None
+            whole = np.frombuffer(remote.get(found, 0, found.nbytes), dtype=np.uint8)
+            for _ in range(4):
+                with pytest.raises(ReadError, match="another process"):
+                    store.copies.keep(found, whole)
+                assert store.held_nbytes == 0
+            assert store.copies.keep(found, whole) is not None
+            assert store.held_nbytes == COST
+        assert not left
+
+
 def test_denied_access_is_reported_once(tmp_path: Path, remote: CountingRemote, caplog: Any) -> None:
     with opened(tmp_path, remote) as store:
         full(store, 10)
@@ -278,6 +320,23 @@ def failing(error: Exception) -> Any:
         raise error
 
     return decode
+
+
+def test_only_a_share_of_an_epoch_is_skipped(tmp_path: Path, remote: CountingRemote) -> None:
+    def decode(data: Any) -> int:
+        number = int(data[128:132].view(np.float32)[0])
+        if number % 8 == 0:
+            raise ValueError("no such sample")
+        return number
+
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        with store.snapshot() as snapshot:
+            batches = snapshot.batches(1, decode=decode, on_error="skip", max_skipped=0.05)
+            with pytest.raises(CorruptDataError, match="no such sample"):
+                list(batches)
+            assert snapshot.n_skipped == 2  # of 40
+        assert len(store.quarantine()) == 2
 
 
 def test_closing_the_store_quarantines_no_sample(tmp_path: Path, remote: CountingRemote) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from gpuload.cache.order import visiting_order
 from gpuload.errors import PlanError, ReadError
-from tests.sample_stores import N, checked, full, opened, train
+from tests.sample_stores import N, checked, full, opened, train, until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,6 +75,34 @@ def test_a_state_resumes_exactly_whatever_happened_since(tmp_path: Path, remote:
                 assert snapshot.generation == state["generation"]
                 assert [checked(batch) for batch in snapshot.batches(3)] == keys[done:]
         assert store.stats()["hit_ratio"] < 1  # some came from the remote itself
+
+
+def test_what_determines_an_order_is_in_its_state(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        train(store, n_samples=N // 2)
+        given: dict[str, Any] = {"seed": 5, "mode": "inverse-visits"}
+        for more, n in (({"echo_max": 1}, N // 2), ({"n_samples": 7}, 7), ({}, N)):
+            with store.snapshot(**given, **more) as snapshot:
+                assert len(snapshot) == n
+                with store.snapshot(seed=6, n_samples=3, echo_max=2, state=snapshot.state_dict()) as again:
+                    assert again._ids.tolist() == snapshot._ids.tolist()
+
+
+def test_unread_samples_of_a_resumed_epoch_are_kept(tmp_path: Path, remote: CountingRemote) -> None:
+    with opened(tmp_path, remote) as store:
+        full(store, 10)
+        train(store)  # now all may be evicted
+        with store.snapshot() as first:
+            batches = first.batches(5)
+            read = checked(next(batches))
+            batches.close()
+            resumed = store.snapshot(state=first.state_dict())
+        with resumed:
+            until(lambda: store.stats()["n_evicted"] >= 5)
+            read += [i for batch in resumed.batches(5) for i in checked(batch)]
+            assert len(set(read)) == len(first)
+        assert store.stats()["hit_ratio"] == 1
 
 
 def test_a_state_whose_object_changed_is_refused(tmp_path: Path, remote: CountingRemote) -> None:
@@ -151,6 +179,9 @@ def test_ranks_share_a_generation(tmp_path: Path, remote: CountingRemote) -> Non
             theirs = [i for batch in last.batches(2) for i in checked(batch)]
         assert len(ours) == len(theirs) == 3
         assert not set(ours) & set(theirs)
+        with other.snapshot(seed=1, rank=0, world_size=1, generation=first.generation) as whole:
+            order = [i for batch in whole.batches(2) for i in checked(batch)]
+        assert (ours, theirs) == (order[0:9:3], order[2:9:3])
         with pytest.raises(PlanError, match="world_size=3, but this is 2"):
             store.snapshot(state=first.state_dict(), rank=0, world_size=2)
 
