@@ -167,9 +167,10 @@ class _Count:
             bounds = fragment.bounds()[:, 0]
             tiles = np.flatnonzero((bounds[:, 0] < high) & (bounds[:, 1] >= low))
             for first, last in _ranges(tiles):
-                columns = (self._array.parts(fragment, self._array.field(name), first, last) for name in (ROW, COLUMN))
-                for both in zip(*columns, strict=True):
-                    cells = np.stack(both, axis=1)
+                for a, b in runs_of(np.append(0, np.cumsum(fragment.cells[first:last])), TOGETHER):
+                    cells = np.stack(
+                        [self._whole(fragment, name, first + a, first + b) for name in (ROW, COLUMN)], axis=1
+                    )
                     keys.append(cells[(cells[:, 0] >= low) & (cells[:, 0] < high)])
         every = np.concatenate(keys)
         every = every[np.lexsort((every[:, 1], every[:, 0]))]
@@ -180,6 +181,10 @@ class _Count:
                 f"{self._array.where}: the value of cell {row} and gene {column} was written twice, at different "
                 "times; write the layer again as a new one."
             )
+
+    def _whole(self, fragment: Fragment, name: str, first: int, last: int) -> NDArray[np.int64]:
+        """Return the coordinates of tiles in one piece: dimensions compress differently, and so come in other parts."""
+        return np.concatenate(list(self._array.parts(fragment, self._array.field(name), first, last)))
 
 
 def _ranges(numbers: NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -323,10 +323,12 @@ def test_column_ordered_values_are_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_duplicate_values_are_searched_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_twice: bool
 ) -> None:
-    from gpuload.formats import soma_rows
+    from gpuload.formats import soma_rows, tiledb_arrays
 
     monkeypatch.setattr(soma_rows, "TOGETHER", 50)
-    path = write_experiment(tmp_path / "cells", tiles=(16, 8), parts=(90, 50))
+    monkeypatch.setattr(tiledb_arrays, "READ", 400)  # rows and columns then come in parts that differ
+    monkeypatch.setattr(tiledb_arrays, "DECODED", 1000)
+    path = write_experiment(tmp_path / "cells", tiles=(16, 8), parts=(90, 50), capacity=20)
     folder = path / "ms" / "RNA" / "X" / "data"
     if is_twice:
         row, column = 129, int(counts()[129].indices[-1])
