@@ -128,6 +128,21 @@ def test_damage_is_found(compressor: int) -> None:
     assert decode(stored[:12] + bytes(4) + stored[16:], len(raw), about)[0] == bits.BAD_BIT_SHUFFLE
 
 
+def test_blocks_end_where_the_chunk_does() -> None:
+    """Whatever lies behind it; and they are made of groups of 8 items."""
+    raw = some_bytes(np.random.default_rng(0), 4 * 256)
+    stored = np.frombuffer(encoded(raw, 4, 64, 2), dtype=np.uint8)
+    out, work = (np.empty(len(raw), dtype=np.uint8) for _ in range(2))
+    places = out.ctypes.data, len(raw), 0, len(raw), work.ctypes.data
+    for less, wanted in ((0, len(raw)), (1, bits.BAD_BIT_SHUFFLE), (9, bits.BAD_BIT_SHUFFLE)):
+        got = bits.decode_bit_shuffle(stored.ctypes.data, stored.size - less, *places, 4, 64, 2, ADDRESSES.table)
+        assert got == wanted
+    blocks = [bytes(imagecodecs.lz4_encode(raw[:n])) for n in (144, 16)]
+    odd = b"".join(len(one).to_bytes(4, "big") + one for one in blocks)
+    head = (160).to_bytes(8, "big") + (144).to_bytes(4, "big")
+    assert decode(head + odd, 160, (4, 64, 2))[0] == bits.BAD_BIT_SHUFFLE
+
+
 def test_uncompressed_bytes_have_their_size() -> None:
     raw = some_bytes(np.random.default_rng(0), 4 * 259)
     stored = encoded(raw, 4, 64, 0)
