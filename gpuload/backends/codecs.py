@@ -18,12 +18,12 @@ import struct
 import zlib
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import imagecodecs
 import numpy as np
 
-from gpuload.backends.native import checksums, frames
+from gpuload.backends.native import bits, checksums, frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -165,19 +165,38 @@ def _lz4_sized(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int)
     return imagecodecs.lz4_decode(data[4:], out=struct.unpack_from("<I", data)[0])
 
 
-def _bitshuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
-    """Decode bitshuffle, alone or over LZ4 or zstd blocks.
+class BitShuffle(NamedTuple):
+    """What bitshuffle's decoders must know: bytes per item, items per block, and the compressor, if any.
 
-    Client data: two version numbers, element size, block size, compressor.
+    With a compressor, the header of a chunk is the authority on its blocks.
     """
-    size = values[2] if len(values) > 2 else itemsize
-    block = values[3] if len(values) > 3 else 0
-    compressor = values[4] if len(values) > 4 else 0
-    if not compressor:
-        return imagecodecs.bitshuffle_decode(bytes(data), itemsize=size, blocksize=block, out=_room(nbytes))
-    return _bitshuffle_blocks(
-        data, size, nbytes, imagecodecs.lz4_decode if compressor == 2 else imagecodecs.zstd_decode
-    )
+
+    itemsize: int
+    block_items: int
+    compressor: int
+
+    @classmethod
+    def of(cls, values: tuple[int, ...], itemsize: int) -> BitShuffle:
+        """Return what the filter's values say: two version numbers, then these, of which 0 is the default."""
+        size, block, compressor = (*values[2:5], *(itemsize, 0, 0)[max(0, len(values) - 2) :])
+        return cls(size, block or max(8192 // max(size, 1) // 8 * 8, 128), compressor)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the native kernels decode it, if `has_addresses`."""
+        is_known = self.compressor in (bits.UNCOMPRESSED, bits.LZ4, bits.ZSTD)
+        return self.itemsize in bits.ITEM_SIZES and self.block_items % 8 == 0 and is_known
+
+
+def _bitshuffle(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    """Decode bitshuffle, alone or over LZ4 or zstd blocks."""
+    about = BitShuffle.of(values, itemsize)
+    if about.compressor == bits.UNCOMPRESSED:
+        return imagecodecs.bitshuffle_decode(
+            bytes(data), itemsize=about.itemsize, blocksize=about.block_items, out=_room(nbytes)
+        )
+    decode_block = imagecodecs.lz4_decode if about.compressor == bits.LZ4 else imagecodecs.zstd_decode
+    return _bitshuffle_blocks(data, about.itemsize, nbytes, decode_block)
 
 
 def _bitshuffle_blocks(data: Bytes, itemsize: int, nbytes: int, decode_block: Callable[..., Any]) -> Bytes:
@@ -247,7 +266,7 @@ def encode_blosc(plain: Any, compressor: str, level: int, itemsize: int) -> byte
     )
 
 
-BY_ADDRESS = ("zstd", "lz4", "lz4-sized", "blosc")
+BY_ADDRESS = ("zstd", "lz4", "lz4-sized", "blosc", "bitshuffle")
 """Filters that the native kernels decode if `has_addresses`."""
 
 _FUNCTIONS = {
@@ -270,8 +289,8 @@ def _functions() -> dict[int, int] | None:
         return {place: _address(_library(module), name) for place, (module, name) in _FUNCTIONS.items()}
     except (ImportError, OSError, AttributeError) as error:
         logging.getLogger("gpuload").warning(
-            "this build of imagecodecs hides the libraries that it uses (%s): blosc, lz4 and zstd are decoded chunk by "
-            "chunk, which is slower",
+            "this build of imagecodecs hides the libraries that it uses (%s): blosc, bitshuffle, lz4 and zstd are "
+            "decoded chunk by chunk, which is slower",
             error,
         )
         return None

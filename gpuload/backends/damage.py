@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from gpuload.backends.native import chunks, frames, inflate, lzf, pieces
+from gpuload.backends.native import bits, chunks, frames, inflate, lzf, pieces
 from gpuload.errors import CorruptDataError, GpuloadError, PlanError, StoreError
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MAX_CSR = (1 << 31) - 1
 """Largest number of stored values that the int32 row offsets of a CSR minibatch can count."""
 
-REASONS = frames.REASONS | inflate.REASONS | lzf.REASONS | chunks.REASONS
+REASONS = frames.REASONS | inflate.REASONS | lzf.REASONS | bits.REASONS | chunks.REASONS
 """What a status code of the native decoders and the kernels means, as part of a sentence."""
 
 _log = logging.getLogger("gpuload")

@@ -84,7 +84,7 @@ def _natively(
     copiers = pieces.addresses_of(stored_dtype, out.dtype, may_fill=not nbytes.all())
     others = (decoders.address_of(name) if steps[k] >= 0 else 0 for name, k in _OTHERS)
     sizes = layout.src_stride, layout.dest_stride, stored_dtype.itemsize
-    has_two_steps = steps[0] >= 0 or codec == "blosc"  # a shuffle after the codec, or within it
+    has_two_steps = steps[0] >= 0 or codec in ("blosc", "bitshuffle")  # a shuffle after the codec, or within it
     status = np.zeros(3, dtype=np.int64)
     n = chunks.decode_chunks(
         part.buffer,
@@ -96,7 +96,7 @@ def _natively(
         (
             scratch.memory("first", 2 * room if decoder[1] else room),
             scratch.memory("second", room if has_two_steps else 0),
-            scratch.tables if codec in decoders.INFLATING else _NO_TABLES,
+            _about_codec(layout, steps[1], codec, scratch),
         ),
         scratch.addresses.table,
         layout.verified,
@@ -106,6 +106,14 @@ def _natively(
     if n < 0:
         raise bad_chunk(read, first - 1 - n, int(status[0]))
     return int(status[0]), int(status[1]), bool(status[2])
+
+
+def _about_codec(layout: ArrayLayout, step: int, codec: str, scratch: Workspace) -> NDArray[np.uint8]:
+    """Return what the codec's decoder takes beside a chunk: the inflater's workspace, or what a bit shuffle was."""
+    if codec == "bitshuffle":
+        about = codecs.BitShuffle.of(layout.filters[step].values, layout.dtype.itemsize)
+        return np.array(about, dtype=np.int64).view(np.uint8)
+    return scratch.tables if codec in decoders.INFLATING else _NO_TABLES
 
 
 def _by_library(part: Part, out: NDArray[Any]) -> tuple[int, int, bool]:
@@ -170,6 +178,10 @@ def _native_steps(layout: ArrayLayout) -> tuple[list[int], str] | None:
     if codec in codecs.BY_ADDRESS and not codecs.has_addresses():
         return None
     names = [f.name for f in layout.filters]
+    if codec == "bitshuffle":
+        values = layout.filters[names.index(codec)].values
+        if not codecs.BitShuffle.of(values, layout.dtype.itemsize).is_native:
+            return None
     return [names.index(n) if n in names else -1 for n in ("shuffle", codec, "fletcher32", "crc32c")], codec
 
 

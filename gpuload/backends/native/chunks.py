@@ -158,7 +158,7 @@ def decode_chunks(
         and crc32c. Those that are not needed may be 0.
     scratch : three of uint8
         The first two for the largest chunk; with a two-chunk decoder, the first has room for two, in halves of whole
-        elements. The last is the inflater's workspace.
+        elements. The last is the inflater's workspace, or what else the decoder takes in its place.
     addresses
         Of library functions, in the order that `frames` defines.
     verified : uint8

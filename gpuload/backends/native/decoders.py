@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gpuload.backends.native.bits import decode_bit_shuffle
 from gpuload.backends.native.calls import Callback, caller
 from gpuload.backends.native.checksums import is_crc32c, is_fletcher32
 from gpuload.backends.native.frames import (
@@ -27,7 +28,8 @@ from gpuload.backends.native.words import I64, array_at, inline
 call_one = caller(I64, *[I64] * 10)
 """Decode a chunk. Arguments: address and number of its stored bytes; address and number of its decoded bytes; first
 byte wanted and the one after the last; whether to verify checksums; addresses of scratch as large as the decoded bytes,
-of the inflater's workspace and of the table of addresses. Returns the number of bytes decoded, or an error code."""
+of the inflater's workspace (for bitshuffle, of the numbers in `codecs.BitShuffle`) and of the table of addresses.
+Returns the number of bytes decoded, or an error code."""
 
 call_two = caller(I64, *[I64] * 12)
 """Decode two chunks, interleaved. Arguments: for each chunk, address and number of its stored bytes, address of its
@@ -106,6 +108,15 @@ def _blosc(
     return decode_blosc(src, n, to, size, lo, hi, work, tables, _table(addresses))
 
 
+def _bitshuffle(
+    src: int, n: int, to: int, size: int, lo: int, hi: int, verify: int, work: int, tables: int, addresses: int
+) -> int:
+    about = array_at(tables, 3, np.int64)
+    if verify:
+        lo, hi = 0, size
+    return decode_bit_shuffle(src, n, to, size, lo, hi, work, about[0], about[1], about[2], _table(addresses))
+
+
 def _fletcher32(at: int, n: int) -> int:
     return np.int64(is_fletcher32(at, n))
 
@@ -127,6 +138,7 @@ _ONE = {
     "lz4-sized": Callback(_lz4),
     "lzf": Callback(_lzf),
     "blosc": Callback(_blosc),
+    "bitshuffle": Callback(_bitshuffle),
 }
 _TWO = {"deflate": Callback(_zlib_two)}
 _OTHERS = {"shuffle": Callback(_unshuffle), "fletcher32": Callback(_fletcher32), "crc32c": Callback(_crc32c)}

@@ -168,7 +168,7 @@ def decode_lz4(at: int, n: int, to: int, size: int, need: int, addresses: Any) -
 
 
 @inline
-def _big_endian(at: int, size: int) -> int:
+def big_endian(at: int, size: int) -> int:
     """Return the unsigned integer of `size` bytes at an address, highest byte first."""
     value = 0
     for k in range(size):
@@ -184,13 +184,13 @@ def decode_lz4_blocks(at: int, n: int, to: int, size: int, need: int, addresses:
     are if that is its decoded size.
     """
     end, done = at + n, 0
-    if n < 12 or _big_endian(at, 8) != size:
+    if n < 12 or big_endian(at, 8) != size:
         return BAD_LZ4
-    block_nbytes = _big_endian(at + 8, 4)
+    block_nbytes = big_endian(at + 8, 4)
     at += 12
     while done < need:
         nbytes = min(block_nbytes, size - done)
-        stored = _big_endian(at, 4) if end - at >= 4 else 0
+        stored = big_endian(at, 4) if end - at >= 4 else 0
         at += 4
         if nbytes == 0 or stored == 0 or stored > end - at:
             return BAD_LZ4

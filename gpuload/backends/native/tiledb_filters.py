@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from gpuload.backends.native.bits import unshuffle_bits
 from gpuload.backends.native.decoders import call_one
 from gpuload.backends.native.frames import lz4_at, unshuffle_items, zstd_at
 from gpuload.backends.native.words import (
@@ -32,7 +33,6 @@ from gpuload.backends.native.words import (
     put_item,
     shift_left,
     shift_right,
-    store8,
 )
 
 BAD_TILE = -401
@@ -161,24 +161,6 @@ def _decompress(  # noqa: PLR0911 - one return per codec
 
 
 @native
-def _undo_bit_shuffle(src: int, n: int, to: int, item: int) -> None:
-    """Undo the shuffle of a block: bit b of byte k of all items is a plane of bits, in the order of k and b."""
-    n_items = n // item
-    whole = n_items // 8 * 8
-    for i in range(whole * item):
-        store8(to + i, 0)
-    for k in range(item):
-        for bit in range(8):
-            plane = src + (k * 8 + bit) * (whole // 8)
-            for j in range(whole // 8):
-                byte = load8(plane + j)
-                for m in range(8):
-                    at = to + (j * 8 + m) * item + k
-                    store8(at, load8(at) | ((byte >> m) & 1) << bit)
-    copy_bytes(to + whole * item, src + whole * item, n - whole * item)
-
-
-@native
 def _undo_shuffled_part(kind: int, src: int, n: int, to: int, item: int) -> None:
     if kind == BYTE_SHUFFLE:
         unshuffle_items(src, to, n, item, 0, n // item)
@@ -191,7 +173,10 @@ def _undo_shuffled_part(kind: int, src: int, n: int, to: int, item: int) -> None
         copy_bytes(to, src, n)
     else:
         for first in range(0, n, _BLOCK):
-            _undo_bit_shuffle(src + first, min(_BLOCK, n - first), to + first, item)
+            nbytes = min(_BLOCK, n - first)
+            whole = nbytes // (8 * item) * 8 * item
+            unshuffle_bits(src + first, to + first, whole // item, item)
+            copy_bytes(to + first + whole, src + first + whole, nbytes - whole)
 
 
 @native
