@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ import gpuload
 from gpuload.cli import main
 from gpuload.formats import frames
 from gpuload.packing import job as jobs
+from gpuload.packing.files import write_whole
+from gpuload.packing.rows import RowReader
 from tests import writers
 from tests.other_forms import FORMS, KINDS_OF_FORM
 
@@ -463,6 +466,13 @@ def test_wide_integers_are_exact_or_refused(tmp_path: Path) -> None:
         gpuload.pack(path, tmp_path / "large.zarr")
 
 
+@pytest.mark.parametrize("dtype", ["int32", "uint32"])
+def test_integers_beyond_float32_are_exact(dtype: str, tmp_path: Path) -> None:
+    X = csr_matrix(np.array([[2**24 + 1, 1], [0, np.iinfo(dtype).max]], dtype=dtype))
+    gpuload.pack(written(ad.AnnData(X), tmp_path / "in.h5ad"), tmp_path / "out.zarr", keep_order=True)
+    assert ad.read_zarr(tmp_path / "out.zarr").X.toarray().tolist() == X.toarray().tolist()
+
+
 def test_only_files_of_integers_are_refused_for_large_values(tmp_path: Path) -> None:
     whole = written(ad.AnnData(csr_matrix(np.array([[1, 2], [3, 4]], dtype=np.int32))), tmp_path / "whole.h5ad")
     X = np.array([[np.inf, 2.0**60], [0, 1]])
@@ -472,6 +482,17 @@ def test_only_files_of_integers_are_refused_for_large_values(tmp_path: Path) -> 
     large = written(ad.AnnData(csr_matrix(np.array([[1, 2**53 + 1]]))), tmp_path / "large.h5ad")
     with pytest.raises(gpuload.StoreError, match=r"large\.h5ad: it holds integers of 9007199254740992 or more"):
         gpuload.pack([whole, floats, large], tmp_path / "large.zarr", keep_order=True)
+
+
+def test_large_integers_after_the_first_slice_are_refused(tmp_path: Path) -> None:
+    floats = written(ad.AnnData(csr_matrix(np.full((3, 1), 2.0**60))), tmp_path / "floats.h5ad")
+    large = written(ad.AnnData(csr_matrix(np.array([[1], [2**53 + 1]]))), tmp_path / "large.h5ad")
+    with RowReader.of([str(floats), str(large)], "X", num_threads=1) as reader:
+        for start, stop, is_refused in ((1, 3, False), (2, 4, False), (3, 5, True), (4, 5, True)):
+            rows = reader.read(start, stop)
+            expected = pytest.raises(gpuload.StoreError, match=r"large\.h5ad: ") if is_refused else nullcontext()
+            with expected:
+                reader.check_exact(rows, rows.judge(), start)
 
 
 def test_genes_beyond_16_bits(tmp_path: Path) -> None:
@@ -644,6 +665,38 @@ def test_pack_command_accepts_num_threads(source: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(gpuload.packing, "pack", lambda *paths, **given: taken.update(given) or plain(*paths, **given))
     assert main(["pack", str(source), str(tmp_path / "out.zarr"), "--num-threads", "3", "--quiet"]) == 0
     assert taken["num_threads"] == 3
+
+
+def test_any_amount_of_memory_is_accepted(tmp_path: Path) -> None:
+    source = written(cells(20, 10), tmp_path / "in.h5ad")
+    gpuload.pack(source, tmp_path / "out.zarr", memory=1 << 80)
+    assert_same_rows(tmp_path / "out.zarr", source)
+
+
+def test_a_job_is_sent_without_the_order(tmp_path: Path) -> None:
+    n, folder = 100_000, str(tmp_path)
+    origin = jobs.Origin(("in.h5ad",), "X", None, "X", folder, folder)
+    jobs.write_order(folder, np.arange(n)[::-1].copy())
+    jobs.write_offsets(origin, np.arange(n))
+    job = jobs.Job(origin, "csr", n, 9, n * (n - 1) // 2, False, "lz4", 1, 1, 1, (0, n))
+    assert (job.order[0], job.place[0], job.offsets[1]) == (n - 1, n - 1, n - 1)
+    sent = pickle.dumps(job)
+    assert len(sent) < 10_000
+    assert pickle.loads(sent).offsets[-1] == job.n_elements
+
+
+def test_an_order_is_there_only_with_its_inverse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run killed between the two files goes on with both or none."""
+
+    def stop(path: str, pieces: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        jobs, "write_whole", lambda *given: (write_whole(*given), monkeypatch.setattr(jobs, "write_whole", stop))
+    )
+    with pytest.raises(KeyboardInterrupt):
+        jobs.write_order(str(tmp_path), np.arange(3))
+    assert not jobs.has_order(str(tmp_path))
 
 
 def test_cut_rows() -> None:

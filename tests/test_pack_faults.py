@@ -288,12 +288,26 @@ def test_wrong_transposition_is_detected(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     "settings",
-    [{"seed": 1}, {"codec": "zstd"}, {"group_by": "plate"}, {"block_size": 32}, {"join": "outer"}, {"layer": ["X"]}],
+    [
+        {"seed": 1},
+        {"codec": "zstd"},
+        {"group_by": "plate"},
+        {"block_size": 32},
+        {"memory": 2 * MEMORY},
+        {"join": "outer"},
+        {"layer": ["X"]},
+    ],
 )
 def test_work_with_other_settings_is_restarted(settings: dict[str, Any], source: Path, stopped: Path) -> None:
     is_same = settings == {"layer": ["X"]}
-    assert (gpuload.pack(source, stopped, memory=MEMORY, **settings).n_resumed == 0) != is_same
+    assert (gpuload.pack(source, stopped, **{"memory": MEMORY, **settings}).n_resumed == 0) != is_same
     assert_same_rows(stopped, source)
+
+
+def test_columns_of_restarted_work_do_not_stay(source: Path, stopped: Path, tmp_path: Path) -> None:
+    gpuload.pack(source, stopped, memory=MEMORY, obs=["plate"])
+    gpuload.pack(source, tmp_path / "whole.zarr", memory=MEMORY, obs=["plate"])
+    assert contents(stopped) == contents(tmp_path / "whole.zarr")
 
 
 def test_work_on_a_changed_source_is_restarted(source: Path, stopped: Path, tmp_path: Path) -> None:
@@ -518,6 +532,20 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     assert files.write_whole(str(tmp_path / "file"), [b"one", memoryview(b"two")]) == 6
     assert (tmp_path / "file").read_bytes() == b"onetwo"
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    plain = os.fsync
+
+    def sync(descriptor: int) -> None:
+        assert not (tmp_path / "file").exists()
+        synced.append(os.fstat(descriptor).st_size)
+        plain(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", sync)
+    files.write_whole(str(tmp_path / "file"), [b"one", b"two"])
+    assert synced == [6], "what is still in Python's buffer is not synced"
 
 
 def test_concurrent_writers_of_one_file_do_not_interfere(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_svd_of_large_and_of_small_values(cells: np.ndarray, engine: str, expone
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("form", ["array", "tensor"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e39])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e39, -1e39])
 def test_values_not_finite_in_float32_are_refused(cells: np.ndarray, engine: str, form: str, bad: float) -> None:
     """Whatever holds the values: no model may return NaN as a prediction."""
     X: Any = cells[:300].astype(np.float64)
@@ -246,6 +246,12 @@ def test_ridge_matches_the_closed_form(
     expected = closed_form(X, y, test, 0.3, 0.05)
     np.testing.assert_allclose(model.fit(X, y).predict(test), expected, atol=atol)
     np.testing.assert_allclose(model.fit(csr_matrix(X), y[:, 0]).predict(test), expected[:, 0], atol=atol)
+
+
+def test_the_default_gamma_is_that_of_the_features(regression: tuple[np.ndarray, ...]) -> None:
+    X, y, test = regression
+    found = KernelRidge(0.3).fit(X, y).predict(test)
+    np.testing.assert_allclose(found, closed_form(X, y, test, 0.3, 1 / X.shape[1]), atol=2e-4)
 
 
 def test_fewer_landmarks_come_close(regression: tuple[np.ndarray, ...]) -> None:
