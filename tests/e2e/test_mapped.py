@@ -82,6 +82,32 @@ def test_mapped_runs_ahead_in_threads_up_to_its_limit(loader: gpuload.Loader) ->
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpuload-mapped")]
 
 
+def test_mapped_is_one_minibatch_ahead_of_its_threads(loader: gpuload.Loader) -> None:
+    calls: list[int] = []
+    mapped = iter(Mapped(loader, lambda batch: calls.append(len(batch)), num_threads=2))
+    next(mapped)
+    wait_until(lambda: len(calls) == 3)
+    time.sleep(0.02)
+    assert len(calls) == 3
+
+
+def test_what_waits_when_an_iteration_is_left_is_not_called(loader: gpuload.Loader) -> None:
+    calls: list[int] = []
+    is_left = threading.Event()
+
+    def make(batch: gpuload.Batch) -> None:
+        calls.append(len(batch))
+        if len(calls) > 1:
+            is_left.wait(20)
+
+    mapped = iter(Mapped(loader, make, ahead=4))
+    next(mapped)
+    wait_until(lambda: len(calls) == 2)
+    threading.Timer(0.1, is_left.set).start()
+    mapped.close()  # type: ignore[attr-defined]
+    assert len(calls) == 2
+
+
 def wait_until(is_so: Any) -> None:
     end = time.monotonic() + 20
     while not is_so():
@@ -166,6 +192,8 @@ def test_an_iteration_that_has_begun_keeps_its_epoch(plain: Stored, loader: gpul
     batches = iter(mapped)
     mapped.set_epoch(4)
     found = [next(batches), next(batches)]
+    assert (mapped.state_dict()["epoch"], mapped.state_dict()["step"]) == (0, 2)
+    mapped.set_epoch(4)
     assert (mapped.state_dict()["epoch"], mapped.state_dict()["step"]) == (0, 2)
     with gpuload.open_loader(plain.path, **SETTINGS) as other:
         every = list(map(rows, other))

@@ -339,6 +339,14 @@ def test_each_way_to_cut_a_fetch_is_computed_once(fetch):
     assert all(16 * n_whole + sum(hi - lo for lo, hi in ends) == fetch for _, n_whole, ends in cuts)
 
 
+def test_a_fetch_among_many_short_blocks_may_begin_anywhere():
+    """With five of 5 rows, one fetch in six comes before all of them, at the edge of a block, and of the others 1/8."""
+    cuts = _cuts(16, 8, np.array([8, 8, 8, 5, 5, 5, 5, 5]))
+    whole = [chance for chance, n_whole, ends in cuts if (n_whole, ends) == (2, [])]
+    assert whole == pytest.approx([1 / 6 + 5 / 6 / 8])
+    assert len(cuts) == 8
+
+
 # --- the plan's own fetches ---
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from gpuload.errors import PlanError
-from gpuload.synthetic import MEAN_COUNTS, tahoe_shaped
+from gpuload.synthetic import MEAN_COUNTS, Kind, count_model, draw_counts, tahoe_shaped
 from pipelines.modality_cells import paired_cells
 
 
@@ -115,6 +116,29 @@ def test_cell_lines_and_drugs_can_be_told_apart():
         centre = (X.T @ member) / member.sum(axis=0)
         score = X @ (centre - centre.mean(axis=1, keepdims=True)) - 0.5 * (centre**2).sum(axis=0)
         assert np.mean(score.argmax(axis=1)[~learns] == codes[~learns]) > wanted
+
+
+def test_each_block_of_cells_is_drawn_anew():
+    kinds = (Kind(1, 0.1, 0.1), Kind(1, 0.1, 0.1))
+    model = count_model(np.random.default_rng(0), 500, kinds)
+    X = draw_counts(model, np.zeros((2, 1_024), dtype=np.int32), np.full(1_024, 40), (0,), None)
+    assert (X[:512] != X[512:]).nnz > 0
+
+
+def test_cells_have_genes_of_their_own_labels_except_silenced_ones():
+    """Of tables that hold one gene each, so that a slot beside those of the cell's labels is seen."""
+    n_of_kind = 3, 4
+    kinds = tuple(Kind(n, 0.3, 0.1) for n in n_of_kind)
+    model = count_model(np.random.default_rng(0), 2_000, kinds)
+    slots = np.zeros_like(model.slots)
+    n_own = (slots.size - model.own_start[0]) // sum(n_of_kind)
+    slots[model.own_start[0] :] = np.repeat(np.arange(1, 8), n_own)
+    silenced = np.zeros_like(model.silenced)
+    silenced[2, 0] = True  # the popular gene, in the second kind's third category
+    labels = np.array([[a, b] for a in range(3) for b in range(4)], dtype=np.int32).T
+    X = draw_counts(replace(model, slots=slots, silenced=silenced), labels, np.full(12, 50_000), (0,), None)
+    for row, (a, b) in enumerate(labels.T.tolist()):
+        assert X[row].indices.tolist() == [*([] if b == 2 else [0]), 1 + a, 4 + b]
 
 
 @pytest.mark.parametrize(("n_obs", "n_vars"), [(0, 500), (1, 500), (200, 500), (3, 8)])
