@@ -70,9 +70,11 @@ def test_benchmarks_page_separates_cold_runs_and_names_the_gpu(tmp_path: Path) -
 @pytest.mark.parametrize("name", generated_pages.TIMED)
 def test_page_shows_times_only_if_recorded(name: str, tmp_path: Path) -> None:
     assert generated_pages.times(tmp_path, name, "times it") == f"`python -m benchmarks.run_{name}` times it.\n"
-    found = [record("ours", cells_per_s=c, round=i) for i, c in enumerate((30.0, 10.0, 20.0))]
+    about = {"reader": "gpuload", "nbytes": 1_000_000} if name == "codecs" else {}
+    found = [record("ours", cells_per_s=c, round=i, **about) for i, c in enumerate((30.0, 10.0, 20.0))]
     (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
-    assert "| ours | 3 | 20 |" in generated_pages.times(tmp_path, name, "times it")
+    row = "| ours | 1 | 20 | 10-30 |" if name == "codecs" else "| ours | 3 | 20 |"
+    assert row in generated_pages.times(tmp_path, name, "times it")
 
 
 def training(model: str, order: str, drug: float, **more: Any) -> dict[str, Any]:
@@ -246,6 +248,7 @@ def test_pages_are_rewritten_only_if_changed(tmp_path: Path) -> None:
         "benchmarks.md",
         "classify_scores.txt",
         "classify_speeds.txt",
+        "codecs_times.txt",
         "commands.md",
         "gpu_speeds.txt",
         "messages.md",
