@@ -5,8 +5,8 @@
 FOLDER gets the files, unless it has them: synthetic cells of Tahoe-100M's shape (`gpuload/synthetic.py`), written by
 anndata with the compression's default level, and the store that `gpuload pack` makes of one of them.
 
-- ``gpuload``: CSR minibatches in blocks of a chunk, a whole epoch, after one that fills the page cache and verifies the
-  checksums.
+- ``gpuload``: CSR minibatches in blocks of a chunk, a whole epoch, after two, of which the first fills the page cache
+  and verifies the checksums.
 - ``h5py``: the same stored values in runs of as many cells, in random order, through the HDF5 library, one run after
   the other; no minibatches are made of them. No loader that reads through this library can be faster, per process.
 """

@@ -61,16 +61,7 @@ def _replace_runtime() -> ctypes.CDLL:
 fake = _replace_runtime()
 
 
-def _open_cuda(
-    number: int,
-    *,
-    num_threads: int | None,
-    verify: str,
-    memory_nbytes: int | None,
-    cache_nbytes: int,
-    host_decode: float,
-    io: str,
-) -> Any:
+def _open_cuda(number: int, *, num_threads: int | None, memory_nbytes: int | None, io: str, **settings: Any) -> Any:
     from gpuload.backends.cuda.backend import CudaBackend
     from gpuload.backends.cuda.device import Device as CupyDevice
     from gpuload.backends.cuda.pinned import PinnedReader
@@ -89,9 +80,7 @@ def _open_cuda(
         reader,
         FakeNvcomp(device),  # type: ignore[arg-type]
         num_threads=num_threads,
-        verify=verify,
-        cache_nbytes=cache_nbytes,
-        host_decode=host_decode,
+        **settings,
     )
 
 

@@ -69,25 +69,9 @@ def open_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]
         device = FakeDevice(seed_of_streams, n_bytes)
         nvcomp = FakeNvcomp(device, fail_at)
 
-        def open_cuda(
-            number: int,
-            *,
-            num_threads: int | None,
-            verify: str,
-            memory_nbytes: int | None,
-            cache_nbytes: int,
-            host_decode: float,
-            io: str,
-        ) -> CudaBackend:
-            return CudaBackend(
-                device,
-                PinnedReader(device, num_threads=2, buffer_nbytes=1 << 16),
-                nvcomp,
-                num_threads=num_threads,
-                verify=verify,
-                cache_nbytes=cache_nbytes,
-                host_decode=host_decode,
-            )
+        def open_cuda(number: int, *, memory_nbytes: int | None, io: str, **settings: Any) -> CudaBackend:
+            reader = PinnedReader(device, num_threads=2, buffer_nbytes=1 << 16)
+            return CudaBackend(device, reader, nvcomp, **settings)
 
         monkeypatch.setattr("gpuload.backends.cuda.open_cuda", open_cuda)
         opened.append(Opened(gpuload.open_loader(path, device="cuda:0", **settings), device, nvcomp))

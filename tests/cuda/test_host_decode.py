@@ -43,7 +43,16 @@ def assert_cells(opened: Opened, dense: Any) -> None:
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 1])
 @pytest.mark.parametrize(
-    "kind", ["csr-gzip4", "csr-zstd", "csr-gzip4-shuffle", "csr-contiguous", "csr-absent-chunks-3", "dense-gzip4"]
+    "kind",
+    [
+        "csr-gzip4",
+        "csr-zstd",
+        "csr-gzip4-shuffle",
+        "csr-contiguous",
+        "csr-absent-chunks-3",
+        "csr-all-empty",
+        "dense-gzip4",
+    ],
 )
 def test_the_same_cells_whoever_decodes_them(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, share: float

@@ -250,7 +250,7 @@ class DeviceLoads:
                 self._run_cached(read, cached, resident, outcomes)
             is_left = np.ones(read.chunk_id.size, dtype=bool)
             is_left[cached.numbers] = False
-            is_of_host = is_left & self._is_of_host(read, is_left)
+            is_of_host = self._is_of_host(read, is_left)
             if is_of_host.any():
                 outcomes.append(self._on_host(_chosen(read, is_of_host), resident))
             is_of_device = is_left & ~is_of_host
@@ -332,10 +332,9 @@ class DeviceLoads:
         None while the device's cache has room, which only the device fills.
         """
         if not self._host_decode or read.layout.is_raw or self._cache.has_room:
-            return np.zeros(is_left.size, dtype=bool)
-        nbytes = np.cumsum(read.chunk_nbytes * is_left)
-        is_of_host: NDArray[np.bool_] = nbytes > (1 - self._host_decode) * nbytes[-1]
-        return is_of_host
+            return np.zeros_like(is_left)
+        nbytes: NDArray[np.int64] = np.cumsum(read.chunk_nbytes * is_left)
+        return is_left & (nbytes > (1 - self._host_decode) * int(nbytes[-1]))
 
     def _on_host(self, read: ArrayRead, resident: CudaResident) -> Outcome:
         """Start to read and decode on the host."""

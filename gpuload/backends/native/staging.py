@@ -1,7 +1,7 @@
 """Read windows of files into page-locked buffers and have the device copy them from there: one call for many windows.
 
 The driver's functions are called by address, so the calling thread needs Python's lock neither between system calls nor
-between copies: a training step in Python does not slow reading down.
+between copies, and does not wait for a thread that runs Python.
 """
 
 from __future__ import annotations
