@@ -16,7 +16,7 @@ import numpy as np
 
 from gpuload.folder_source import FolderSource, bases_of
 from gpuload.layout import plan_read
-from gpuload.remote_source import RemoteSource
+from gpuload.remote.source import RemoteSource
 from gpuload.source import FileSource, find_files
 
 if TYPE_CHECKING:

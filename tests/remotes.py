@@ -104,7 +104,7 @@ class HangingRemote(FolderRemote):
 
 def ranges_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Return a list to which every range of a remote source is added that is read: its first byte and its length."""
-    from gpuload.remote_source import RemoteSource
+    from gpuload.remote.source import RemoteSource
 
     ranges: list[tuple[int, int]] = []
     read_many = RemoteSource.read_many

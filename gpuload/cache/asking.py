@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpuload.object_errors import BUSY, check_length
 from gpuload.remote import Patience
+from gpuload.remote.errors import BUSY, check_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -33,8 +33,8 @@ from gpuload.cache.reading import read_copy
 from gpuload.checks import parse_nbytes
 from gpuload.errors import PlanError, StoreError, shown
 from gpuload.layout import MAX_EXTENT, MAX_GAP
-from gpuload.object_errors import check_length
 from gpuload.remote import RemoteObject
+from gpuload.remote.errors import check_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

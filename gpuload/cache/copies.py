@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gpuload.cache.catalogue import content_name, cost_of
 from gpuload.cache.files import DISK_FULL, Download, usable
 from gpuload.cache.reading import Sample
-from gpuload.objects import RemoteObject
+from gpuload.remote.objects import RemoteObject
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -20,7 +20,7 @@ from gpuload.cache.asking import SoftDigests, Window, get_patiently
 from gpuload.cache.catalogue import Full
 from gpuload.cache.files import DISK_FULL, Download, adopt_strays, given_up, repair, stray_names
 from gpuload.errors import BusyError, CorruptDataError, GpuloadError, ReadError, StoreError
-from gpuload.object_errors import BUSY
+from gpuload.remote.errors import BUSY
 from gpuload.threads import PATIENCE_S
 
 if TYPE_CHECKING:

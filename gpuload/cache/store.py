@@ -25,8 +25,8 @@ from gpuload.cache.snapshot import Snapshot, settled
 from gpuload.checks import check_choice, check_int64, check_seconds, check_share, check_whole, parse_nbytes
 from gpuload.distributed import rank_and_world_size
 from gpuload.errors import BusyError, GpuloadError, PlanError, ReadError, StoreError, first_line, shown
-from gpuload.object_errors import BUSY
 from gpuload.remote import FolderRemote, as_remote
+from gpuload.remote.errors import BUSY
 from gpuload.threads import MOST_IN_FLIGHT, Closer
 
 if TYPE_CHECKING:

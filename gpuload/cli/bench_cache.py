@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gpuload.checks import parse_nbytes
 from gpuload.cli import text
 from gpuload.errors import PlanError
-from gpuload.hub import split_address
+from gpuload.remote.hub import split_address
 
 if TYPE_CHECKING:
     import argparse

@@ -17,9 +17,9 @@ from urllib.parse import unquote
 from gpuload.checks import check_order
 from gpuload.errors import PlanError, ReadError, shown
 from gpuload.formats.zarr_trees import NODE_FILES
-from gpuload.hub import split_address
-from gpuload.object_remote import named_query, split_query
 from gpuload.remote import Patience, open_remote
+from gpuload.remote.hub import split_address
+from gpuload.remote.object_store import named_query, split_query
 
 if TYPE_CHECKING:
     from gpuload.cache import BlockCache, SampleStore

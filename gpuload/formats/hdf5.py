@@ -34,8 +34,8 @@ from gpuload.formats.addresses import as_address, first_bytes
 from gpuload.formats.index import Index, indptr_of
 from gpuload.formats.recognise import HDF5, PARQUET, ZIP
 from gpuload.layout import ArrayLayout, Filter
-from gpuload.remote_file import RemoteFile
-from gpuload.remote_source import RemoteSource
+from gpuload.remote.file import RemoteFile
+from gpuload.remote.source import RemoteSource
 from gpuload.source import BufferSource, FileSource, closed_on_error
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.errors import GpuloadError
-from gpuload.remote_source import RemoteSource
+from gpuload.remote.source import RemoteSource
 from gpuload.source import replacing
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import numpy as np
 from gpuload.errors import CorruptDataError, GpuloadError, MissingDependencyError, StoreError, first_line
 from gpuload.formats.addresses import as_address
 from gpuload.formats.parquet_footer import read_footer
-from gpuload.remote_file import RemoteFile
-from gpuload.remote_source import RemoteSource
+from gpuload.remote.file import RemoteFile
+from gpuload.remote.source import RemoteSource
 from gpuload.source import FileSource
 from gpuload.store import check_whole
 

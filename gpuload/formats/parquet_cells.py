@@ -28,7 +28,7 @@ from gpuload.formats.parquet_rows import spec_of
 from gpuload.formats.progress import Progress, each_of
 from gpuload.formats.recognise import GENES_FILE
 from gpuload.layout import ArrayLayout, Filter
-from gpuload.remote_source import RemoteSource
+from gpuload.remote.source import RemoteSource
 from gpuload.source import closed_on_error
 from gpuload.store import CsrMatrix, ObsColumn, Store
 

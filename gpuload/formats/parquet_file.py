@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.formats.parquet import ListColumn
-    from gpuload.remote_source import RemoteSource
+    from gpuload.remote.source import RemoteSource
 
 COLUMNS = (
     ("genes", "expressions"),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.formats.parquet import ListColumn
-    from gpuload.remote_source import RemoteSource
+    from gpuload.remote.source import RemoteSource
 
 _TOGETHER = 8 << 20
 """Bytes of an object requested at a time; more if a page is larger."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.folder_source import FolderSource
-    from gpuload.remote_source import RemoteSource
+    from gpuload.remote.source import RemoteSource
 
 _MAX_GAP, _MAX_EXTENT = 0, 4 << 20
 """Coalescing limits over a network: a band is a request of its own for each run of its tiles."""

@@ -10,7 +10,7 @@ import numpy as np
 from gpuload.errors import ReadError
 from gpuload.folder_source import FolderSource
 from gpuload.formats.addresses import as_address
-from gpuload.remote_source import RemoteSource
+from gpuload.remote.source import RemoteSource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

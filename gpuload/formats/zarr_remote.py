@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from gpuload.errors import ReadError
 from gpuload.formats.index import Index
 from gpuload.formats.zarr_trees import METADATA, Tree
-from gpuload.remote_source import RemoteSource
+from gpuload.remote.source import RemoteSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

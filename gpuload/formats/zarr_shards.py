@@ -21,7 +21,7 @@ from gpuload.backends.native.checksums import crc32c
 from gpuload.backends.reading import read_each
 from gpuload.errors import CorruptDataError, ReadError
 from gpuload.formats.arrays import RESTORE
-from gpuload.remote_source import RemoteSource
+from gpuload.remote.source import RemoteSource
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

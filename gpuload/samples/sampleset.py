@@ -10,8 +10,9 @@ import torch
 
 from gpuload.checks import check_order, check_whole
 from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, ReadError, shown
-from gpuload.object_errors import check_length
-from gpuload.remote import OUTAGE_S, Patience, as_remote
+from gpuload.remote import Patience, as_remote
+from gpuload.remote.errors import check_length
+from gpuload.remote.patience import OUTAGE_S
 from gpuload.samples.tensor_files import FORMATS, Descriptions, Span, bytes_of, load
 from gpuload.source import read_at
 from gpuload.threads import MOST_IN_FLIGHT, DaemonThreads

@@ -655,7 +655,7 @@ def object_store(nbytes: int = 600_000, n: int = 2, key: str = "", **options: An
     """Give a source over objects of the store that fails on demand, their bytes, the server, and a reader."""
     from benchmarks.s3server import start
     from gpuload.remote import ObjectRemote
-    from gpuload.remote_source import RemoteSource
+    from gpuload.remote.source import RemoteSource
 
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -787,7 +787,7 @@ def objects_kvikio_cannot_reach_go_through_pinned_memory() -> None:
 
 
 def partly_unreachable_objects_are_reported() -> None:
-    from gpuload.remote_source import RemoteSource
+    from gpuload.remote.source import RemoteSource
 
     with object_store() as (source, _, server, reader, device):
         np.zeros(1000, dtype=np.uint8).tofile(server.root / "data" / "some" / "with space")

@@ -31,7 +31,7 @@ from gpuload.backends.cuda.readers import PAGE, Pending, place_extents
 from gpuload.errors import DeviceError, MissingDependencyError, PlanError, ReadError
 from gpuload.folder_source import FolderSource
 from gpuload.remote import Patience, Reach
-from gpuload.remote_source import RemoteSource
+from gpuload.remote.source import RemoteSource
 from gpuload.source import BufferSource, FileSource
 from tests.cuda.driver_calls import DriverCalls
 from tests.fakes import FakeSource

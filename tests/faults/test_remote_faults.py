@@ -16,9 +16,10 @@ pytest.importorskip("obstore")
 
 import gpuload
 from benchmarks.s3server import start
-from gpuload import remote, remote_source
+from gpuload import remote
 from gpuload.errors import BusyError, CorruptDataError, ReadError, StoreError
 from gpuload.remote import RemoteObject, open_remote
+from gpuload.remote import source as remote_source
 from tests.other_forms import write_parquet
 from tests.writers import N_OBS, counts, write_h5ad
 

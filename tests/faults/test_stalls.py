@@ -136,7 +136,8 @@ def test_opening_is_interrupted_at_once(no_leaks: None, stalling: Running) -> No
 def test_opening_is_interrupted_midway(
     no_leaks: None, stalling: Running, monkeypatch: pytest.MonkeyPatch, form: str, n_files: int
 ) -> None:
-    from gpuload import remote_file, remote_source
+    from gpuload.remote import file as remote_file
+    from gpuload.remote import source as remote_source
 
     monkeypatch.setattr(remote_file, "_BLOCK", 512)
     monkeypatch.setattr(remote_file, "_BLOCKS_AHEAD", 1)
@@ -351,7 +352,7 @@ def test_h5py_garbage_does_not_block_opening(stalling: Running, plain: Stored, m
     import h5py
 
     from gpuload import threads
-    from gpuload.remote_file import RemoteFile
+    from gpuload.remote.file import RemoteFile
 
     file = h5py.File(plain.path, "r")
     read, carry_out = RemoteFile.readinto, threads._carry_out

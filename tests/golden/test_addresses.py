@@ -655,7 +655,7 @@ def test_pattern_selects_matching_files(server: Running, plain: Stored, tmp_path
 def test_a_large_chunk_tree_is_read_a_level_at_a_time(
     server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gpuload import remote_file
+    from gpuload.remote import file as remote_file
     from tests import writers
 
     for name, value in (("_BLOCK", 8192), ("_WHOLE", 0), ("_BEGIN", 1), ("_END", 1)):
@@ -691,8 +691,8 @@ def test_files_are_waited_for_together(
     server: Running, plain: Stored, blocks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """h5py lets no other thread in while it waits, and there may be thousands of files."""
-    from gpuload import remote_file
-    from gpuload.remote_source import RemoteSource
+    from gpuload.remote import file as remote_file
+    from gpuload.remote.source import RemoteSource
 
     if blocks == "small ones":
         for name, value in (("_BLOCK", 1024), ("_WHOLE", 0), ("_BEGIN", 1), ("_END", 1)):
@@ -734,8 +734,8 @@ def test_list_of_files_needs_one_client(server: Running, plain: Stored, monkeypa
 def test_file_of_many_steps_is_waited_for_in_the_end(
     server: Running, plain: Stored, n_calls: int, most_held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gpuload import remote_file
     from gpuload.formats import hdf5
+    from gpuload.remote import file as remote_file
 
     for name, value in (("_BLOCK", 512), ("_WHOLE", 0), ("_BEGIN", 1), ("_END", 0), ("_BEHIND", 0), ("_BEYOND", 1)):
         monkeypatch.setattr(remote_file, name, value)

@@ -22,11 +22,10 @@ pytest.importorskip("obstore")
 
 import gpuload
 from benchmarks.s3server import start
-from gpuload import hub
 from gpuload.cache import BlockRemote, SampleStore
 from gpuload.cli import main
 from gpuload.errors import BusyError, PlanError, ReadError
-from gpuload.remote import open_remote
+from gpuload.remote import hub, open_remote
 from tests.golden.test_addresses import assert_same, batches
 from tests.other_forms import FORMS
 

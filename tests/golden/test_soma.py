@@ -620,7 +620,7 @@ def test_notes_on_an_index(tmp_path: Path, noted: str, found: str | None) -> Non
 def test_a_note_that_was_deleted_is_none(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells")
     note_index(path / "obs", "cell_line")
-    assert gpuload.obs_names(path).tolist() == cells_frame()["cell_line"].astype(str).tolist()
+    assert gpuload.obs_names(path).tolist() == list(map(str, cells_frame()["cell_line"]))
     with tiledb.open(str(path / "obs"), "w") as array:
         del array.meta["soma_dataframe_original_index_name"]
     assert gpuload.obs_names(path).tolist() == cells_frame().index.tolist()

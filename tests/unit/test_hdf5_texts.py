@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import gpuload
-from gpuload import remote_file
 from gpuload.formats import hdf5, hdf5_texts
 from gpuload.formats.hdf5_texts import read_texts
 from gpuload.remote import FolderRemote
-from gpuload.remote_file import MissingError
-from gpuload.remote_source import RemoteSource
+from gpuload.remote import file as remote_file
+from gpuload.remote.file import MissingError
+from gpuload.remote.source import RemoteSource
 from tests.writers import counts, write_csr, write_h5ad
 
 if TYPE_CHECKING:

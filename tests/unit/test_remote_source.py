@@ -13,14 +13,15 @@ import h5py
 import numpy as np
 import pytest
 
-from gpuload import remote_file, remote_source
 from gpuload.backends import reading
 from gpuload.backends.reading import read_each
 from gpuload.errors import BusyError, PlanError, ReadError
-from gpuload.object_remote import aws_profile
 from gpuload.remote import Patience, RemoteObject
-from gpuload.remote_file import MissingError, RemoteFile
-from gpuload.remote_source import RemoteSource, Requests, _Piece
+from gpuload.remote import file as remote_file
+from gpuload.remote import source as remote_source
+from gpuload.remote.file import MissingError, RemoteFile
+from gpuload.remote.object_store import aws_profile
+from gpuload.remote.source import RemoteSource, Requests, _Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

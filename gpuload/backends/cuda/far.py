@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gpuload.backends.cuda.device import Device
     from gpuload.backends.cuda.readers import Pending
     from gpuload.remote import Patience
-    from gpuload.remote_source import RemoteSource
+    from gpuload.remote.source import RemoteSource
     from gpuload.types import Source
 
 IN_FLIGHT = 64

@@ -18,8 +18,8 @@ from urllib.parse import quote
 from gpuload import threads
 from gpuload.checks import check_seconds
 from gpuload.errors import MissingDependencyError, PlanError, ReadError
-from gpuload.object_errors import address_error, check_length, check_scheme, is_of_head_alone, is_web, read_error
-from gpuload.objects import MODIFIED, Reach, RemoteObject
+from gpuload.remote.errors import address_error, check_length, check_scheme, is_of_head_alone, is_web, read_error
+from gpuload.remote.objects import MODIFIED, Reach, RemoteObject
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import numpy as np
 
 from gpuload.errors import ReadError
-from gpuload.object_errors import check_length
-from gpuload.remote import LOOK_S, OUTAGE_S, Patience
+from gpuload.remote.errors import check_length
+from gpuload.remote.patience import LOOK_S, OUTAGE_S, Patience
 from gpuload.source import find_files, locate_byte
 from gpuload.threads import DaemonThreads, is_over
 

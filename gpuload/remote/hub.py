@@ -1,7 +1,7 @@
 """Repositories of the Hugging Face Hub: their files, at one commit. The only module that imports huggingface_hub.
 
 That library knows the Hub's addresses, its tokens (``HF_TOKEN``, ``hf auth login``) and ``HF_ENDPOINT``; bytes are read
-by `gpuload.remote`, from the web addresses that `Repository.address` gives.
+by an `ObjectRemote`, from the web addresses that `Repository.address` gives.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import re
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from gpuload.errors import BusyError, GpuloadError, MissingDependencyError, PlanError, ReadError, first_line
+from gpuload.remote.object_store import ObjectRemote
+from gpuload.remote.objects import RemoteObject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,6 +115,94 @@ class Repository:
             found = _api(self).get_paths_info(name, [path], revision=self.commit, repo_type=kind)
             return next((file for file in _files_of(found) if file.path == path), None)
         return None
+
+
+class HubRemote:
+    """The files under an address of the Hugging Face Hub, at one commit: ``hf://datasets/OWNER/NAME[@REVISION]/FOLDER``.
+
+    The commit is the one that the branch, or the revision in the address, is at when this process first asks for it;
+    so what is read cannot change. The bytes come by way of an `ObjectRemote`.
+
+    Parameters
+    ----------
+    url
+        The address of a repository, or of a folder in it.
+    token
+        An access token. None: ``HF_TOKEN``, or the one that ``hf auth login`` stored.
+    anonymous
+        Send no token.
+    commit
+        The commit; it is then not asked for.
+    timeout_s
+        As for `ObjectRemote`.
+
+    Raises
+    ------
+    MissingDependencyError
+        huggingface_hub or obstore is not installed.
+    PlanError
+        The address names no repository, or an option is unknown.
+    """
+
+    can_list = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        anonymous: bool = False,
+        commit: str = "",
+        timeout_s: float = 30.0,
+        **unknown: Any,
+    ) -> None:
+        for name in unknown:
+            raise PlanError(
+                f"{url}: storage_options has {name!r}, which is not a setting for such an address; expected token=, "
+                "anonymous=, commit= or timeout_s=."
+            )
+        self.name = url.rstrip("/")
+        repository, self._folder = split_address(self.name)
+        self._repository = Repository(repository, False if anonymous else token, commit)
+        self._timeout_s = timeout_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        token = self._repository.token
+        settings: dict[str, Any] = {"token": token or None, "anonymous": token is False, "timeout_s": self._timeout_s}
+        return partial(HubRemote, self.name, **settings, commit=self._repository.commit), ()
+
+    @cached_property
+    def _files(self) -> ObjectRemote:
+        client: dict[str, Any] = {"client_options": {"default_headers": self._repository.headers}}
+        url = f"{self._repository.url}/{quote(self._folder)}".rstrip("/")
+        return ObjectRemote(url, timeout_s=self._timeout_s, **client)
+
+    def list(self, prefix: str = "") -> Iterator[RemoteObject]:
+        """Yield every file under the address, or in a folder below it."""
+        return map(self._object, self._repository.files(self._path_of(prefix)))
+
+    def head(self, key: str) -> RemoteObject | None:
+        """Return a file's metadata, or None if it does not exist."""
+        found = self._repository.file(self._path_of(key))
+        return None if found is None else self._object(found)
+
+    def get(self, wanted: RemoteObject, start: int, stop: int) -> Any:
+        """Return bytes of a file."""
+        return self._files.get(RemoteObject(wanted.key, wanted.nbytes, ""), start, stop)
+
+    def get_whole(self, key: str) -> Any:
+        """Return all bytes of a file as a buffer."""
+        return self._files.get_whole(key)
+
+    def reach(self, key: str) -> None:
+        """Return None: other clients cannot send the token without sending it on."""
+
+    def _path_of(self, key: str) -> str:
+        return f"{self._folder}/{key}".strip("/")
+
+    def _object(self, file: HubFile) -> RemoteObject:
+        key = file.path[len(self._folder) :].removeprefix("/")
+        return RemoteObject(key, file.nbytes, file.oid, file.sha256 and f"sha256:{file.sha256}")
 
 
 @contextmanager

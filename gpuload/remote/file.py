@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gpuload.remote_source import RemoteSource
+    from gpuload.remote.source import RemoteSource
 
 _BLOCK, _BLOCKS_AHEAD, _MAX_BLOCKS_AHEAD, _MAX_BLOCKS = 64 << 10, 4, 128, 4096
 """Cache of a file: bytes per block; minimum blocks per read, and maximum in sequential reading; blocks kept."""
