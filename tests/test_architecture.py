@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 import tomllib
@@ -233,3 +234,27 @@ def test_missing_package_of_a_front_names_the_pip_command(front: str, package: s
         "else:\n    raise SystemExit('no error')"
     )
     subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=True, timeout=60)
+
+
+def rows_of_the_map() -> list[list[str]]:
+    """Return the parts of the package by row of the contributors' table."""
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text().partition("## Where is what?")[2].partition("\n## ")[0]
+    columns = [line.split("|") for line in text.splitlines() if line.startswith("|")]
+    return [re.findall(r"`(\w+)(?:\.py|/)`", where) for *_, where, _ in columns[2:]]
+
+
+def test_the_map_for_contributors_is_complete() -> None:
+    there = [path.stem for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "__init__.py", "py.typed")]
+    assert sorted(part for row in rows_of_the_map() for part in row) == sorted(there)
+
+
+def test_imports_go_down_the_map_for_contributors() -> None:
+    row_of = {part: i for i, row in enumerate(rows_of_the_map()) for part in row}
+    upwards = [
+        (module, name)
+        for module, path in MODULES.items()
+        if part_of(module)
+        for name in imports(path, with_type_checking=False)
+        if name.startswith("gpuload.") and part_of(name) and row_of[part_of(name)] < row_of[part_of(module)]
+    ]
+    assert not upwards
