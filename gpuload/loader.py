@@ -85,9 +85,11 @@ class Loader:
     def __repr__(self) -> str:
         n_files, shape = len(self._store.paths), self._tables["X"].row_shape
         columns = f"{self.n_vars:,} genes" if len(shape) == 1 else f"arrays of {shape}"
+        n_batches, n_rows = self._whole.n_batches, self._whole.n_rows
+        chosen = f" ({n_rows:,} cells)" * (n_rows != self.n_obs)
         return (
-            f"<Loader of {self.n_obs:,} cells x {columns} in {n_files} file{'s' * (n_files > 1)}: "
-            f"{len(self):,} minibatches of {self.batch_size}, {self.output}, {self.device}>"
+            f"<Loader of {self.n_obs:,} cells x {columns} in {n_files} file{'s' * (n_files > 1)}: {n_batches:,} "
+            f"minibatch{'es' * (n_batches != 1)} of {self.batch_size}{chosen}, {self.output}, {self.device}>"
         )
 
     def __len__(self) -> int:

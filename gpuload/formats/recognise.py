@@ -85,10 +85,8 @@ def expand(path: str) -> list[str]:
     if is_pattern and not (os.path.exists(path) if address is None else address.is_file):
         fitting = glob(path) if address is None else _fitting(address)
         found = sorted(name for name in fitting if os.path.basename(name) != GENES_FILE)
-        if not found and path.startswith("~"):
-            raise ReadError(
-                f"{path}: no file matches this pattern. '~' is not expanded; pass os.path.expanduser(path)."
-            )
+        if not found and address is None:
+            _check_spelling(path)
         if not found:
             folder = os.path.dirname(path)
             while has_magic(folder):
@@ -263,8 +261,7 @@ def _modality(path: str) -> tuple[str, str]:
             return head, tail.removeprefix(f"{group or MODALITIES}/")
         head, name = os.path.split(head)
         tail = f"{name}/{tail}"
-    if path.startswith("~"):
-        raise ReadError(f"{path}: no such file. '~' is not expanded; pass os.path.expanduser(path).")
+    _check_spelling(path)
     if os.path.islink(path):
         raise ReadError(
             f"{path}: it is a link to {os.readlink(path)!r}, where there is no file; put the file there, or leave the "
@@ -272,6 +269,16 @@ def _modality(path: str) -> tuple[str, str]:
         )
     _check_place(path, path)
     raise ReadError(f"{path}: no such file. Check the path.")
+
+
+def _check_spelling(path: str) -> None:
+    """Raise ReadError for a path of nothing that is written for a shell, or as a line of a file."""
+    if path.startswith("~"):
+        raise ReadError(f"{path}: no such file. '~' is not expanded; pass os.path.expanduser(path).")
+    if "$" in path:
+        raise ReadError(f"{path}: no such file. '$' is not expanded; pass os.path.expandvars(path).")
+    if path != path.strip():
+        raise ReadError(f"{path!r}: no such file. It begins or ends with white space; pass path.strip().")
 
 
 def _check_place(place: str, path: str) -> None:

@@ -87,7 +87,10 @@ class Subset:
         mask[given] = True
         if np.count_nonzero(mask) < given.size:
             values, counts = np.unique(given, return_counts=True)
-            raise PlanError(f"Subset: row {values[counts > 1][0]} is given twice; pass every row once.")
+            raise PlanError(
+                f"Subset: row {values[counts > 1][0]} is given twice; pass every row once (a mask is of booleans: of 0 "
+                "and 1, mask.astype(bool) makes one)."
+            )
         return mask
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -224,12 +225,32 @@ def test_cell_ranger_folder_is_recognised_in_the_error(tmp_path):
         open_loader(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["~/cells.h5ad", "~/*.h5ad"])
-def test_a_tilde_is_named_in_the_error(name):
-    with pytest.raises(
-        ReadError, match=r"no (such )?file.*\. '~' is not expanded; pass os\.path\.expanduser\(path\)\.$"
-    ):
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("~/cells.h5ad", "'~' is not expanded; pass os.path.expanduser(path)."),
+        ("~/*.h5ad", "'~' is not expanded; pass os.path.expanduser(path)."),
+        ("$DATA/cells.h5ad", "'$' is not expanded; pass os.path.expandvars(path)."),
+        ("${DATA}/*.h5ad", "'$' is not expanded; pass os.path.expandvars(path)."),
+    ],
+)
+def test_what_only_a_shell_expands_is_named_in_the_error(name, cure):
+    with pytest.raises(ReadError) as caught:
         open_loader(name)
+    assert str(caught.value) == f"{name}: no such file. {cure}"
+
+
+def test_a_path_that_is_a_line_of_a_file_is_recognised_in_the_error(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(path, "cells.h5ad")
+    for name in ("cells.h5ad\n", " cells.h5ad", "*.h5ad "):
+        with pytest.raises(ReadError) as caught:
+            open_loader([name])
+        expected = f"{name!r}: no such file. It begins or ends with white space; pass path.strip()."
+        assert str(caught.value) == expected
+    (tmp_path / "cells.h5ad").rename("$cells.h5ad ")  # a name of a file that is there is taken as it is
+    with open_loader("$cells.h5ad ", device="cpu") as loader:
+        assert loader.n_obs > 0
 
 
 def test_files_of_r_and_loom_are_recognised_in_the_error(tmp_path):

@@ -123,7 +123,7 @@ def test_obs_covers_all_cells(two: tuple[Path, Path]) -> None:
     assert obs["depth"].tolist() == [1, 2, 3, 4] * 2
     assert obs["source_file"].tolist() == [str(two[0])] * 4 + [str(two[1])] * 4
     assert obs.index.tolist() == list(range(8))
-    assert repr(loader) == "<Loader of 8 cells x 4 genes in 2 files: 1 minibatches of 64, dense, cpu>"
+    assert repr(loader) == "<Loader of 8 cells x 4 genes in 2 files: 1 minibatch of 64 (6 cells), dense, cpu>"
     assert repr(loader.store) == "<Store of 8 x 4 values, csr, in 2 files>"
 
 

@@ -196,7 +196,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         (Subset([1], Subset([2])), "Subset: it selects no cells that the enclosing one selects; name at least one."),
         (Subset([1, 6]), "Subset: row 6 is outside the data; expected numbers from 0 to 5."),
         (Subset([-1, 2]), "Subset: row -1 is outside the data; expected numbers from 0 to 5."),
-        (Subset([3, 2, 3]), "Subset: row 3 is given twice; pass every row once."),
+        (
+            Subset([0, 1, 1, 0, 1, 0]),
+            "Subset: row 0 is given twice; pass every row once (a mask is of booleans: of 0 and 1, mask.astype(bool) ",
+        ),
         (
             Subset([0.5]),
             "Subset: it was given an array of dtype float64 and shape (1,); expected row numbers or a mask (of",
