@@ -124,8 +124,7 @@ class FetcherProcess:
             self._last_words.clear()
             self._process.send_signal(signal.SIGUSR2)
             time.sleep(0.5)
-            self._process.kill()
-            self._process.wait()
+            self._kill()
             _log.error(
                 "a fetcher process made no progress for %.0f s; it is killed and replaced by another:\n%s",
                 self._hung_s,
@@ -168,11 +167,14 @@ class FetcherProcess:
         try:
             self._process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._listener.join()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+            self._kill()
+        self._listener.join(PATIENCE_S)  # what the remote has started there may hold the pipe open for longer
+
+    def _kill(self) -> None:
+        """Kill the process; one that waits for a broken disk ends only when that answers."""
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(PATIENCE_S)
 
     def _start(self) -> None:
         process = subprocess.Popen(  # noqa: S603  (our own code)
@@ -196,15 +198,16 @@ class FetcherProcess:
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None  # noqa: S101
-        for line in process.stdout:
-            text = line.decode(errors="replace").rstrip()
-            if text.startswith('{"busy_s"'):
-                said: dict[str, Any] = json.loads(text)
-                self._busy_s, self._heard_at = said["busy_s"], time.monotonic()
-                self.n_died_in_a_row = 0
-            else:
-                self._last_words.append(text)
-                _log.warning("%s", text)
+        with process.stdout:
+            for line in process.stdout:
+                text = line.decode(errors="replace").rstrip()
+                if text.startswith('{"busy_s"'):
+                    said: dict[str, Any] = json.loads(text)
+                    self._busy_s, self._heard_at = said["busy_s"], time.monotonic()
+                    self.n_died_in_a_row = 0
+                else:
+                    self._last_words.append(text)
+                    _log.warning("%s", text)
 
 
 class Fetchers:

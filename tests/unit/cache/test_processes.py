@@ -28,7 +28,7 @@ from gpuload.cache.fetchers import FetcherProcess, _keep
 from gpuload.cache.files import adopt_strays
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, RemoteObject
-from tests.remotes import CountingRemote, HangingRemote, fill
+from tests.remotes import CountingRemote, HangingRemote, StartingRemote, fill
 from tests.sample_stores import COST, N, fetcher_of, full, keyed, lose_catalogue, opened, train, until
 
 if TYPE_CHECKING:
@@ -396,6 +396,37 @@ def test_a_fetcher_without_a_thread_to_listen_is_ended(tmp_path: Path, monkeypat
     assert process._process is first
     assert process.n_failed_starts == 1
     process.close()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_store_closes_while_what_its_remote_started_lives(tmp_path: Path) -> None:
+    """It has the fetcher's output, so that the end of that is not seen."""
+    remote = StartingRemote(fill(tmp_path / "remote", N))
+    try:
+        with opened(tmp_path, remote, n_processes=1) as store:
+            full(store, 1)
+            start = time.monotonic()
+        assert time.monotonic() - start < 20
+    finally:
+        os.kill(int((tmp_path / "remote.pid").read_text()), signal.SIGKILL)
+
+
+def test_a_fetcher_that_cannot_be_killed_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a disk that does not answer, as the kernel lets it end only then."""
+    process = FetcherProcess(
+        str(tmp_path / "store"), FolderRemote(fill(tmp_path / "remote", 1)), Settings(0, 0, "lru"), 60
+    )
+    first = process._process
+    os.kill(first.pid, signal.SIGSTOP)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(first, "kill", lambda: None)
+            start = time.monotonic()
+            process.close()
+            assert time.monotonic() - start < 20
+    finally:
+        first.kill()
+        process.close()
 
 
 def test_a_hung_fetcher_is_killed_and_its_stack_is_shown(tmp_path: Path, caplog: Any) -> None:
