@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import anndata as ad
@@ -659,6 +660,41 @@ def test_old_target_survives_an_interrupted_replacement(
     gpuload.pack(source, target, overwrite=True)
     assert ad.read_zarr(target).obs["source_row"].iloc[:3].tolist() != [0, 1, 2]
     assert os.listdir(tmp_path) == ["out.zarr"]
+
+
+def test_remains_of_a_run_that_has_published_are_removed_by_the_same_call(source: Path, tmp_path: Path) -> None:
+    """They hold all parts, and what was replaced; whoever sees the target has no reason to overwrite it."""
+    target, folder = tmp_path / "out.zarr", tmp_path / "out.zarr.packing"
+    gpuload.pack(source, target, memory=MEMORY, keep_order=True)
+
+    def stop(_: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workplace, "shutil", SimpleNamespace(rmtree=stop, disk_usage=shutil.disk_usage))
+        with pytest.raises(KeyboardInterrupt):
+            gpuload.pack(source, target, memory=MEMORY, overwrite=True)
+    assert {"lock", "parts", "replaced"} <= set(os.listdir(folder))
+    now = contents(target)
+    with files.locked(str(folder / "lock")), pytest.raises(gpuload.ReadError, match="another gpuload pack is writing"):
+        gpuload.pack(source, target)
+    assert (folder / "parts").exists()
+    with pytest.raises(gpuload.StoreError, match="it exists already"):
+        gpuload.pack(source, target)
+    assert os.listdir(tmp_path) == ["out.zarr"]
+    assert contents(target) == now
+
+
+def test_a_target_that_is_a_link_is_replaced_and_what_it_led_to_stays(source: Path, tmp_path: Path) -> None:
+    target, elsewhere = tmp_path / "out.zarr", tmp_path / "elsewhere.zarr"
+    gpuload.pack(source, elsewhere, keep_order=True)
+    before = contents(elsewhere)
+    target.symlink_to(elsewhere)
+    gpuload.pack(source, target, overwrite=True)
+    assert not target.is_symlink()
+    assert_same_rows(target, source)
+    assert contents(elsewhere) == before
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere.zarr", "out.zarr"]
 
 
 def test_second_pack_to_the_same_target_is_refused(source: Path, tmp_path: Path) -> None:
