@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from gpuload.cache.catalogue import Catalogue
 from gpuload.cache.fetch import Fetcher
@@ -40,6 +40,8 @@ sys.path[:] = pickle.load(sys.stdin.buffer)
 from gpuload.cache.fetchers import main
 main()"""
 _REPORT_S = 0.5
+_BUSY = '{"busy_s"'
+"""The beginning of a report."""
 
 _MAX_DEATHS = 3
 """Number of ends of a fetcher process after which those waiting for it get an error."""
@@ -200,12 +202,13 @@ class FetcherProcess:
         assert process.stdout is not None  # noqa: S101
         with process.stdout:
             for line in process.stdout:
-                text = line.decode(errors="replace").rstrip()
-                if text.startswith('{"busy_s"'):
-                    said: dict[str, Any] = json.loads(text)
-                    self._busy_s, self._heard_at = said["busy_s"], time.monotonic()
+                text, mark, said = line.decode(errors="replace").rstrip().rpartition(_BUSY)
+                if mark:  # after what a library may have printed without an end of line, as a progress bar
+                    self._busy_s, self._heard_at = json.loads(mark + said)["busy_s"], time.monotonic()
                     self.n_died_in_a_row = 0
                 else:
+                    text = said
+                if text:
                     self._last_words.append(text)
                     _log.warning("%s", text)
 

@@ -14,7 +14,9 @@ import threading
 import time
 import weakref
 from contextlib import closing, suppress
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -395,6 +397,23 @@ def test_a_fetcher_without_a_thread_to_listen_is_ended(tmp_path: Path, monkeypat
         process.check()
     assert process._process is first
     assert process.n_failed_starts == 1
+    process.close()
+
+
+def test_a_report_is_heard_after_what_has_no_end_of_line(tmp_path: Path, caplog: Any) -> None:
+    """A remote that draws progress bars is killed as hung, if all reports are behind them."""
+    process = FetcherProcess(
+        str(tmp_path / "store"), FolderRemote(fill(tmp_path / "remote", 1)), Settings(0, 0, "lru"), 60
+    )
+    process._process.kill()
+    process._listener.join()
+    for said, words, busy_s in (
+        (b'\r 10%\r 20%{"busy_s": 7.5}\n', "\r 10%\r 20%", 7.5),
+        (b'{"busy_s": 8.5}\nwords {"b\n\n', 'words {"b', 8.5),
+    ):
+        process._listen(SimpleNamespace(stdout=BytesIO(said)))  # type: ignore[arg-type]
+        assert (process._busy_s, process.last_words()) == (busy_s, words)
+    assert "words" in caplog.text
     process.close()
 
 
