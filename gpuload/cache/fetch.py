@@ -7,10 +7,12 @@ others could use, and its state is always in the catalogue, so it may be killed 
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -82,7 +84,8 @@ class Fetcher:
         with self._lock:
             for name, download in self._under_way.items():
                 download.close()
-                self._folders.remove(name)
+                with suppress(FileNotFoundError):  # one that has been renamed is complete, and may be kept
+                    os.unlink(self._folders.tmp_path(name))
 
     def longest_busy_s(self) -> float:
         """Return for how long the slowest active thread has made no progress."""

@@ -400,6 +400,30 @@ def test_a_fetcher_without_a_thread_to_listen_is_ended(tmp_path: Path, monkeypat
     process.close()
 
 
+def test_a_download_that_is_being_published_when_the_store_closes_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow disk the row may still say that the file is there, which would be removed."""
+    publish, is_renamed, may_go_on = files.Folders.publish, threading.Event(), threading.Event()
+
+    def slow(self: files.Folders, name: str) -> None:
+        publish(self, name)
+        is_renamed.set()
+        may_go_on.wait(60)
+
+    remote = FolderRemote(fill(tmp_path / "remote", 1))
+    monkeypatch.setattr(files.Folders, "publish", slow)
+    with opened(tmp_path, remote) as store:
+        assert is_renamed.wait(60)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("gpuload-fetch")]
+    may_go_on.set()
+    for thread in threads:
+        thread.join(60)
+    with opened(tmp_path, remote, fetch=False) as store:
+        assert train(store) == [0]
+        assert store.stats()["hit_ratio"] == 1
+
+
 def test_a_report_is_heard_after_what_has_no_end_of_line(tmp_path: Path, caplog: Any) -> None:
     """A remote that draws progress bars is killed as hung, if all reports are behind them."""
     process = FetcherProcess(
