@@ -7,12 +7,10 @@ others could use, and its state is always in the catalogue, so it may be killed 
 from __future__ import annotations
 
 import logging
-import os
 import random
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -84,8 +82,7 @@ class Fetcher:
         with self._lock:
             for name, download in self._under_way.items():
                 download.close()
-                with suppress(FileNotFoundError):  # one that has been renamed is complete, and may be kept
-                    os.unlink(self._folders.tmp_path(name))
+                self._folders.remove(name, is_unfinished=True)  # one that has been renamed is complete
 
     def longest_busy_s(self) -> float:
         """Return for how long the slowest active thread has made no progress."""

@@ -107,9 +107,9 @@ class Folders:
         finally:
             os.close(fd)
 
-    def remove(self, name: str) -> None:
-        """Remove a file, wherever it is; ignore a missing one."""
-        for path in (self.tmp_path(name), self.path(name)):
+    def remove(self, name: str, *, is_unfinished: bool = False) -> None:
+        """Remove a file, wherever it is, or only while it is being downloaded; ignore a missing one."""
+        for path in (self.tmp_path(name), self.path(name))[: 1 if is_unfinished else 2]:
             with suppress(FileNotFoundError):
                 os.unlink(path)
 
