@@ -16,7 +16,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 from gpuload.cache import SampleStore
-from gpuload.errors import MissingDependencyError, PlanError
+from gpuload.errors import MissingDependencyError, PlanError, StoreError
 from gpuload.loader import Loader
 from gpuload.source import closed_on_error
 from gpuload.stats import COUNTERS, TIMERS
@@ -211,12 +211,15 @@ def _family(kind: Any, name: str, help_text: str, label: str, totals: dict[str, 
 
 
 def _stats_of(source: Any) -> dict[str, Any] | None:
-    """Return the totals of a store; None for a closed store, and for a loader."""
+    """Return the totals of a store; None for a loader, and for a store that is closed or cannot be read."""
     if not isinstance(source, SampleStore):
         return None
     try:
         return source.stats()
     except PlanError:
+        return None
+    except (StoreError, OSError) as error:  # of its catalogue or its disk: that must not silence all the others
+        source.warn_once(f"nothing of it is exported: {error}")
         return None
 
 

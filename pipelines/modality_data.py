@@ -453,20 +453,21 @@ def write_prediction(folder: Path, predicted: NDArray[np.float32], cells: Cells)
         whole = np.full((len(cells.names), predicted.shape[1]), np.nan, dtype=np.float32)
         whole[cells.test] = predicted
         unfinished = folder / ".prediction.h5mu.unfinished"
-        shutil.copyfile(source, unfinished)
         try:
+            shutil.copyfile(source, unfinished)
             with h5py.File(unfinished, "r+") as file:
                 place = f"mod/{genes}/obsm"
                 if place not in file:
                     write_elem(file, place, {})
                 frame = pd.DataFrame(whole, cells.names, cells.protein_names)
                 write_elem(file[place], f"{proteins}_predicted", frame)
+            unfinished.replace(folder / "prediction.h5mu")
         except (TypeError, ValueError) as error:  # columns with names that HDF5 cannot hold beside each other
-            unfinished.unlink()
             raise gpuload.StoreError(
                 f"{source}: its copy cannot hold a data frame with the names of these proteins ({error}); rename them. "
                 f"{written[0]} has the prediction."
             ) from error
-        unfinished.replace(folder / "prediction.h5mu")
+        finally:
+            unfinished.unlink(missing_ok=True)  # as large as the data, on a disk that may be full
         written.append(folder / "prediction.h5mu")
     return written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -115,3 +116,14 @@ def ranges_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr(RemoteSource, "read_many", note)
     return ranges
+
+
+class StartingRemote(FolderRemote):
+    """A folder that starts a program, as some get credentials, which outlives the process that it is in."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        program = subprocess.Popen(["sleep", "60"])
+        with open(f"{self.name}.pid", "w") as file:
+            file.write(str(program.pid))
+        program.returncode = 0  # nobody waits for it

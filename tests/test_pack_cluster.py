@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import CancelledError
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -155,6 +156,29 @@ def test_worker_closes_all_files_when_a_task_fails(
         assert not cluster._KEPT
     gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY, scheduler="here")
     assert here.n_runs > 3
+
+
+def test_what_a_cancelled_task_reads_stays_open_until_it_ends(tmp_path: Path, no_leaks: None) -> None:
+    """Else its descriptors would be those of other files, whose bytes it would write as a part of the target."""
+    from gpuload.packing import cluster
+
+    source = written(cells(30, 20), tmp_path / "in.h5ad")
+
+    def opened() -> rows.RowReader:
+        return rows.RowReader.of([str(source)], "X", num_threads=1)
+
+    with cluster._at_work("run"), cluster._at_work("another"):
+        reader = cluster._kept("run", "sources", opened)
+        before = reader.read(0, 30).values.tolist()
+        with cluster._at_work("run"):
+            cluster._let_go("run")
+        assert reader.read(0, 30).values.tolist() == before
+    with pytest.raises((gpuload.GpuloadError, OSError, RuntimeError)):
+        reader.read(0, 30)
+    assert not cluster._KEPT
+    with pytest.raises(CancelledError), cluster._at_work("run"):
+        cluster._kept("run", "sources", opened)
+    assert not cluster._KEPT
 
 
 def test_missing_scheduler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

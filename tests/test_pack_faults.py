@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -9,8 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import anndata as ad
@@ -577,6 +580,124 @@ def test_a_bucket_syncs_the_folders_of_its_own_shards(tmp_path: Path, monkeypatc
     assert [counts[name] for name in (".", "X", "X/c")] == [n_buckets] * 3
 
 
+class Disk:
+    """What a process does to the disk, in order: ("fsync", path), ("name", path) of what gets it, ("remove", path)."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.steps: list[tuple[str, str]] = []
+        self._lock = threading.Lock()
+        fsync, rmtree = os.fsync, shutil.rmtree
+
+        def sync(descriptor: int) -> None:
+            fsync(descriptor)
+            self._note("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
+
+        def remove_all(path: str) -> None:
+            self._note("remove", str(path))
+            rmtree(path)
+
+        patch.setattr(os, "fsync", sync)
+        patch.setattr(shutil, "rmtree", remove_all)
+        for name in ("replace", "rename"):
+            patch.setattr(os, name, self._naming(getattr(os, name)))
+
+    def _naming(self, call: Callable[[str, str], None]) -> Callable[[str, str], None]:
+        def name(old: str, new: str) -> None:
+            with self._lock:  # the step is noted in the order in which it happens
+                if os.path.isfile(old):
+                    assert ("fsync", str(old)) in self.steps, f"{new} has its name before its content is on the disk"
+                call(old, new)
+                self.steps.append(("name", str(new)))
+
+        return name
+
+    def _note(self, what: str, path: str) -> None:
+        with self._lock:
+            self.steps.append((what, path))
+
+    def at(self, what: str, path: object, start: int = 0) -> int:
+        """Return the number of the first such step, from one on."""
+        return self.steps.index((what, str(path)), start)
+
+    def folders_are_synced(self, path: Path, top: Path, before: int) -> bool:
+        """Return whether the folders of a file, up to the top one, were synced between its naming and a step."""
+        there = self.steps[self.at("name", path) : before]
+        return all(("fsync", str(at)) in there for at in path.parents if at == top or top in at.parents)
+
+
+def test_a_target_is_on_the_disk_before_it_has_its_name(
+    source_with_several_matrices: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a machine that fails leaves a target without some of its files, and nothing to make them from."""
+    target, folder = tmp_path / "out.zarr", tmp_path / "out.zarr.packing"
+    gpuload.pack(source_with_several_matrices, target, keep_order=True)
+    disk = Disk(monkeypatch)
+    gpuload.pack(source_with_several_matrices, target, memory=MEMORY, overwrite=True, **SEVERAL)
+    named, removed = disk.at("name", target), disk.at("remove", folder)
+    for path in target.rglob("*"):
+        place = folder / "store" / path.relative_to(target)
+        since = disk.at("name", place) if path.is_file() else 0
+        assert disk.at("fsync", place.parent, since) < named, f"{place} may be lost"
+    assert disk.at("name", folder / "replaced") < named < disk.at("fsync", tmp_path, named) < removed
+    first_removed = next(i for i, (what, _) in enumerate(disk.steps) if what == "remove" and i > named)
+    assert disk.at("fsync", tmp_path, named) < first_removed, "what was replaced goes before the new one is there"
+
+
+@pytest.mark.parametrize("is_by_columns", [False, True])
+def test_a_bucket_is_done_when_its_shards_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_by_columns: bool
+) -> None:
+    adata = cells(1_500, 200)
+    if is_by_columns:
+        adata.X = adata.X.tocsc()
+    source, folder = written(adata, tmp_path / "in.h5ad"), tmp_path / "out.zarr.packing"
+    monkeypatch.setattr(passes, "AT_ONE_TIME", 1)
+    disk, begun = Disk(monkeypatch), 0
+    gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY, block_size=16)
+    named = [(i, Path(path)) for i, (what, path) in enumerate(disk.steps) if what == "name"]
+    done = [(i, mark.parents[1] / "store") for i, mark in named if mark.parent.name == "done"]
+    assert len(done) > 2
+    for number, top in done:
+        shards = [path for i, path in named if begun <= i < number and top / "X" in path.parents and "c" in path.parts]
+        assert shards
+        assert all(disk.folders_are_synced(path, top, number) for path in shards), "one may be lost, but is done"
+        begun = number
+    if is_by_columns:
+        whole, top = disk.at("name", folder / "rows-000000/whole"), folder / "rows-000000/store"
+        assert all(disk.folders_are_synced(path, top, whole) for _, path in named if top in path.parents)
+
+
+def test_a_shard_that_cannot_be_written_is_not_done(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_written = [0]
+
+    def fill_up(path: str, pieces: Any) -> int:
+        n_written[0] += "/c/" in path
+        if n_written[0] == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return files.write_whole(path, pieces)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write_whole", fill_up)
+        with pytest.raises(gpuload.ReadError, match=r"/c/\d+: No space left on device\. Fix it and run the same"):
+            gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY)
+    assert gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY).n_resumed > 0
+    assert_same_rows(tmp_path / "out.zarr", source)
+
+
+def test_a_reader_closes_all_that_it_has_opened(source: Path) -> None:
+    reader = rows.RowReader.of([str(source)], "X", num_threads=1)
+    reader.read(0, 3)
+    reader.close()
+    with pytest.raises(RuntimeError):
+        reader.pool.submit(print)
+    with pytest.raises((gpuload.GpuloadError, RuntimeError)):
+        reader._backend.load(reader.store.recipe(np.array([[0, 3]])))
+    with pytest.raises(gpuload.ReadError, match="closed"):
+        reader.store.sources[0].check_unchanged()
+
+
 def test_full_disk_is_reported_in_one_sentence(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: str, pieces: Any) -> int:
         raise OSError(28, "No space left on device", path)
@@ -659,6 +780,41 @@ def test_old_target_survives_an_interrupted_replacement(
     gpuload.pack(source, target, overwrite=True)
     assert ad.read_zarr(target).obs["source_row"].iloc[:3].tolist() != [0, 1, 2]
     assert os.listdir(tmp_path) == ["out.zarr"]
+
+
+def test_remains_of_a_run_that_has_published_are_removed_by_the_same_call(source: Path, tmp_path: Path) -> None:
+    """They hold all parts, and what was replaced; whoever sees the target has no reason to overwrite it."""
+    target, folder = tmp_path / "out.zarr", tmp_path / "out.zarr.packing"
+    gpuload.pack(source, target, memory=MEMORY, keep_order=True)
+
+    def stop(_: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workplace, "shutil", SimpleNamespace(rmtree=stop, disk_usage=shutil.disk_usage))
+        with pytest.raises(KeyboardInterrupt):
+            gpuload.pack(source, target, memory=MEMORY, overwrite=True)
+    assert {"lock", "parts", "replaced"} <= set(os.listdir(folder))
+    now = contents(target)
+    with files.locked(str(folder / "lock")), pytest.raises(gpuload.ReadError, match="another gpuload pack is writing"):
+        gpuload.pack(source, target)
+    assert (folder / "parts").exists()
+    with pytest.raises(gpuload.StoreError, match="it exists already"):
+        gpuload.pack(source, target)
+    assert os.listdir(tmp_path) == ["out.zarr"]
+    assert contents(target) == now
+
+
+def test_a_target_that_is_a_link_is_replaced_and_what_it_led_to_stays(source: Path, tmp_path: Path) -> None:
+    target, elsewhere = tmp_path / "out.zarr", tmp_path / "elsewhere.zarr"
+    gpuload.pack(source, elsewhere, keep_order=True)
+    before = contents(elsewhere)
+    target.symlink_to(elsewhere)
+    gpuload.pack(source, target, overwrite=True)
+    assert not target.is_symlink()
+    assert_same_rows(target, source)
+    assert contents(elsewhere) == before
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere.zarr", "out.zarr"]
 
 
 def test_second_pack_to_the_same_target_is_refused(source: Path, tmp_path: Path) -> None:

@@ -86,13 +86,20 @@ class BlockRemote:
         self._keys = keys
 
     def list(self) -> Iterator[RemoteObject]:
-        """Yield every block."""
+        """Yield every block.
+
+        Raises
+        ------
+        StoreError
+            The server sends no strong ETag, so blocks could be of different states of the object.
+        """
         if self._keys is None:
             found: Iterator[RemoteObject | None] = iter(self.remote.list())
         else:
             found = (self.remote.head(key) for key in self._keys)
         for whole in found:
             if whole is not None:
+                _check_exact(self.remote, whole)
                 yield from (self.block(whole, i) for i in range(-(-whole.nbytes // self.block_nbytes)))
 
     def block(self, whole: RemoteObject, number: int) -> RemoteObject:
@@ -110,7 +117,19 @@ class BlockRemote:
         """Return bytes of a block."""
         of, number = _parts(wanted.key)
         first = number * self.block_nbytes
-        return self.remote.get(RemoteObject(of, first + wanted.nbytes, wanted.etag), first + start, first + stop)
+        whole = RemoteObject(of, first + wanted.nbytes, wanted.etag)  # its size is not known: a strong ETag needs none
+        _check_exact(self.remote, whole)
+        return self.remote.get(whole, first + start, first + stop)
+
+
+def _check_exact(remote: Remote, found: RemoteObject) -> None:
+    """Raise StoreError if an object's ETag does not identify its bytes."""
+    if not found.is_exact:
+        sent = "only a weak ETag" if found.etag.startswith("W/") else "no ETag"
+        raise StoreError(
+            f"{remote.name}/{found.key}: the server sends {sent}, so a cached copy might be of an older state; open it "
+            "without cache=, or download it."
+        )
 
 
 def _parts(key: str) -> tuple[str, int]:
@@ -182,12 +201,8 @@ class BlockCache:
             The server sends no strong ETag, so a copy could be of an older state of the object.
         """
         found = self.inner.head(key)
-        if found is not None and not found.is_exact:
-            sent = "only a weak ETag" if found.etag.startswith("W/") else "no ETag"
-            raise StoreError(
-                f"{self.name}/{key}: the server sends {sent}, so a cached copy might be of an older state; open it "
-                "without cache=, or download it."
-            )
+        if found is not None:
+            _check_exact(self.inner, found)
         return found
 
     def fill(self, wanted: RemoteObject, start: int, out: NDArray[np.uint8]) -> bool:
@@ -206,25 +221,28 @@ class BlockCache:
         """
         out, done = np.empty(stop - start, dtype=np.uint8), 0
         passing: list[tuple[int, int]] = []
+        counted: list[tuple[int, int]] = []  # only once all is there: who retries asks for all of it again
         for block, first, part in self._cut(wanted, start, out):
             with self._lock:
                 turn = self._under_way.setdefault(block.key, threading.Lock())
             with turn:  # others who want this block wait for it
                 if self._read_copy(block, first, part):
-                    self._count(part.size, 0)
+                    counted.append((part.size, 0))
                 elif self._is_full or time.monotonic() < self._paused_until:
                     begin = passing.pop()[0] if passing and passing[-1][1] == done else done
                     passing.append((begin, done + part.size))
                 else:
-                    self._count(0, part.size)
+                    counted.append((0, part.size))
                     at = start + done - first
                     whole = self._fetched(wanted, at, at + block.nbytes)
                     np.copyto(part, whole[first : first + part.size])
                     self._keep(block, whole)
             done += part.size
         for low, high in passing:
-            self._count(0, high - low)
+            counted.append((0, high - low))
             np.copyto(out[low:high], self._fetched(wanted, start + low, start + high))
+        for each in counted:
+            self._count(*each)
         return out
 
     def forget(self, wanted: RemoteObject, start: int, stop: int) -> None:

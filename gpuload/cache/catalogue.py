@@ -315,18 +315,23 @@ class Catalogue(Database):
         """Return the file numbers and visits of an earlier generation."""
         found = self.rows("SELECT ids, visits FROM snapshots WHERE generation = ?", generation)
         if not found:
-            last = self.meta("generation")
-            raise PlanError(
-                f"generation {generation} is no longer kept in {self.path} (the last is {last}); "
-                "start with a new snapshot."
-            )
+            raise self._not_kept(generation)
         ids, visits = (np.frombuffer(blob, dtype="<i8").astype(np.int64) for blob in found[0])
         return ids, visits
 
     def pin(self, generation: int, lease: str, ids: NDArray[np.int64]) -> int:
         """Protect the objects of some files from eviction; return the number of the pin."""
         with self.transaction() as db:
+            if not db.execute("SELECT 1 FROM snapshots WHERE generation = ?", (generation,)).fetchone():
+                raise self._not_kept(generation)  # another process took one since this was opened; rows may be gone
             return self._pin(db, generation, lease, ids)
+
+    def _not_kept(self, generation: int) -> PlanError:
+        """Return the error for a generation that is too long ago, or of another store."""
+        return PlanError(
+            f"generation {generation} is no longer kept in {self.path} (the last is {self.meta('generation')}); start "
+            "with a new snapshot."
+        )
 
     @staticmethod
     def _pin(db: Connection, generation: int, lease: str, ids: NDArray[np.int64]) -> int:

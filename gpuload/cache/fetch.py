@@ -82,7 +82,7 @@ class Fetcher:
         with self._lock:
             for name, download in self._under_way.items():
                 download.close()
-                self._folders.remove(name)
+                self._folders.remove(name, is_unfinished=True)  # one that has been renamed is complete
 
     def longest_busy_s(self) -> float:
         """Return for how long the slowest active thread has made no progress."""

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from gpuload.cache.catalogue import Catalogue
 from gpuload.cache.fetch import Fetcher
@@ -40,6 +40,8 @@ sys.path[:] = pickle.load(sys.stdin.buffer)
 from gpuload.cache.fetchers import main
 main()"""
 _REPORT_S = 0.5
+_BUSY = '{"busy_s"'
+"""The beginning of a report."""
 
 _MAX_DEATHS = 3
 """Number of ends of a fetcher process after which those waiting for it get an error."""
@@ -124,8 +126,7 @@ class FetcherProcess:
             self._last_words.clear()
             self._process.send_signal(signal.SIGUSR2)
             time.sleep(0.5)
-            self._process.kill()
-            self._process.wait()
+            self._kill()
             _log.error(
                 "a fetcher process made no progress for %.0f s; it is killed and replaced by another:\n%s",
                 self._hung_s,
@@ -168,11 +169,14 @@ class FetcherProcess:
         try:
             self._process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._listener.join()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+            self._kill()
+        self._listener.join(PATIENCE_S)  # what the remote has started there may hold the pipe open for longer
+
+    def _kill(self) -> None:
+        """Kill the process; one that waits for a broken disk ends only when that answers."""
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(PATIENCE_S)
 
     def _start(self) -> None:
         process = subprocess.Popen(  # noqa: S603  (our own code)
@@ -196,15 +200,17 @@ class FetcherProcess:
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None  # noqa: S101
-        for line in process.stdout:
-            text = line.decode(errors="replace").rstrip()
-            if text.startswith('{"busy_s"'):
-                said: dict[str, Any] = json.loads(text)
-                self._busy_s, self._heard_at = said["busy_s"], time.monotonic()
-                self.n_died_in_a_row = 0
-            else:
-                self._last_words.append(text)
-                _log.warning("%s", text)
+        with process.stdout:
+            for line in process.stdout:
+                text, mark, said = line.decode(errors="replace").rstrip().rpartition(_BUSY)
+                if mark:  # after what a library may have printed without an end of line, as a progress bar
+                    self._busy_s, self._heard_at = json.loads(mark + said)["busy_s"], time.monotonic()
+                    self.n_died_in_a_row = 0
+                else:
+                    text = said
+                if text:
+                    self._last_words.append(text)
+                    _log.warning("%s", text)
 
 
 class Fetchers:

@@ -22,7 +22,7 @@ import os
 import re
 import threading
 import zlib
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from gpuload.cache.asking import Settings
-    from gpuload.cache.catalogue import Catalogue
+    from gpuload.cache.catalogue import Catalogue, File
     from gpuload.remote import RemoteObject
 
 _log = logging.getLogger("gpuload.cache")
@@ -107,9 +107,9 @@ class Folders:
         finally:
             os.close(fd)
 
-    def remove(self, name: str) -> None:
-        """Remove a file, wherever it is; ignore a missing one."""
-        for path in (self.tmp_path(name), self.path(name)):
+    def remove(self, name: str, *, is_unfinished: bool = False) -> None:
+        """Remove a file, wherever it is, or only while it is being downloaded; ignore a missing one."""
+        for path in (self.tmp_path(name), self.path(name))[: 1 if is_unfinished else 2]:
             with suppress(FileNotFoundError):
                 os.unlink(path)
 
@@ -222,9 +222,10 @@ def repair(local: Local, *, is_opening: bool) -> None:
         Compare all files with all rows; only a machine failure or a lost catalogue can make them differ.
     """
     folders, catalogue = local.folders, local.catalogue
-    for dead in catalogue.leases() - {local.lease}:
-        if not leases.is_alive(folders.leases, dead):
-            _finish_for(dead, local)
+    dead = (name for name in catalogue.leases() - {local.lease} if not leases.is_alive(folders.leases, name))
+    with ExitStack() as each:  # whichever of them fails
+        for name in dead:
+            each.callback(_finish_for, name, local)
     if is_opening:
         for file in catalogue.published():
             size = _size(folders.path(file.name))
@@ -241,22 +242,36 @@ def repair(local: Local, *, is_opening: bool) -> None:
 
 
 def _finish_for(dead: str, local: Local) -> None:
-    """Finish or undo the work of a dead process."""
-    folders, catalogue = local.folders, local.catalogue
-    catalogue.drop_pins(dead)
-    reserved, leaving = catalogue.take_over(dead, local.lease)
-    for file in leaving:
-        if _size(folders.path(file.name)) is None:
-            catalogue.let_go(file)
-        else:  # unknown whether the remote was asked
-            catalogue.put_back(file, local.lease, is_gone=False)
-    for file in reserved:
-        crc = checked_crc(folders.path(file.name), file.wanted)
-        if crc is None:
-            folders.remove(file.name)
-            catalogue.give_up(file, local.lease)
-        else:  # it was renamed, so it was complete
-            catalogue.publish(file, local.lease, crc)
+    """Finish or undo the work of a dead process.
+
+    It is done under a lease of its own: what fails then is a dead process's again, and not this one's, which may live
+    for long.
+    """
+    local.catalogue.drop_pins(dead)
+    lease = leases.Lease(local.folders.leases)
+    with ExitStack() as each:
+        each.callback(lease.release)
+        reserved, leaving = local.catalogue.take_over(dead, lease.name)
+        for file in reserved:
+            each.callback(_finish_download, file, local, lease.name)
+        for file in leaving:
+            each.callback(_finish_removal, file, local, lease.name)
+
+
+def _finish_removal(file: File, local: Local, lease: str) -> None:
+    if _size(local.folders.path(file.name)) is None:
+        local.catalogue.let_go(file)
+    else:  # unknown whether the remote was asked
+        local.catalogue.put_back(file, lease, is_gone=False)
+
+
+def _finish_download(file: File, local: Local, lease: str) -> None:
+    crc = checked_crc(local.folders.path(file.name), file.wanted)
+    if crc is None:
+        local.folders.remove(file.name)
+        local.catalogue.give_up(file, lease)
+    else:  # it was renamed, so it was complete
+        local.catalogue.publish(file, lease, crc)
 
 
 def stray_names(local: Local) -> list[str]:

@@ -464,7 +464,7 @@ class SampleStore:
         return whole
 
     def warn_once(self, message: str) -> None:
-        """Log a warning about an argument, the first time that there is one about it."""
+        """Log a warning about an argument, the first time that there is one about it; of others, each once."""
         name = message.partition("=")[0]
         if name not in self._warned:
             self._warned.add(name)

@@ -149,6 +149,8 @@ def pack(
 
     target = workplace.target_path(target)
     folder, files = f"{target}.packing", _source_files(paths)
+    with workplace.translated(target):
+        workplace.remove_remains(folder)
     workplace.check_target(target, files, overwrite=overwrite)
     settings: dict[str, Any] = {"layer": layers, "obsm": obsm, "join": join, "obs": None if obs is None else list(obs)}
     settings |= {"group_by": group_by, "seed": seed, "keep_order": keep_order, "codec": codec}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from concurrent.futures import CancelledError
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pydoc import locate
@@ -38,6 +40,12 @@ T = TypeVar("T")
 
 _KEPT: dict[tuple[str, str], Any] = {}
 """What a worker's process keeps open for the tasks of a run, which are those of one pass over one matrix."""
+
+_AT_WORK: Counter[str] = Counter()
+"""How many of its tasks are under way, by run."""
+
+_OVER: set[str] = set()
+"""Runs of which nothing is to be opened any more: a task may begin after it was cancelled."""
 
 _LOCK = Lock()
 
@@ -158,16 +166,19 @@ class Cluster:
 
 
 def _write_part(run: str, job: Job, num_threads: int | None, number: int) -> None:
-    write_part(job, _sources(run, job, num_threads), number)
+    with _at_work(run):
+        write_part(job, _sources(run, job, num_threads), number)
 
 
 def _write_bucket(run: str, job: Job, num_threads: int | None, dtype: np.dtype[Any], number: int) -> None:
-    parts = _kept(run, "parts", lambda: all_parts(job))
-    fill_bucket(job, _sources(run, job, num_threads), number, parts, dtype)
+    with _at_work(run):
+        parts = _kept(run, "parts", lambda: all_parts(job))
+        fill_bucket(job, _sources(run, job, num_threads), number, parts, dtype)
 
 
 def _digest_span(run: str, job: Job, num_threads: int | None, file_rows: tuple[int, ...], span: Span) -> int:
-    return digest_span(_kept(run, "target", lambda: result_reader(job, num_threads)), span, file_rows)
+    with _at_work(run):
+        return digest_span(_kept(run, "target", lambda: result_reader(job, num_threads)), span, file_rows)
 
 
 def _sources(run: str, job: Job, num_threads: int | None) -> RowReader:
@@ -186,9 +197,34 @@ def _kept(run: str, what: str, make: Callable[[], T]) -> T:
         return kept
 
 
-def _let_go(run: str) -> None:
-    """Close what this worker has kept of a run."""
+@contextmanager
+def _at_work(run: str) -> Iterator[None]:
+    """Keep open what this worker has of a run: Dask does not end a task that is cancelled while it is under way."""
     with _LOCK:
+        if run in _OVER:
+            raise CancelledError
+        _AT_WORK[run] += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _AT_WORK[run] -= 1
+        _close_unused(run)
+
+
+def _let_go(run: str) -> None:
+    """Close what this worker has kept of a run, now or after its last task."""
+    with _LOCK:
+        _OVER.add(run)
+    _close_unused(run)
+
+
+def _close_unused(run: str) -> None:
+    """Close what this worker has kept of a run that is over, if no task uses it: others would get its descriptors."""
+    with _LOCK:
+        if run not in _OVER or _AT_WORK[run]:
+            return
+        del _AT_WORK[run]
         kept = [_KEPT.pop(key) for key in list(_KEPT) if key[0] == run]
     for one in kept:
         if isinstance(one, RowReader):

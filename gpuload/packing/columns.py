@@ -21,7 +21,7 @@ from gpuload.errors import CorruptDataError
 from gpuload.formats import frames
 from gpuload.formats.arrays import OBSM
 from gpuload.packing import workplace
-from gpuload.packing.files import sync_folder, write_whole
+from gpuload.packing.files import sync_folder, sync_folders, write_whole
 from gpuload.packing.job import Origin, cut_rows, has_offsets, plan_job, row_lengths, write_offsets, write_order
 from gpuload.packing.parts import Part, Segment, Summary, kept_open, part_path, save_part, summed_up
 from gpuload.packing.passes import all_parts, each
@@ -93,6 +93,7 @@ def by_rows(store: Store, layer: str, folder: str, memory: int, num_threads: int
             write_order(folder, np.arange(job.n_obs))
             write_offsets(origin, _count_cells(job, reader))
         _transpose(job, reader)
+        sync_folders(job.result)
         write_whole(whole, [])
         sync_folder(folder)
         shutil.rmtree(os.path.join(folder, workplace.PARTS))

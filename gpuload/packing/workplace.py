@@ -184,7 +184,7 @@ def clear(folder: str) -> None:
     names = sorted(os.listdir(folder), key=lambda name: name != _PLAN)
     for name in names:
         path = os.path.join(folder, name)
-        if os.path.isdir(path):
+        if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         elif name != LOCK:
             os.remove(path)
@@ -199,6 +199,15 @@ def publish(folder: str, target: str) -> None:
     os.rename(store, target)
     sync_folder(os.path.dirname(target))
     _remove(folder)
+
+
+def remove_remains(folder: str) -> None:
+    """Remove the folder if a run ended while it did so, its target published: whoever has that would not pack again."""
+    lock, store = os.path.join(folder, LOCK), os.path.join(folder, STORE)
+    if os.path.exists(lock) and not os.path.isdir(store):
+        with locked(lock):
+            if not os.path.isdir(store):
+                _remove(folder)
 
 
 def _remove(folder: str) -> None:

@@ -212,6 +212,11 @@ def is_of_head_alone(text: str) -> bool:
     return _status_of(text) in (405, 501) or _NO_LENGTH in text
 
 
+def is_beyond_end(text: str) -> bool:
+    """Return whether an error says that an object ends before the bytes that were asked for."""
+    return _status_of(text) == 416
+
+
 def _may_pass(status: int) -> bool:
     """Return whether a retry may help after a status; 501 and 505 mean that the server cannot do it at all."""
     return status in (408, 425, 429) or (status >= 500 and status not in (501, 505))

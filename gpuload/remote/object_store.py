@@ -18,7 +18,15 @@ from urllib.parse import quote
 from gpuload import threads
 from gpuload.checks import check_seconds
 from gpuload.errors import MissingDependencyError, PlanError, ReadError
-from gpuload.remote.errors import address_error, check_length, check_scheme, is_of_head_alone, is_web, read_error
+from gpuload.remote.errors import (
+    address_error,
+    check_length,
+    check_scheme,
+    is_beyond_end,
+    is_of_head_alone,
+    is_web,
+    read_error,
+)
 from gpuload.remote.objects import MODIFIED, Reach, RemoteObject
 
 if TYPE_CHECKING:
@@ -185,8 +193,15 @@ class ObjectRemote:
         return self._first_byte(key)
 
     def _first_byte(self, key: str) -> Any:
-        """Return an object's metadata, as sent with its first byte."""
-        answer = self._obstore.get(self._store, key, options={"range": (0, 1)})
+        """Return an object's metadata, as sent with its first byte, or with all of it if it has none."""
+        try:
+            answer = self._obstore.get(self._store, key, options={"range": (0, 1)})
+        except self._obstore.exceptions.BaseError as error:
+            if not is_beyond_end(str(error)):
+                raise
+            answer = self._obstore.get(self._store, key)
+            if answer.meta["size"]:
+                raise
         answer.bytes()
         return answer.meta
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -301,6 +304,21 @@ def test_protein_names_unfit_for_a_mudata_are_refused(
     assert code == 1
     assert message in err
     assert not list(tmp_path.glob("*unfinished"))
+
+
+def test_a_full_disk_leaves_no_unfinished_copy_of_a_mudata(
+    cells: tuple[Paired, Paired], run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_up(_: Any, copy: Path) -> None:
+        copy.write_bytes(bytes(1_000))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(copy))
+
+    write_h5mu(tmp_path / "cite.h5mu", tables(cells), measured=N_TRAIN)
+    monkeypatch.setattr(shutil, "copyfile", fill_up)
+    code, _, err = run(tmp_path / "cite.h5mu", "--no-baselines")
+    assert code == 1
+    assert "No space left on device" in err
+    assert sorted(path.name for path in tmp_path.iterdir() if "h5" in path.name) == ["cite.h5mu", "prediction.h5ad"]
 
 
 def test_two_anndata_are_joined_by_cell_name(

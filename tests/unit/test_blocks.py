@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import pickle
@@ -14,7 +15,7 @@ import pytest
 from gpuload.cache import BlockCache, BlockRemote, SampleStore
 from gpuload.cache.catalogue import Catalogue
 from gpuload.cache.files import Folders
-from gpuload.errors import BusyError, PlanError, ReadError
+from gpuload.errors import BusyError, PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote
 from tests.remotes import CountingRemote
 from tests.sample_stores import full, lacks_descriptors, lose_catalogue, until
@@ -128,6 +129,33 @@ def test_blocks_beyond_the_budget_come_from_the_remote(tmp_path: Path, big: Coun
         assert cache.n_remote_nbytes - n_remote == NBYTES - 10 * BLOCK + 4 * (N_BLOCKS - 10)
 
 
+@pytest.mark.parametrize("n_held", [1, N_BLOCKS])
+def test_a_retried_read_is_counted_once(
+    tmp_path: Path, big: CountingRemote, n_held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy remote is asked again for all of a range: else what is here is counted each time, as read twice."""
+    with store_of(tmp_path, big, n_held=n_held, fetch=False) as store:
+        cache = BlockCache(store)
+        found = cache.head("big.h5ad")
+        assert found is not None
+        cache.get(found, 0, BLOCK)
+        if n_held == 1:
+            cache.get(found, BLOCK, BLOCK + 1)  # from then on it asks for no whole blocks
+        counted, n_read = cache.counts(), store.stats()["read_nbytes"]
+        with monkeypatch.context() as patch:
+            patch.setattr(CountingRemote, "get", busy)
+            for _ in range(3):
+                with pytest.raises(BusyError):
+                    cache.get(found, 5, BLOCK + 7)
+        cache.get(found, 5, BLOCK + 7)
+        assert np.subtract(cache.counts(), counted).tolist() == [BLOCK - 5, 7]
+        assert store.stats()["read_nbytes"] - n_read == BLOCK + 2
+
+
+def busy(*_: Any) -> Any:
+    raise BusyError("503")
+
+
 def test_adjacent_blocks_beyond_the_budget_are_fetched_in_one_request(
     tmp_path: Path, big: CountingRemote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +216,35 @@ def test_a_damaged_block_is_read_from_the_remote(tmp_path: Path, big: CountingRe
         cache = BlockCache(store)
         read_all_over(cache, wanted)
         assert cache.n_remote_nbytes > 0
+
+
+class Inexact(CountingRemote):
+    """A folder whose tags do not identify the bytes, as those of many web servers."""
+
+    tag = ""
+
+    def head(self, key: str) -> RemoteObject | None:
+        found = super().head(key)
+        return None if found is None else dataclasses.replace(found, etag=self.tag)
+
+
+@pytest.mark.parametrize(("tag", "sent"), [("W/1", "only a weak ETag"), ("modified 1", "no ETag"), ("", "no ETag")])
+def test_blocks_are_not_fetched_without_a_strong_etag(
+    tmp_path: Path, big: CountingRemote, tag: str, sent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a web server, all but the last block would be told to have changed: a block does not know the whole size."""
+    monkeypatch.setattr(Inexact, "tag", tag)
+    words = rf"/big\.h5ad: the server sends {sent}, so a cached copy might be of an older state; open it without"
+    with (
+        store_of(tmp_path, Inexact(big.name)) as store,
+        pytest.raises(ReadError, match=rf"no sample can arrive, because the remote cannot be listed: .*{words}"),
+    ):
+        store.snapshot(wait_s=60)
+    blocks = BlockRemote(Inexact(big.name), ["big.h5ad"], BLOCK)
+    found = blocks.head("big.h5ad#0")  # asked for before a copy of an earlier listing is removed
+    assert found is not None
+    with pytest.raises(StoreError, match=words):
+        blocks.get(found, 0, 9)
 
 
 def test_changed_content_is_an_error(tmp_path: Path, big: CountingRemote) -> None:

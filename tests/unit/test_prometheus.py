@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sqlite3
 import subprocess
 import sys
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +76,41 @@ def test_store_totals_are_exported(tmp_path: Path) -> None:
         assert len(found) == len(_STORE_COUNTERS) + len(_STORE_GAUGES)
         store.close()
         assert told(generate_latest(registry)) == {}, "a closed store is silent"
+
+
+def test_a_broken_store_silences_no_other(tmp_path: Path, plain: Stored, caplog: pytest.LogCaptureFixture) -> None:
+    registry = CollectorRegistry()
+    remote = str(fill(tmp_path / "remote", 5))
+    stores = {
+        name: SampleStore(tmp_path / name, remote, n_processes=0, min_free=0, fetch=False)
+        for name in ("damaged", "unreadable", "sound")
+    }
+    with gpuload.open_loader(plain.path, batch_size=2) as loader, ExitStack() as stack:
+        for store in stores.values():
+            stack.enter_context(store)
+        stack.enter_context(export(registry=registry, train=loader, **stores))
+        stores["damaged"]._catalogue._db.execute("DROP TABLE meta")
+        stores["unreadable"]._catalogue._db.close()
+        stores["unreadable"]._catalogue._db = Failing()
+        for _ in range(2):
+            found = told(generate_latest(registry))
+        assert found["gpuload_rows_total", "train"] == 0
+        assert found["gpuload_store_held_bytes", "sound"] == 0
+        assert not [key for key in found if "damaged" in key or "unreadable" in key]
+    for words in ("damaged/catalogue.sqlite: it cannot be read as the", "unreadable/catalogue.sqlite: disk I/O error"):
+        assert caplog.text.count(words) == 1, "it is told at each scrape"
+
+
+class Failing:
+    """A database on a disk that has failed."""
+
+    def execute(self, *_: Any) -> None:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+        raise error
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 def test_metrics_are_served_over_http(plain: Stored, no_leaks: None) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import gpuload
 from benchmarks.s3server import start
 from gpuload.cache import BlockRemote, SampleStore
 from gpuload.errors import BusyError, MissingDependencyError, PlanError, ReadError
@@ -354,6 +355,37 @@ def test_a_web_server_that_serves_only_get_is_asked_with_get(
         monkeypatch.setattr(Refusing, name, vars(GetOnly)[name], raising=False)
     monkeypatch.setattr(Refusing, "of_head", of_head, raising=False)
     assert ObjectRemote(f"{refusing_server}/data").head("a") == RemoteObject("a", 3, "abc")
+
+
+class Empty(GetOnly):
+    """Has an empty object, of which no range can be sent; or says so of one that is not."""
+
+    nbytes = 0
+
+    def do_GET(self) -> None:
+        self.send_response(416 if "Range" in self.headers else 200)
+        self.send_header("Content-Length", "0" if "Range" in self.headers else str(self.nbytes))
+        self.send_header("ETag", '"abc"')
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.end_headers()
+        if "Range" not in self.headers:
+            self.wfile.write(bytes(self.nbytes))
+
+
+@pytest.mark.parametrize("query", ["", "?X-Amz-Signature=1"])
+def test_an_empty_object_of_a_web_server_is_found_empty(
+    refusing_server: str, monkeypatch: pytest.MonkeyPatch, query: str
+) -> None:
+    for name in ("protocol_version", "do_GET", "do_HEAD", "of_head"):
+        monkeypatch.setattr(Refusing, name, getattr(Empty, name), raising=False)
+    monkeypatch.setattr(Refusing, "nbytes", 0, raising=False)
+    remote = ObjectRemote(f"{refusing_server}/data{query}")
+    assert remote.head("a") == RemoteObject("a", 0, "abc")
+    with pytest.raises(gpuload.StoreError, match=r"/data/a\.h5ad: .* it is empty: copy it again"):
+        gpuload.open_loader(f"{refusing_server}/data/a.h5ad{query}")
+    monkeypatch.setattr(Refusing, "nbytes", 3)
+    with pytest.raises(ReadError, match="/data/a: the server does not send the bytes that were asked for"):
+        remote.head("a")
 
 
 class OtherRange(Refusing):

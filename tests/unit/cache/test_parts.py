@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
@@ -258,6 +259,38 @@ def test_what_a_dead_process_has_renamed_is_kept(tmp_path: Path, remote: Countin
         assert kept is not None
         assert (kept.crc, Path(kept.path or "").read_bytes()) == (zlib.crc32(content), content)
         assert store.held_nbytes == COST
+
+
+def test_what_cannot_be_finished_for_a_dead_process_is_tried_again(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it is this process's, and takes up room and is not fetched for as long as that lives."""
+    right, held = os.unlink, list[File]()
+
+    def fail(path: str) -> None:
+        if held and held[0].name in path:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+        right(path)
+
+    with opened(tmp_path, remote, fetch=False) as store:
+        catalogue, dead = store._catalogue, [f"{number}-0000000000000000" for number in (1, 2)]
+        catalogue.add_listed(1, list(remote.list()))
+        for number in range(6):
+            file = catalogue.reserve(dead[number % 2], 9 * COST)
+            assert isinstance(file, File)
+            held.append(file)
+        for file in held[2:4]:
+            assert catalogue.publish(file, dead[held.index(file) % 2], 1)
+            assert catalogue.take_leaving(file.id, dead[held.index(file) % 2]) == file
+        monkeypatch.setattr(os, "unlink", fail)
+        for _ in range(2):
+            with pytest.raises(PermissionError):
+                repair(store._local, is_opening=False)
+            assert store.held_nbytes == COST, "the others were not gone on with"
+        held.clear()
+        repair(store._local, is_opening=False)
+        assert store.held_nbytes == 0
+        assert os.listdir(store._folders.leases) == [store._lease.name]
 
 
 def test_a_lease_that_is_being_made_is_not_swept(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ import threading
 import time
 import weakref
 from contextlib import closing, suppress
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,7 +30,7 @@ from gpuload.cache.fetchers import FetcherProcess, _keep
 from gpuload.cache.files import adopt_strays
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, RemoteObject
-from tests.remotes import CountingRemote, HangingRemote, fill
+from tests.remotes import CountingRemote, HangingRemote, StartingRemote, fill
 from tests.sample_stores import COST, N, fetcher_of, full, keyed, lose_catalogue, opened, train, until
 
 if TYPE_CHECKING:
@@ -396,6 +398,78 @@ def test_a_fetcher_without_a_thread_to_listen_is_ended(tmp_path: Path, monkeypat
     assert process._process is first
     assert process.n_failed_starts == 1
     process.close()
+
+
+def test_a_download_that_is_being_published_when_the_store_closes_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow disk the row may still say that the file is there, which would be removed."""
+    publish, is_renamed, may_go_on = files.Folders.publish, threading.Event(), threading.Event()
+
+    def slow(self: files.Folders, name: str) -> None:
+        publish(self, name)
+        is_renamed.set()
+        may_go_on.wait(60)
+
+    remote = FolderRemote(fill(tmp_path / "remote", 1))
+    monkeypatch.setattr(files.Folders, "publish", slow)
+    with opened(tmp_path, remote) as store:
+        assert is_renamed.wait(60)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("gpuload-fetch")]
+    may_go_on.set()
+    for thread in threads:
+        thread.join(60)
+    with opened(tmp_path, remote, fetch=False) as store:
+        assert train(store) == [0]
+        assert store.stats()["hit_ratio"] == 1
+
+
+def test_a_report_is_heard_after_what_has_no_end_of_line(tmp_path: Path, caplog: Any) -> None:
+    """A remote that draws progress bars is killed as hung, if all reports are behind them."""
+    process = FetcherProcess(
+        str(tmp_path / "store"), FolderRemote(fill(tmp_path / "remote", 1)), Settings(0, 0, "lru"), 60
+    )
+    process._process.kill()
+    process._listener.join()
+    for said, words, busy_s in (
+        (b'\r 10%\r 20%{"busy_s": 7.5}\n', "\r 10%\r 20%", 7.5),
+        (b'{"busy_s": 8.5}\nwords {"b\n\n', 'words {"b', 8.5),
+    ):
+        process._listen(SimpleNamespace(stdout=BytesIO(said)))  # type: ignore[arg-type]
+        assert (process._busy_s, process.last_words()) == (busy_s, words)
+    assert "words" in caplog.text
+    process.close()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_store_closes_while_what_its_remote_started_lives(tmp_path: Path) -> None:
+    """It has the fetcher's output, so that the end of that is not seen."""
+    remote = StartingRemote(fill(tmp_path / "remote", N))
+    try:
+        with opened(tmp_path, remote, n_processes=1) as store:
+            full(store, 1)
+            start = time.monotonic()
+        assert time.monotonic() - start < 20
+    finally:
+        os.kill(int((tmp_path / "remote.pid").read_text()), signal.SIGKILL)
+
+
+def test_a_fetcher_that_cannot_be_killed_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a disk that does not answer, as the kernel lets it end only then."""
+    process = FetcherProcess(
+        str(tmp_path / "store"), FolderRemote(fill(tmp_path / "remote", 1)), Settings(0, 0, "lru"), 60
+    )
+    first = process._process
+    os.kill(first.pid, signal.SIGSTOP)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(first, "kill", lambda: None)
+            start = time.monotonic()
+            process.close()
+            assert time.monotonic() - start < 20
+    finally:
+        first.kill()
+        process.close()
 
 
 def test_a_hung_fetcher_is_killed_and_its_stack_is_shown(tmp_path: Path, caplog: Any) -> None:

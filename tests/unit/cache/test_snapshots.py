@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from gpuload.cache.catalogue import KEPT_GENERATIONS, Catalogue
 from gpuload.cache.order import visiting_order
 from gpuload.errors import PlanError, ReadError
 from tests.sample_stores import N, checked, full, opened, train, until
@@ -222,3 +223,24 @@ def test_arrays_that_cannot_be_read_in_place_are_refused(tmp_path: Path) -> None
 def test_an_unknown_generation_is_refused(tmp_path: Path, remote: CountingRemote) -> None:
     with opened(tmp_path, remote) as store, pytest.raises(PlanError, match="generation 7 is no longer kept"):
         store.snapshot(generation=7)
+
+
+def test_a_generation_that_goes_while_it_is_opened_is_refused(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its epoch begins, and fails where it comes to a sample whose row is gone."""
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        with store.snapshot() as snapshot:
+            generation = snapshot.generation
+        right = Catalogue.open_snapshot
+
+        def late(self: Catalogue, wanted: int) -> Any:
+            found = right(self, wanted)
+            for _ in range(KEPT_GENERATIONS):  # by another process, meanwhile
+                store.snapshot().close()
+            return found
+
+        monkeypatch.setattr(Catalogue, "open_snapshot", late)
+        with pytest.raises(PlanError, match=f"^generation {generation} is no longer kept in .*; start with a new"):
+            store.snapshot(generation=generation)
