@@ -198,6 +198,23 @@ def test_each_part_of_the_key_makes_an_index_stale(what: str, tmp_path: Path, se
     assert len(searched) == 2
 
 
+def test_a_file_changed_while_it_is_opened_gets_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables read before the change would pass for those of what the file holds after it."""
+    path, save = made(tmp_path), index.Index.save
+
+    def save_late(self: index.Index) -> None:
+        another(path)
+        os.utime(path, ns=(YEAR_2020_NS, YEAR_2020_NS + 1))
+        save(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(index.Index, "save", save_late)
+        open_store(path, layer="X", obs=()).close()
+    assert not beside(path).exists()
+    np.testing.assert_array_equal(values(path), counts(seed=1).toarray())
+    assert beside(path).exists()
+
+
 def test_wrong_index_with_a_matching_key_is_detected(tmp_path: Path, searched: list[str]) -> None:
     """An index with a matching key, but of a file with other chunks and rows, is detected by comparison."""
     path, other = made(tmp_path), made(tmp_path, seed=1, name="other.h5ad")
