@@ -411,6 +411,50 @@ def test_categories_differing_after_a_nul_are_distinguished() -> None:
     assert pd.isna(joined).nonzero()[0].tolist() == [2, 5]
 
 
+def ordered(names: str, values: str) -> pd.Categorical:
+    return pd.Categorical(list(values), categories=list(names), ordered=True)
+
+
+JOINS: dict[str, tuple[list[Any], str, list[Any]]] = {
+    "numbers": ([np.array([1], "i2"), np.array([0.5], "f2")], "float32", [1, 0.5]),
+    "signs": ([np.array([1], "u8"), np.array([-1], "i1")], "float64", [1, -1]),
+    "a truth and numbers": ([np.array([True]), np.array([3], "u1")], "uint8", [1, 3]),
+    "whole numbers, some missing": ([np.array([7], "i4"), pd.array([None], dtype="Int8")], "Int32", [7, None]),
+    "of pandas, none missing": ([np.array([7], "i4"), pd.array([8], dtype="Int8")], "Int32", [7, 8]),
+    "truths, none missing": ([np.array([True]), pd.array([False], dtype="boolean")], "boolean", [True, False]),
+    "fractions of pandas": ([pd.array([1.5, None], dtype="Float32"), np.array([2], "i2")], "float32", [1.5, None, 2]),
+    "no value of another type": ([np.array([], "f4"), np.array([1 << 60])], "int64", [1 << 60]),
+    "no value, then text": ([np.array([np.nan]), np.array(["a"], object)], "object", [None, "a"]),
+    "only missing": ([np.array([np.nan], "f4"), pd.Categorical([None])], "float32", [None, None]),
+    "categories that are numbers": ([pd.Categorical([2, None]), np.array([3], "i8")], "Int64", [2, None, 3]),
+    "categories that are fractions": ([pd.Categorical([0.5, None]), np.array([3], "i4")], "float64", [0.5, None, 3]),
+    "categories that are truths": ([pd.Categorical([True, None]), np.array([False])], "boolean", [True, None, False]),
+    "categories and text": ([pd.Categorical(["b"]), np.array(["a"], object)], "object", ["b", "a"]),
+    "texts of pandas": ([pd.array(["b", None], "string"), pd.array(["a"], "string")], "string", ["b", None, "a"]),
+    "the same order": ([ordered("ba", "a"), ordered("ba", "b")], "ordered b a", ["a", "b"]),
+    "an order, and no value": ([pd.Categorical([None]), ordered("ba", "ab")], "ordered b a", [None, "a", "b"]),
+    "unused names": ([pd.Categorical([None], ["c"]), pd.Categorical(["a"])], "c a", [None, "a"]),
+    "unused numbers": ([pd.Categorical([None], [1.5]), ordered("ba", "a")], "ordered b a", [None, "a"]),
+    "unused numbers, at the end": ([ordered("ba", "a"), pd.Categorical([None], [1.5])], "ordered b a", ["a", None]),
+    "another order": ([ordered("ba", "a"), ordered("ab", "b")], "b a", ["a", "b"]),
+    "the same order, with a NUL": ([ordered("b\0", "\0"), ordered("b\0", "b")], "ordered b \0", ["\0", "b"]),
+    "another order, with a NUL": ([ordered("b\0", "\0"), ordered("\0b", "b")], "b \0", ["\0", "b"]),
+    "an order in one only": ([ordered("ba", "a"), pd.Categorical(["b"])], "b a", ["a", "b"]),
+}
+"""Parts of a column; of all together, the dtype or the categories, and the values."""
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_parts_of_a_column_are_joined(name: str) -> None:
+    parts, dtype, values = JOINS[name]
+    found = frames.join(parts, "label")
+    assert plain(pd.Series(found)) == values
+    if isinstance(found, pd.Categorical):
+        assert " ".join(["ordered"] * found.ordered + list(found.categories)) == dtype
+    else:
+        assert found.dtype == dtype
+
+
 def test_order_is_a_uniform_permutation() -> None:
     seen = np.zeros((4, 4))
     for seed in range(4_000):

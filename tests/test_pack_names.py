@@ -17,7 +17,7 @@ from scipy.sparse import csr_matrix
 
 import gpuload
 from gpuload.backends.native.runs import have_common
-from gpuload.formats import obs, open_store
+from gpuload.formats import frames, obs, open_store
 from gpuload.formats.zarr_nodes import open_node
 from gpuload.formats.zarr_trees import FolderTree
 from gpuload.packing import tables, zarr_files
@@ -120,6 +120,15 @@ def test_duplicate_names_within_one_file_are_kept(tmp_path: Path) -> None:
     gpuload.pack(paths, tmp_path / "out.zarr", keep_order=True)
     names = zarr.open_array(tmp_path / "out.zarr/obs/_index", mode="r")[:].tolist()
     assert names == ["cell_0", "cell_0", *(f"cell_{i}" for i in range(2, 30)), *two.obs_names]
+
+
+def test_row_numbers_go_on_from_piece_to_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a format without names."""
+    monkeypatch.setattr(frames, "_PIECE", 100)
+    np.save(tmp_path / "cells.npy", np.zeros((250, 2), dtype=np.float32))
+    pieces = list(frames.cell_name_pieces(str(tmp_path / "cells.npy"), "X"))
+    assert [piece.size for piece in pieces] == [100, 100, 50]
+    assert np.concatenate(pieces).tolist() == [str(row) for row in range(250)]
 
 
 @pytest.mark.parametrize("shards", [None, (6,)])

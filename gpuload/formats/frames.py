@@ -215,9 +215,15 @@ def join(parts: Sequence[Any], where: str) -> Any:
 def _united(parts: Sequence[Any], where: str) -> pd.Categorical:
     """Return categories as one array; parts that are none have no value."""
     coded = [p if isinstance(p, pd.Categorical) else _missing(len(p)) for p in parts]
-    like = next((part for part in coded if part.categories.size), coded[0])  # all missing: no categories
-    coded = [p if p.categories.size else pd.Categorical.from_codes(p.codes, dtype=like.dtype) for p in coded]
-    odd = next((p for p in coded if p.categories.dtype != like.categories.dtype), None)
+    like = max(coded, key=lambda p: (_has_value(p), p.categories.size > 0))
+    kind = like.categories.dtype
+    coded = [
+        p
+        if p.categories.size and (_has_value(p) or p.categories.dtype == kind)
+        else pd.Categorical.from_codes(p.codes, dtype=like.dtype)
+        for p in coded
+    ]
+    odd = next((p for p in coded if p.categories.dtype != kind), None)
     if odd is not None:
         raise StoreError(
             f"{where} has categories of {like.categories.dtype} in one file and of {odd.categories.dtype} in "

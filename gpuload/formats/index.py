@@ -127,6 +127,7 @@ class Index:
         if self._key is None and isinstance(self._source, RemoteSource):
             self._key = {"size": self._source.nbytes, "etag": self._source.objects[0].etag}
         elif self._key is None:
+            self._source.check_unchanged()  # what was read since it was opened is of no later state
             status, digest = os.fstat(self._source.fileno()), blake2b(digest_size=16)
             for start in (0, max(0, status.st_size - _ENDS)):
                 end = np.empty(min(_ENDS, status.st_size), dtype=np.uint8)

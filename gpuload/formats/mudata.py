@@ -114,8 +114,9 @@ def _shared(root: Any, modality: str, name: str, store: Store, path: str) -> Obs
     place = np.asarray(root["obsmap"][modality][()]).astype(np.int64).reshape(-1)
     check_length(where, place.size, column.values.size, "cells in /obs")
     rows = np.full(store.n_obs, -1, dtype=np.int64)
-    if place.size and (place.min() < 0 or place.max() > store.n_obs):
-        raise CorruptDataError(f"{where} names cell {place.max()} of {store.n_obs}; rewrite the file with MuData.")
+    outside = place[(place < 0) | (place > store.n_obs)]
+    if outside.size:
+        raise CorruptDataError(f"{where} names cell {outside[0]} of {store.n_obs}; rewrite the file with MuData.")
     rows[place[place > 0] - 1] = np.flatnonzero(place)
     if np.any(rows < 0):
         raise CorruptDataError(f"{where} leaves out cells of the modality; rewrite the file with MuData.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -198,6 +199,23 @@ def test_each_part_of_the_key_makes_an_index_stale(what: str, tmp_path: Path, se
     assert len(searched) == 2
 
 
+def test_a_file_changed_while_it_is_opened_gets_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables read before the change would pass for those of what the file holds after it."""
+    path, save = made(tmp_path), index.Index.save
+
+    def save_late(self: index.Index) -> None:
+        another(path)
+        os.utime(path, ns=(YEAR_2020_NS, YEAR_2020_NS + 1))
+        save(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(index.Index, "save", save_late)
+        open_store(path, layer="X", obs=()).close()
+    assert not beside(path).exists()
+    np.testing.assert_array_equal(values(path), counts(seed=1).toarray())
+    assert beside(path).exists()
+
+
 def test_wrong_index_with_a_matching_key_is_detected(tmp_path: Path, searched: list[str]) -> None:
     """An index with a matching key, but of a file with other chunks and rows, is detected by comparison."""
     path, other = made(tmp_path), made(tmp_path, seed=1, name="other.h5ad")
@@ -308,6 +326,21 @@ def test_row_offsets_are_kept_as_counts(largest: int, itemsize: int) -> None:
     assert kept.itemsize == itemsize
     np.testing.assert_array_equal(index.indptr_of(kept), indptr)
     assert index.indptr_of(kept).dtype == np.int64
+
+
+@pytest.mark.parametrize("n", [0, 1, 32_768, 32_769, 100_000])
+def test_row_offsets_of_many_rows_are_summed_in_steps(n: int) -> None:
+    rows = np.random.default_rng(n).integers(0, 256, n).astype(np.uint8)
+    np.testing.assert_array_equal(index.indptr_of(rows), np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]))
+
+
+def test_numbers_below_0_are_kept_as_they_are(tmp_path: Path) -> None:
+    wanted = np.array([-1, 0, 300], dtype=np.int32)
+    with closing(FileSource(made(tmp_path))) as source:
+        one, other = index.Index(source), index.Index(source)
+        one.keep("some", wanted)
+        one.save()
+        np.testing.assert_array_equal(other.get("some"), wanted)
 
 
 def test_memory_is_nine_bytes_per_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,7 @@ def test_mudata_modalities(tmp_path: Path) -> None:
     [
         (lambda m: m[:-1], ("130", "131")),
         (lambda m: m + 1, ("names cell 132 of 131",)),
+        (lambda m: np.where(m == 3, -4, m.astype("i8")), ("names cell -4 of 131",)),
         (lambda m: np.where(m == 3, 4, m), ("leaves out cells",)),
     ],
 )

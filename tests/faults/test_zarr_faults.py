@@ -189,17 +189,20 @@ def test_each_flipped_byte_of_a_shard_index_is_found(tmp_path: Path, is_zip: boo
         assert_says(caught.value, str(target if is_zip else file), "/X/indices", "index", "crc32c")
 
 
-def test_shard_index_beyond_the_file_is_reported(tmp_path: Path) -> None:
-    path = tmp_path / "store.zarr"
+@pytest.mark.parametrize("is_zip", [False, True])
+def test_shard_index_beyond_the_file_is_reported(tmp_path: Path, is_zip: bool) -> None:
+    """In a zip, what is behind a shard is of other members."""
+    path, target = tmp_path / "store.zarr", tmp_path / "store.zip"
     writers.by_serializer(path, zc.ZstdCodec(), "end", has_crc=False)
     file = path / "X/data/c/0"
     whole = bytearray(file.read_bytes())
     for value in (len(whole), 1 << 40, (1 << 64) - 2):
         whole[-64:-56] = value.to_bytes(8, "little")
         file.write_bytes(whole)
+        writers.pack(path, target)
         with pytest.raises(gpuload.ReadError) as caught:
-            read(path)
-        assert_says(caught.value, str(file), "/X/data", "truncated")
+            read(target if is_zip else path)
+        assert_says(caught.value, str(target if is_zip else file), "/X/data", "but the shard has", "truncated")
 
 
 def test_truncated_zip(tmp_path: Path) -> None:

@@ -386,6 +386,7 @@ def test_nothing_is_kept_of_a_file_without_a_strong_etag(
             monkeypatch.setattr(Careless, "content", content)
             with gpuload.open_loader(address, shuffle=False, batch_size=200, device="cpu") as loader:
                 np.testing.assert_array_equal(next(iter(loader)).X, X)
+        assert not (tmp_path / "index").exists()
         sent = "only a weak ETag" if "ETag" in validators else "no ETag"
         with (
             SampleStore(

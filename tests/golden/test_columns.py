@@ -116,6 +116,14 @@ def test_fixed_length_string_attributes_are_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(next(iter(loader)).X, X.toarray())
 
 
+def test_order_of_a_single_column_may_be_a_scalar(tmp_path: Path) -> None:
+    path = tmp_path / "one.h5ad"
+    writers.write_plain(path)
+    with writers.h5py.File(path, "r+") as file:
+        file["obs"].attrs["column-order"] = "depth"
+    assert obs_columns(str(path)) == ["depth"]
+
+
 @pytest.mark.filterwarnings("ignore:Writing zarr v2")
 @pytest.mark.parametrize("form", ["h5ad", "zarr"])
 def test_column_that_is_also_the_index(tmp_path: Path, form: str) -> None:

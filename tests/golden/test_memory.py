@@ -162,6 +162,7 @@ def test_pandas_only_column_types() -> None:
     np.testing.assert_array_equal(batch.obs["text"], ([0, -1, 1] * N_OBS)[:N_OBS])
     np.testing.assert_array_equal(batch.obs["sparse"], np.arange(N_OBS) % 3)
     np.testing.assert_array_equal(batch.obs["float"], np.arange(N_OBS) / 2)
+    assert batch.obs["float"].dtype == np.float32
 
 
 def test_layers_and_raw() -> None:

@@ -159,6 +159,27 @@ def test_modality_must_be_named_and_exist(path: Path) -> None:
         gpuload.open_loader(path, modality="rna", obs=["plate"], device="cpu")
 
 
+def test_a_modality_has_its_own_column_rather_than_a_shared_one_of_that_name(tmp_path: Path) -> None:
+    path, whole = write(tmp_path / "cells.zarr", 3), cells_frame()[["donor", "depth"]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        root = zarr.open_group(str(path), mode="r+", use_consolidated=False)
+        write_elem(root, "obs", whole.assign(depth=-1.0))
+    loader, batch = rows(path, modality="prot", obs=["donor", "depth"])
+    backwards = whole.iloc[::-1]
+    np.testing.assert_array_equal(batch.obs["depth"], backwards["depth"])
+    assert loader.categories["donor"][batch.obs["donor"]].tolist() == backwards["donor"].tolist()
+
+
+def test_an_anndata_with_a_group_mod_stays_an_anndata(tmp_path: Path) -> None:
+    path, rna = tmp_path / "plain.zarr", parts()["rna"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rna.write_zarr(path)
+        write_elem(zarr.open_group(str(path), mode="r+", use_consolidated=False), "mod/prot", parts()["prot"])
+    np.testing.assert_array_equal(rows(path)[1].X, rna.X.toarray())
+
+
 def test_an_anndata_holds_no_modalities(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -88,6 +88,15 @@ def test_cells_absent_from_the_table_get_missing_values(files: list[Path], table
     assert found["score"].dtype.kind == "f"
 
 
+@pytest.mark.parametrize("part", [slice(5, None), slice(None, None, 2), slice(None, None, -1)], ids=str)
+def test_slices_of_a_numbered_table_keep_their_row_numbers(files: list[Path], table: pd.DataFrame, part: slice) -> None:
+    given = table.reset_index(drop=True)[part]
+    assert isinstance(given.index, pd.RangeIndex)
+    kept = np.isin(ROWS, ROWS[part])
+    for name, found in loaded(files, given).items():
+        assert same(found, table[name].astype(object).where(kept, None)), name
+
+
 def test_table_columns_work_in_conditions_samplers_and_splits(files: list[Path], table: pd.DataFrame) -> None:
     found = loaded(files, table, obs=["state"], where="is_good and plate == 'p1'")
     plate = np.array(["p1", "p2"] * (sum(N) // 2))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuload.layout import ArrayLayout, plan_read
+from gpuload.layout import ArrayLayout, plan_read, select_chunks
+from gpuload.source import BufferSource
 from gpuload.types import ArrayRead, expand_ranges
 from tests.strategies import Placed, layouts, row_ranges
 
@@ -90,3 +94,51 @@ def test_raw_storage_reads_no_extra_bytes(data: st.DataObject) -> None:
     wanted = expand_ranges(ranges) // placed.layout.chunk_shape[0]
     is_there = placed.layout.chunk_nbytes[wanted] > 0
     assert int(read.chunk_nbytes.sum()) == int(is_there.sum()) * placed.layout.dtype.itemsize
+
+
+PER_CHUNK = ("chunk_id", "chunk_offset", "chunk_nbytes", "chunk_mask", "chunk_limit")
+PER_PIECE = ("piece_src", "piece_dest", "piece_width", "piece_rows")
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_chosen_chunks_keep_all_that_is_said_of_them(data: st.DataObject) -> None:
+    placed: Placed = data.draw(layouts())
+    ranges = data.draw(row_ranges(placed.array.shape[0]))
+    if not len(ranges):
+        return
+    n = placed.layout.chunk_offset.size
+    layout = replace(placed.layout, chunk_mask=np.arange(n, dtype=np.uint32))
+    whole = plan_read(layout, ranges, ranges[:, 0] * layout.dest_stride, "X")
+    whole = replace(whole, chunk_limit=np.arange(whole.chunk_id.size) + 100)  # as of files that differ in width
+    size = whole.chunk_id.size
+    is_chosen = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+    part = select_chunks(whole, is_chosen)
+    chosen = np.flatnonzero(is_chosen)
+    assert part.chunk_id.size == part.extent_chunks[-1] == chosen.size
+    for new, old in enumerate(chosen):
+        for name in PER_CHUNK:
+            assert getattr(part, name)[new] == getattr(whole, name)[old], name
+        pieces, pieces_too = (slice(*read.chunk_pieces[i : i + 2]) for read, i in ((part, new), (whole, old)))
+        for name in PER_PIECE:
+            np.testing.assert_array_equal(getattr(part, name)[pieces], getattr(whole, name)[pieces_too], err_msg=name)
+    edges = part.extent_chunks
+    for lo, hi, start, nbytes in zip(edges[:-1], edges[1:], part.extent_offset, part.extent_nbytes, strict=True):
+        assert start == part.chunk_offset[lo:hi].min()
+        assert start + nbytes == (part.chunk_offset[lo:hi] + part.chunk_nbytes[lo:hi]).max()
+
+
+class Far(BufferSource):
+    """Bytes of which a request costs more than those between two chunks that are not wanted."""
+
+    ranges = SimpleNamespace(max_gap=1 << 17, max_extent=1 << 18)  # type: ignore[assignment]
+
+
+def test_chosen_chunks_are_coalesced_as_suits_their_source() -> None:
+    source, nothing = Far("far", np.zeros(1 << 18, np.uint8)), np.zeros(4, np.uint32)
+    far = np.arange(4) << 16
+    layout = ArrayLayout(source, "X", (4,), np.dtype("u1"), (1,), far, np.ones(4, np.int64), nothing)
+    read = plan_read(layout, np.array([[0, 4]]), np.array([0]), "X")
+    assert read.extent_chunks.tolist() == [0, 4]
+    part = select_chunks(read, np.array([True, False, True, True]))
+    assert (part.extent_chunks.tolist(), part.extent_nbytes.tolist()) == ([0, 3], [(3 << 16) + 1])

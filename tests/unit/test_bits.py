@@ -17,6 +17,7 @@ hdf5plugin = pytest.importorskip("hdf5plugin")
 import gpuload  # noqa: E402
 from gpuload.backends import codecs  # noqa: E402
 from gpuload.backends.native import bits  # noqa: E402
+from gpuload.layout import Filter  # noqa: E402
 from tests.lzf_streams import broken  # noqa: E402
 from tests.writers import write_dense, write_h5ad  # noqa: E402
 
@@ -174,12 +175,26 @@ def test_what_the_filter_writes(tmp_path: Path, dtype: str, nelems: int, cname: 
         ((), (4, 2048, 0)),
         ((0, 4, 2), (2, 4096, 0)),
         ((0, 4, 1, 24), (1, 24, 0)),
+        ((0, 4, 100), (100, 128, 0)),
         ((0, 4, 8, 0, 3), (8, 1024, 3)),
         ((0, 4, 8, 0, 2, 9), (8, 1024, 2)),
     ],
 )
 def test_values_that_are_left_out(values: tuple[int, ...], wanted: tuple[int, int, int]) -> None:
     assert codecs.BitShuffle.of(values, 4) == wanted
+
+
+@pytest.mark.parametrize("n", [5, 8, 24, 43, 1003])
+@pytest.mark.parametrize("itemsize", [1, 3, 4])
+@pytest.mark.parametrize("compressor", [2, 3])
+def test_libraries_decode_the_same(n: int, itemsize: int, compressor: int) -> None:
+    raw = some_bytes(np.random.default_rng(n), n * itemsize)
+    stored = np.frombuffer(encoded(raw, itemsize, 24, compressor), dtype=np.uint8)
+    filters = (Filter("bitshuffle", (0, 4, itemsize, 24, compressor)),)
+    for size in (len(raw), -1):
+        assert codecs.decode(filters, 0, stored, size, itemsize).tobytes() == raw
+    with pytest.raises(codecs.DecodeError):
+        codecs.decode(filters, 0, stored[:-1], len(raw), itemsize)
 
 
 @pytest.mark.parametrize("values", [(0, 4, 0), (0, 4, 3), (0, 4, 16), (0, 4, 4, 4), (0, 4, 4, 0, 1), (0, 4, 4, 0, 4)])

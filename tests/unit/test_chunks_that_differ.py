@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -27,6 +29,13 @@ def layout_of(lengths: list[int]) -> ArrayLayout:
         (Filter("parquet"),),
         edges=edges,
     )
+
+
+def test_chunks_of_joined_files_are_numbered_as_in_their_own() -> None:
+    """The numbers that errors name; the third file has no chunk."""
+    layout = replace(layout_of([1] * 7), first_chunks=np.array([0, 3, 5, 5]))
+    assert [layout.number_in_file(chunk) for chunk in range(7)] == [0, 1, 2, 0, 1, 0, 1]
+    assert layout_of([1, 1]).number_in_file(1) == 1
 
 
 @given(

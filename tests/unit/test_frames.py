@@ -279,6 +279,21 @@ def test_gzip_of_several_members_is_not_inflated_beyond_its_size() -> None:
         tracemalloc.stop()
 
 
+def test_gzip_of_unknown_size_that_is_cut_off() -> None:
+    stored = as_array(gzip.compress(values("f4", 9000).tobytes()))
+    with pytest.raises(codecs.DecodeError, match="cut off"):
+        codecs.decode((Filter("gzip"),), 0, stored[:-9], -1, 4)
+
+
+def test_filters_that_a_chunk_skips() -> None:
+    """Bit k of its mask is of filter k; what is no whole element is not shuffled."""
+    raw = bytes(range(200)) + b"end"
+    shuffled = np.frombuffer(raw[:200], np.uint8).reshape(-1, 4).T.tobytes() + b"end"
+    for mask, stored in enumerate((zlib.compress(shuffled), zlib.compress(raw), shuffled, raw)):
+        plain = codecs.decode((Filter("shuffle", (4,)), Filter("deflate")), mask, as_array(stored), len(raw), 1)
+        assert plain.tobytes() == raw
+
+
 def test_codecs_can_be_chained() -> None:
     """The size of the first codec's output is not known then."""
     encoders = {

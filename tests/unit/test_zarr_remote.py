@@ -203,6 +203,16 @@ def test_chunk_locations_are_cached_until_objects_change(store: Path, kept: Path
     assert [n_indices_read(store, "{}-changed") for _ in range(2)] == [n_shards, 0]
 
 
+def test_chunk_locations_are_not_those_of_another_shape(store: Path, tmp_path: Path) -> None:
+    """An array that is cut within its last shard has the same objects, but fewer chunks."""
+    path, n = tmp_path / "cut.zarr", N_FILES * CHUNK - 28
+    shutil.copytree(store, path)
+    n_indices_read(path)
+    zarr.open_array(path / "shards", mode="r+").resize((n,))
+    with node(Tagged(path), "shards") as array:
+        np.testing.assert_array_equal(array.read(), expected()[:n])
+
+
 @pytest.mark.parametrize("tag", ["", "W/{}", "modified {}"])
 def test_nothing_is_cached_without_strong_etags(store: Path, kept: Path, tag: str) -> None:
     assert [n_indices_read(store, tag) for _ in range(2)] == [N_FILES - len(ABSENT)] * 2
