@@ -520,6 +520,24 @@ def test_cells_indexed_by_another_column(tmp_path: Path, dtype: str) -> None:
         gpuload.open_loader(path)
 
 
+@pytest.mark.parametrize("is_consolidated", [False, True])
+def test_a_replaced_cell_is_not_read_beside_the_one_that_took_its_place(tmp_path: Path, is_consolidated: bool) -> None:
+    path = write_experiment(tmp_path / "cells", {"data": counts(4)})
+    shutil.rmtree(path / "obs")
+    dim = tiledb.Dim("name", domain=(None, None), tile=None, dtype="ascii")
+    attributes = [tiledb.Attr("soma_joinid", dtype=np.int64)]
+    tiledb.Array.create(str(path / "obs"), tiledb.ArraySchema(tiledb.Domain(dim), attributes, sparse=True))
+    write_cells(path / "obs", [np.array(["a", "b", "c"], dtype=object)], {"soma_joinid": np.arange(3)}, 1)
+    write_cells(path / "obs", [np.array(["c"], dtype=object)], {"soma_joinid": np.array([3])}, 2)
+    if is_consolidated:
+        tiledb.consolidate(str(path / "obs"))
+        tiledb.vacuum(str(path / "obs"))
+    with tiledb.open(str(path / "obs")) as array:
+        assert array[:]["soma_joinid"].tolist() == [0, 1, 3]
+    with pytest.raises(gpuload.StoreError, match=r"its 3 rows are numbered 0 to 3 \(soma_joinid\); expected 0 to 2"):
+        gpuload.open_loader(path)
+
+
 def test_filters_of_all_dimensions_are_for_the_type_of_each(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells", {"data": counts(3)})
     shutil.rmtree(path / "obs")
