@@ -147,11 +147,16 @@ class Table:
     def column(self, name: str) -> Any:
         """Return a column as a NumPy array; text as objects, missing text as None, missing numbers as NaN.
 
-        Raise CorruptDataError if it cannot be decoded.
+        Raise CorruptDataError if it cannot be decoded, StoreError if it has whole numbers that NaN would round.
         """
+        import pyarrow as pa
+
         with _damage(self.path):
             self._bring([name])
-            return self._file.read([name], use_threads=False).column(name).to_pandas(use_threads=False).to_numpy()
+            column = self._file.read([name], use_threads=False).column(name)
+            if pa.types.is_integer(column.type) and column.null_count:
+                check_whole(column.drop_null().to_numpy(), f"{self.path}: column {name!r}")
+            return column.to_pandas(use_threads=False).to_numpy()
 
     def columns(self, names: Sequence[str]) -> dict[str, Any]:
         """Return columns of one value per row as Arrow arrays, for `join_columns`.

@@ -28,7 +28,7 @@ from gpuload.errors import CorruptDataError, ReadError, StoreError
 from gpuload.formats import arrays
 from gpuload.formats.parquet import opened
 from gpuload.source import FileSource, closed_on_error
-from gpuload.store import CsrMatrix, ObsColumn, Store
+from gpuload.store import CsrMatrix, ObsColumn, Store, check_whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -211,7 +211,12 @@ def _obs_column(path: str, name: str, n_rows: int) -> ObsColumn:
         known = _names(frame) if frame else []
         if name not in known:
             raise arrays.no_column(frame or path, name, known)
-    column = encode(np.concatenate([_column(frame, name) for frame in frames]), name, path)
+    parts = [_column(frame, name) for frame in frames]
+    values = np.concatenate(parts)
+    for part in parts if values.dtype.kind == "f" else ():
+        if part.dtype.kind in "iu":
+            check_whole(part, f"{path}: obs column {name!r}")
+    column = encode(values, name, path)
     arrays.check_length(f"{path}: obs column {name!r}", column.values.size, n_rows, "cells")
     return column
 

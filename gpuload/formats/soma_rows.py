@@ -157,7 +157,7 @@ class _Count:
         edges = np.append(0, np.cumsum(self.counts))
         n_runs = int(edges[-1]) // TOGETHER + 1
         rows = np.unique(np.searchsorted(edges, np.linspace(0, edges[-1], n_runs + 1).astype(np.int64)))
-        for low, high in pairwise(np.unique(np.append(rows.clip(0, self.counts.size), [0, self.counts.size])).tolist()):
+        for low, high in pairwise(rows.tolist()):
             if is_mixed or self._is_shared[low:high].any():
                 self._check_rows(low, high)
 

@@ -116,6 +116,7 @@ def _column(group: Any, name: str, where: str, n_rows: int) -> ObsColumn:
     if name == "barcode":
         return encode(_strings(group, COLUMNS[name], where, n_rows, "cells"), name, where)
     stored = group[COLUMNS[name]]
+    check_stored(stored, f"{where}/{COLUMNS[name]}")
     check_length(f"{where}/{COLUMNS[name]}", stored.size, n_rows, "cells")
     return encode(np.asarray(stored[()]).astype(bool), name, where)
 

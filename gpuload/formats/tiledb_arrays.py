@@ -120,7 +120,7 @@ class Array:
     def table(self, columns: Mapping[str, _Column], ids: str) -> Table:
         """Return ids and columns as `read_tables` does, given all that their fragments hold."""
         every = columns[ids][0].astype(np.int64)
-        is_plain = not any(fragment.is_late for fragment in self.fragments) and bool(np.all(every[1:] > every[:-1]))
+        is_plain = not self._may_replace(ids) and bool(np.all(every[1:] > every[:-1]))
         chosen = None if is_plain else self._latest(every, ids)
         found = {name: self._values(name, *column, chosen) for name, column in columns.items() if name != ids}
         return every if chosen is None else every[chosen], found
@@ -148,6 +148,14 @@ class Array:
                     raise damaged(self.where, f"it has no enumeration {own!r}")
                 keys[name] = _at(self.key, _SCHEMA, _ENUMERATIONS, self.schema.enumerations[own])
         return keys
+
+    def _may_replace(self, ids: str) -> bool:
+        """Return whether some cells may not be there now, though all ids differ: a later version may have another."""
+        if any(fragment.is_late for fragment in self.fragments):
+            return True
+        n_versions = sum(1 + fragment.has_timestamps for fragment in self.fragments)
+        is_by_id = [dim.name for dim in self.schema.dims] == [ids]
+        return n_versions > 1 and not is_by_id and not self.schema.allows_duplicates
 
     def _latest(self, every: NDArray[np.int64], ids: str) -> NDArray[np.int64]:
         """Return where the latest version of each cell now is, in the order of their ids."""

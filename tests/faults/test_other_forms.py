@@ -105,9 +105,9 @@ def put(group: h5py.Group, name: str, values: Any) -> None:
     group[name] = values
 
 
-def put_virtual(group: h5py.Group, name: str) -> None:
+def put_virtual(group: h5py.Group, name: str, dtype: str = "S16") -> None:
     """Make an array one that is in another file, which is not there."""
-    shape, dtype = group[name].shape, "S16"
+    shape = group[name].shape
     layout = h5py.VirtualLayout(shape, dtype)
     layout[:] = h5py.VirtualSource("gone.h5", name, shape, dtype)
     del group[name]
@@ -144,6 +144,14 @@ def test_invalid_10x_is_refused(tmp_path: Path, change: Any, kind: str, parts: t
 def test_10x_columns_and_layers(tmp_path: Path) -> None:
     path = changed(tmp_path, lambda g: put(g, "barcodes", [b"A"]))
     assert_refused("CorruptDataError", path, "barcodes", "1 entries", "131", obs=["barcode"])
+    path = changed(tmp_path, lambda g: g.create_dataset("filtered_barcodes", data=[True]))
+    assert_refused("CorruptDataError", path, "filtered_barcodes", "1 entries", "131", obs=["filtered_barcodes"])
+    with h5py.File(path, "r+") as file:
+        put(file["matrix"], "filtered_barcodes", [True] * N_OBS)
+        put_virtual(file["matrix"], "filtered_barcodes", "?")
+    assert_refused("StoreError", path, "filtered_barcodes keeps its bytes in other", obs=["filtered_barcodes"])
+    path = changed(tmp_path, lambda g: put(g["features"], "feature_type", [b"A"]))
+    assert_refused("CorruptDataError", path, "features/feature_type", "1 entries", "53", genes="feature_type == 'A'")
     assert_refused("StoreError", path, "'barcodes'", "did you mean 'barcode'", obs=["barcodes"])
     assert_refused("StoreError", path, "'spliced'", "'X'", layer="spliced")
     two = made("tenx-2-genomes", tmp_path / "two")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,6 +65,7 @@ def test_missing_columns_are_refused(write: Callable[..., Path]) -> None:
     assert_refused("StoreError", path, "'spliced'", "'expressions'", layer="spliced")
     assert_refused("StoreError", path, "'n' holds int64", layer="n")
     assert_refused("StoreError", path, "'genes' holds list", "one value per cell", obs=["genes"])
+    assert_refused("StoreError", path, "'genes' holds list", "one value per cell", obs=["genes"], join="outer")
     assert_refused("StoreError", path, "no column 'm'", "'n'", obs=["m"])
     assert_refused("StoreError", path, "X_pca", obsm=["X_pca"])
 
@@ -126,6 +128,8 @@ def test_lists_of_unequal_length_are_refused(write: Callable[..., Path]) -> None
     assert_refused("CorruptDataError", path, "row 1 has 2 genes but 1 expressions")
     path = write(genes=[[1], [2], [4], [5, 6]], expressions=[[1.0], [2.0], [3.0], [4.0]], options={"row_group_size": 2})
     assert_refused("CorruptDataError", path, "row 3 has 2 genes but 1 expressions")
+    path = write(genes=[[1], [2, 3]], expressions=[[1.0, 2.0], [3.0]])  # as many in all
+    assert_refused("CorruptDataError", path, "row 0 has 1 genes but 2 expressions")
 
 
 def test_leaders_in_only_some_rows_are_refused(write: Callable[..., Path]) -> None:
@@ -139,6 +143,11 @@ def test_leaders_in_only_some_rows_are_refused(write: Callable[..., Path]) -> No
     assert_refused("CorruptDataError", path, "chunk 1 of", "[CLS]", shuffle=False)
     path = write(genes=genes[::-1], expressions=values[::-1], options=with_bounds)
     assert_refused("StoreError", path, str(path), "[CLS]", "row 0 for one")
+    plain, signed, led = ([4, 5], [4.0, 5.0]), ([0, 1, 5], [1.0, 2.0, -3.0]), ([1, 5], [-2.0, 1.0])
+    for groups in ((plain, signed, led), (plain, led, signed)):  # those that may have leaders, the last or the first
+        genes, values = ([group[which] for group in groups for _ in range(20)] for which in (0, 1))
+        path = write(genes=genes, expressions=values, options=with_bounds)
+        assert_refused("StoreError", path, str(path), "[CLS]", "row 0 for one")
 
 
 @pytest.mark.parametrize("pair", [(17, -2.0), (1, -2.5), (17, -2.5), (1, 2.0)])
@@ -197,6 +206,15 @@ def test_column_with_two_codecs_is_refused(write: Callable[..., Path]) -> None:
     assert_refused("StoreError", path, f"{path}: column 'genes' is compressed with several codecs; rewrite it with one")
 
 
+def test_column_of_two_types_is_refused(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed(footer: Any, *given: Any, real: Any = parquet_footer.Footer.column) -> Any:
+        return replace(real(footer, *given), physical_types={"INT64", "DOUBLE"})
+
+    monkeypatch.setattr(parquet_footer.Footer, "column", mixed)
+    path = write(genes=GENES, expressions=VALUES)
+    assert_refused("CorruptDataError", path, "column 'genes' is INT64 in one place and DOUBLE in another", "restore")
+
+
 def test_oversized_row_groups_are_refused(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet_cells, "MAX_CHUNK", 100)
     path = write(genes=GENES, expressions=VALUES)
@@ -247,6 +265,22 @@ def test_obs_columns_that_differ_between_files_are_refused(tmp_path: Path) -> No
 def test_column_of_non_utf8_bytes_is_refused(write: Callable[..., Path]) -> None:
     path = write(genes=GENES, expressions=VALUES, image=[b"\xff\xd8"] * 131)
     assert_refused("StoreError", path, f"{path}: obs column 'image' holds bytes that are no UTF-8 text", obs=["image"])
+
+
+def test_damaged_obs_column_is_refused(write: Callable[..., Path]) -> None:
+    """A letter that a checksum tells; the number of a word that does not exist, which would pass for a missing one."""
+    words = ["drug 1", "drug 2", *["drug 3"] * (len(GENES) - 2)]
+    options = {"compression": "none", "write_page_checksum": True}
+    path = write(genes=GENES, expressions=VALUES, drug=words, options=options)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"drug 2", b"drug 7", 1))
+    assert_refused("CorruptDataError", path, str(path), "restore", obs=["drug"])
+    path = write(genes=GENES, expressions=VALUES, drug=words, options={"compression": "none"})
+    run = bytes([0xF6, 0x01, 2])  # 123 times the third word, after a group of 8
+    content = path.read_bytes()
+    assert content.count(run) == 1
+    path.write_bytes(content.replace(run, run[:2] + b"\3"))
+    assert_refused("CorruptDataError", path, str(path), "restore", obs=["drug"])
 
 
 def test_pattern_without_matches_is_refused(tmp_path: Path) -> None:

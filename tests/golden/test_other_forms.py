@@ -14,9 +14,9 @@ from scipy.sparse import csr_matrix
 import gpuload
 from gpuload.formats.recognise import obs_columns
 from tests import several
-from tests.other_forms import FORMS, KINDS_OF_FORM, Form, write_tenx
+from tests.other_forms import FORMS, KINDS_OF_FORM, Form, write_scdl, write_tenx
 from tests.several import part
-from tests.writers import counts
+from tests.writers import N_OBS, counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,6 +107,19 @@ def test_names_and_columns(form: Form) -> None:
                 else:
                     found = [None if v < 0 else categories[v] for v in values]
                     assert found == [None if w != w else w for w in wanted]
+
+
+def test_obs_of_scdl_in_several_tables(tmp_path: Path) -> None:
+    """As SCDL keeps it of data sets that were joined."""
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    write_scdl(tmp_path, counts())
+    depth, donor = np.arange(N_OBS, dtype=np.int64), [f"donor {i % 7}" for i in range(N_OBS)]
+    for number, rows in enumerate((slice(50), slice(50, 90), slice(90, N_OBS))):
+        part = pa.table({"depth": depth[rows], "donor": donor[rows]})
+        parquet.write_table(part, tmp_path / f"obs_features/dataframe_{number}.parquet")
+    with gpuload.open_loader(tmp_path, obs=["depth", "donor"]) as loader:
+        np.testing.assert_array_equal(loader.obs["depth"], depth)
+        assert loader.obs["donor"].tolist() == donor
 
 
 def test_columns_are_listed(form: Form) -> None:

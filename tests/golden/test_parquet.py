@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -202,6 +203,13 @@ def test_rows_with_only_a_leader(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(tmp_path / "a.parquet"), np.zeros((5, 2)))
 
 
+def test_empty_rows_among_leaders(tmp_path: Path) -> None:
+    genes, values = [[], [1, 5], [], [1, 3, 4], []], [[], [-2.0, 1.0], [], [-2.0, 2.0, 3.0], []]
+    pq.write_table(pa.table({"genes": genes, "expressions": values}), tmp_path / "a.parquet")
+    expected = [[0] * 6, [0, 0, 0, 0, 0, 1], [0] * 6, [0, 0, 0, 2, 3, 0], [0] * 6]
+    np.testing.assert_array_equal(read(tmp_path / "a.parquet"), expected)
+
+
 def test_leaders_before_negative_values(tmp_path: Path) -> None:
     X = csr_matrix(np.array([[0, -1.5, 2], [0, 3, -4], [-5, -2, 1]], dtype=np.float32))
     write_parquet(tmp_path / "a.parquet", X, {}, first=3, leader=-2.0)
@@ -236,8 +244,9 @@ def test_negative_values_are_not_leaders(tmp_path: Path) -> None:
 
 def test_leaders_in_row_groups_of_one_row(tmp_path: Path) -> None:
     for X in (np.ones((1, 4), np.float32), np.tile(np.float32([0, 2, 0, 4]), (30, 1))):
-        write_parquet(tmp_path / "a.parquet", csr_matrix(X), {}, first=3, leader=-2.0, row_group_size=1)
-        np.testing.assert_array_equal(read(tmp_path / "a.parquet")[:, 3:], X)
+        for leader in (-2.0, -0.5):
+            write_parquet(tmp_path / "a.parquet", csr_matrix(X), {}, first=3, leader=leader, row_group_size=1)
+            np.testing.assert_array_equal(read(tmp_path / "a.parquet"), np.pad(X, ((0, 0), (3, 0))))
 
 
 def test_empty_files_and_empty_row_groups(tmp_path: Path) -> None:
@@ -252,6 +261,16 @@ def test_empty_files_and_empty_row_groups(tmp_path: Path) -> None:
         assert sorted(np.concatenate([batch.rows for batch in loader])) == list(range(X.shape[0]))
 
 
+def test_row_groups_that_grow(tmp_path: Path) -> None:
+    genes, values = lists_of(counts(), 0, None)
+    table, edges = pa.table({"genes": genes, "expressions": values}), [0, 2, 12, N_OBS]
+    with pq.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
+        for start, stop in pairwise(edges):
+            writer.write_table(table.slice(start, stop - start))
+    assert parquet_file.look_at(str(tmp_path / "a.parquet"), "X").groups["rows"].tolist() == [2, 10, N_OBS - 12]
+    np.testing.assert_array_equal(read(tmp_path / "a.parquet"), counts().toarray())
+
+
 def test_n_vars_follows_the_highest_gene_number(tmp_path: Path) -> None:
     for name, n_vars in (("a", 5), ("b", 9), ("c", 2)):
         write_parquet(tmp_path / f"{name}.parquet", csr_matrix(np.ones((3, n_vars), np.float32)), {})
@@ -259,6 +278,13 @@ def test_n_vars_follows_the_highest_gene_number(tmp_path: Path) -> None:
         assert list(loader.var_names) == [str(i) for i in range(9)]
         assert loader.n_obs == 9
     assert read(tmp_path).sum(axis=1).tolist() == [5] * 3 + [9] * 3 + [2] * 3
+
+
+def test_values_of_unsigned_integers(tmp_path: Path) -> None:
+    values = [[1, 2**31, 2**32 - 1], [2**31 + 1, 0, 7]]
+    columns = {"genes": [[0, 1, 2]] * 2, "expressions": pa.array(values, pa.list_(pa.uint32()))}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    np.testing.assert_array_equal(read(tmp_path / "a.parquet"), np.float32(values))
 
 
 @pytest.mark.parametrize("statistics", [True, False])
@@ -308,6 +334,11 @@ def test_unnamed_genes_use_their_id_or_number(tmp_path: Path) -> None:
     with gpuload.open_loader(tmp_path) as loader:
         assert list(loader.var_names[:4]) == ["TP53", "1", "E2", "3"]
         assert loader.var_names[-1] == str(N_VARS - 1)
+    write_parquet(tmp_path / "a.parquet", counts(), {}, first=40)
+    later = {**table, "token_id": [40 + number for number in table["token_id"]]}
+    pq.write_table(pa.table(later), tmp_path / "gene_metadata.parquet")
+    with gpuload.open_loader(tmp_path) as loader:
+        assert list(loader.var_names[:4]) == ["TP53", "41", "E2", "43"]
 
 
 def test_layer_is_another_column_of_values(tmp_path: Path) -> None:
@@ -330,17 +361,21 @@ def test_alternative_column_names(names: tuple[str, str], tmp_path: Path) -> Non
 def test_column_names_with_dots(tmp_path: Path) -> None:
     X, path = counts(), tmp_path / "cells.parquet"
     genes, values = lists_of(X, 0, None)
+    pair = pa.struct([("f", pa.int8()), ("g", pa.int8())])
     columns = {
         "genes.n": [len(row) for row in genes],
         "plate.id": [f"id {i}" for i in range(N_OBS)],
         "genes": genes,
-        "a": [{"b": {"c": 1, "d": [1]}, "e": [("k", 2)]}] * N_OBS,  # whose leaves come between
+        "a": [{"b": {"c": 1, "d": [1]}, "e": [("k", {"f": 2, "g": 3})]}] * N_OBS,  # whose leaves come between
         "expressions": values,
         "raw.x": [[3.0 * v for v in row] for row in values],
         "plate": [f"plate {i % 3}" for i in range(N_OBS)],
     }
+    if hasattr(pa, "opaque"):
+        stored = pa.array([{"f": 4, "g": 5}] * N_OBS, pair)
+        columns = {"h": pa.ExtensionArray.from_storage(pa.opaque(pair, "pair", "x"), stored)} | columns
     kinds = {"genes": pa.list_(pa.int64()), "a": pa.struct([
-        ("b", pa.struct([("c", pa.int8()), ("d", pa.list_(pa.int8()))])), ("e", pa.map_(pa.string(), pa.int8())),
+        ("b", pa.struct([("c", pa.int8()), ("d", pa.list_(pa.int8()))])), ("e", pa.map_(pa.string(), pair)),
     ])}  # fmt: skip
     pq.write_table(pa.table({name: pa.array(v, kinds.get(name)) for name, v in columns.items()}), path)
     np.testing.assert_array_equal(read(path), X.toarray())
@@ -363,6 +398,7 @@ def test_obs_columns(tmp_path: Path) -> None:
         "flag": [None if i % 5 == 0 else i % 3 == 0 for i in range(N_OBS)],
         "number": [None if i % 6 == 0 else i for i in range(N_OBS)],
         "half": pa.array(np.arange(N_OBS, dtype=np.float16)),
+        "unknown": pa.array([None] * N_OBS, pa.bool_()),
     }
     for part, rows in enumerate((slice(60), slice(60, N_OBS))):
         write_parquet(tmp_path / f"{part}.parquet", counts()[rows], {k: v[rows] for k, v in columns.items()})
@@ -376,6 +412,8 @@ def test_obs_columns(tmp_path: Path) -> None:
     wanted = [np.nan if i % 6 == 0 else i for i in range(N_OBS)]
     np.testing.assert_array_equal(batch.obs["number"], wanted)
     np.testing.assert_array_equal(batch.obs["half"], np.arange(N_OBS, dtype=np.float16))
+    assert list(loader.categories["unknown"]) == [False, True]
+    assert set(batch.obs["unknown"]) == {-1}
 
 
 def test_blocks_are_row_groups(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import time
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -144,6 +146,14 @@ def test_columns_ascend_within_a_row(tmp_path: Path) -> None:
             np.testing.assert_array_equal(batch.X.data, wanted.data)
 
 
+def test_rows_that_ascend_only_within_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpuload.formats import tiledb_arrays
+
+    monkeypatch.setattr(tiledb_arrays, "DECODED", 8)  # a part is a tile, which has a single value
+    path = write_experiment(tmp_path / "cells", {"data": counts()[:20]}, tiles=(16, 8), capacity=1)
+    assert_rows(path, counts()[:20], n_epochs=1)
+
+
 @pytest.mark.parametrize("is_in_parts", [True, False])
 def test_rows_spread_over_several_fragments(tmp_path: Path, is_in_parts: bool) -> None:
     """A row may be written in several turns, as long as no value is written twice."""
@@ -163,11 +173,12 @@ def test_rows_spread_over_several_fragments(tmp_path: Path, is_in_parts: bool) -
         assert assert_rows(path, X) == ["tiledb"] * 2
 
 
-def test_value_written_twice_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", [0, 80])
+def test_value_written_twice_is_refused(tmp_path: Path, row: int) -> None:
     path = write_experiment(tmp_path / "cells", parts=(60,))
-    row, column = 80, int(counts()[80].indices[0])
-    folder = path / "ms" / "RNA" / "X" / "data"
-    write_cells(folder, [np.array([row]), np.array([column])], {"soma_data": np.array([7], np.float32)}, 9)
+    column, folder = int(counts()[80].indices[0]), path / "ms" / "RNA" / "X" / "data"
+    for when in (8, 9):  # cell 0 has no other value
+        write_cells(folder, [np.array([row]), np.array([column])], {"soma_data": np.array([7], np.float32)}, when)
     with pytest.raises(gpuload.StoreError, match=rf"cell {row} and gene {column} was written twice.*as a new one\.$"):
         gpuload.open_loader(path)
 
@@ -452,6 +463,19 @@ def test_every_kind_of_column(tmp_path: Path, text: Any, numbers: Any, parts: An
         assert loader.var_names.tolist() == genes_frame().index.tolist()
 
 
+def test_columns_are_decoded_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpuload.formats import tiledb_arrays
+
+    monkeypatch.setattr(tiledb_arrays, "READ", 400)
+    monkeypatch.setattr(tiledb_arrays, "DECODED", 300)
+    words = [f"{'long ' * (i % 11)}{i}" for i in range(N_OBS)]
+    frame = cells_frame()[["n_counts"]].assign(word=pd.Series(words, dtype=object, index=cells_frame().index))
+    path = write_experiment(tmp_path / "cells", obs=frame)
+    shutil.rmtree(path / "obs")
+    write_frame(path / "obs", frame, "obs_id", capacity=10)
+    assert_columns(path, ["n_counts", "word"], frame)
+
+
 @pytest.mark.parametrize("is_consolidated", [True, False])
 def test_rewritten_columns_use_the_latest_values(tmp_path: Path, is_consolidated: bool) -> None:
     """The later value wins, as `tiledbsoma.io.update_obs` requires."""
@@ -466,6 +490,36 @@ def test_rewritten_columns_use_the_latest_values(tmp_path: Path, is_consolidated
     wanted = frame.copy()
     wanted.iloc[rows, 0], wanted.iloc[rows, 1] = new["n_counts"], "new"
     assert_columns(path, ["n_counts", "donor"], wanted)
+
+
+@pytest.mark.parametrize("when", [20, 70])
+def test_a_consolidation_is_older_or_newer_than_another_version(tmp_path: Path, when: int) -> None:
+    frame = cells_frame()[["n_counts"]]
+    path = write_experiment(tmp_path / "cells", obs=frame)
+    name, rows = {"obs_id": frame.index.to_numpy()[[7]]}, [np.array([7])]
+    write_cells(path / "obs", rows, {**name, "n_counts": np.array([5050], np.int32)}, 50)
+    tiledb.consolidate(str(path / "obs"))
+    tiledb.vacuum(str(path / "obs"))
+    write_cells(path / "obs", rows, {**name, "n_counts": np.array([when], np.int32)}, when)
+    wanted = frame.copy()
+    wanted.iloc[7, 0] = 70 if when == 70 else 5050
+    assert_columns(path, ["n_counts"], wanted)
+
+
+def test_column_of_another_type_than_before_has_missing_values(tmp_path: Path) -> None:
+    frame = cells_frame()[["n_counts"]]
+    path = write_experiment(tmp_path / "cells", obs=frame)
+    for change in ("drop", "add"):
+        evolution = tiledb.ArraySchemaEvolution(tiledb.default_ctx())
+        if change == "drop":
+            evolution.drop_attribute("n_counts")
+        else:
+            evolution.add_attribute(tiledb.Attr(name="n_counts", dtype=np.float64, nullable=True))
+        evolution.array_evolve(str(path / "obs"))
+        time.sleep(0.002)  # schemas are told apart by their time in ms
+    values = {"obs_id": frame.index.to_numpy()[:9], "n_counts": np.arange(9, dtype=np.float64)}
+    write_cells(path / "obs", [np.arange(9)], values)
+    assert_columns(path, ["n_counts"], pd.DataFrame({"n_counts": [*range(9), *[np.nan] * (N_OBS - 9)]}))
 
 
 def test_column_added_later_has_missing_values(tmp_path: Path) -> None:
@@ -517,6 +571,24 @@ def test_cells_indexed_by_another_column(tmp_path: Path, dtype: str) -> None:
     assert_columns(path, ["value"], pd.DataFrame({"value": np.array([21, 20, 12], np.int32)}))
     write_cells(path / "obs", [names[2:]], {"soma_joinid": np.array([1]), "value": np.array([30], np.int32)}, 3)
     with pytest.raises(gpuload.CorruptDataError, match="soma_joinid 1 occurs twice"):
+        gpuload.open_loader(path)
+
+
+@pytest.mark.parametrize("is_consolidated", [False, True])
+def test_a_replaced_cell_is_not_read_beside_the_one_that_took_its_place(tmp_path: Path, is_consolidated: bool) -> None:
+    path = write_experiment(tmp_path / "cells", {"data": counts(4)})
+    shutil.rmtree(path / "obs")
+    dim = tiledb.Dim("name", domain=(None, None), tile=None, dtype="ascii")
+    attributes = [tiledb.Attr("soma_joinid", dtype=np.int64)]
+    tiledb.Array.create(str(path / "obs"), tiledb.ArraySchema(tiledb.Domain(dim), attributes, sparse=True))
+    write_cells(path / "obs", [np.array(["a", "b", "c"], dtype=object)], {"soma_joinid": np.arange(3)}, 1)
+    write_cells(path / "obs", [np.array(["c"], dtype=object)], {"soma_joinid": np.array([3])}, 2)
+    if is_consolidated:
+        tiledb.consolidate(str(path / "obs"))
+        tiledb.vacuum(str(path / "obs"))
+    with tiledb.open(str(path / "obs")) as array:
+        assert array[:]["soma_joinid"].tolist() == [0, 1, 3]
+    with pytest.raises(gpuload.StoreError, match=r"its 3 rows are numbered 0 to 3 \(soma_joinid\); expected 0 to 2"):
         gpuload.open_loader(path)
 
 
@@ -760,12 +832,28 @@ def huge_counts(given: dict[str, Any]) -> None:
     given["counts"][[3, 80]] += [-(10**6), 10**6]
 
 
+def fewer_at_first(given: dict[str, Any]) -> None:
+    """Of the first cell that has values, in favour of one in a data tile that is not compared."""
+    given["counts"] = given["counts"].astype(np.int64)
+    given["counts"][[2, 30]] += [-1, 1]
+
+
+def more_within_a_tile(given: dict[str, Any]) -> None:
+    given["counts"] = given["counts"].astype(np.int64)
+    given["counts"][[3, 30]] += [1, -1]
+
+
 def other_order(given: dict[str, Any]) -> None:
     given["order"] = 1 - given["order"]
 
 
-@pytest.mark.parametrize("change", [more_counts, huge_counts, other_order])
-@pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)])
+@pytest.mark.parametrize(
+    ("tiles", "change"),
+    [
+        *product([(16, 4096), (16, 8)], [more_counts, huge_counts, other_order]),
+        *product([(16, 4096)], [fewer_at_first, more_within_a_tile]),
+    ],
+)
 def test_inconsistent_row_counts_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, tiles: Any
 ) -> None:

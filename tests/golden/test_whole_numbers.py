@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import gpuload
-from tests.other_forms import write_parquet
+from tests.other_forms import write_parquet, write_scdl
 from tests.writers import counts
 
 if TYPE_CHECKING:
@@ -54,6 +54,24 @@ def missing_in_parquet(number: int, folder: Path) -> Any:
     return {"paths": folder / "a.parquet"}
 
 
+def scdl(folder: Path, *parts: Any) -> Any:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    write_scdl(folder, counts(3 * len(parts)))
+    for k, part in enumerate(parts):
+        parquet.write_table(pa.table({"barcode": part}), folder / "obs_features" / f"dataframe_{k}.parquet")
+    return {"paths": folder}
+
+
+def missing_in_scdl(number: int, folder: Path) -> Any:
+    return scdl(folder, pd.array([number, None, 3], dtype="UInt64" if number >= 2**63 else "Int64"))
+
+
+def with_fractions_in_another_part_of_scdl(number: int, folder: Path) -> Any:
+    dtype = np.uint64 if number >= 2**63 else np.int64
+    return scdl(folder, np.array([0.5, 1, 2]), np.array([1, number, 3], dtype=dtype))
+
+
 def missing_from_a_table(number: int, folder: Path) -> Any:
     dtype = np.uint64 if number >= 2**63 else np.int64
     table = pd.DataFrame({"barcode": np.array([number, 3], dtype=dtype)}, index=[0, 2])
@@ -65,6 +83,8 @@ WAYS = [
     with_fractions_in_another_file,
     with_other_signs_in_another_file,
     missing_in_parquet,
+    missing_in_scdl,
+    with_fractions_in_another_part_of_scdl,
     missing_from_a_table,
 ]
 
