@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,8 @@ def by_h5py(path: Path) -> dict[str, Any]:
 
     out: dict[str, Any] = {}
     with h5py.File(path) as file:
+        with suppress(Exception):
+            dict(file.attrs)  # anndata asks first what the file holds
         readers: dict[str, Callable[[], Any]] = {
             "X": lambda: _matrix(file["X"]),
             "var": lambda: [str(name) for name in read_elem(file["var"][file["var"].attrs["_index"]])],

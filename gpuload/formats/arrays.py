@@ -234,9 +234,10 @@ def member(group: Any, key: str, path: str) -> Any:
 
 
 def check_stored(stored: Any, where: str) -> None:
-    """Refuse a single value where an array is expected, a virtual data set of HDF5, or a group with one of these.
+    """Refuse what is no array of text or numbers in this file, or a group with such a member.
 
-    Of h5py, the former is no array of NumPy, and the latter reads as zeros if its files are away.
+    Of h5py, a single value is no array of NumPy; a virtual data set reads as zeros if its files are away; and reading
+    what damage has made of a data type may crash the HDF5 library.
     """
     for name in stored if hasattr(stored, "values") else ():
         check_stored(stored[name], f"{where}/{name}")
@@ -244,6 +245,14 @@ def check_stored(stored: Any, where: str) -> None:
         raise StoreError(f"{where} keeps its bytes in other files; copy it into one file first, with h5repack.")
     if getattr(stored, "shape", None) == ():
         raise StoreError(f"{where} has no dimensions; expected an array of cells or genes.")
+    if hasattr(stored, "asstr") and stored.dtype.kind == "O":
+        try:
+            stored.asstr()
+        except TypeError:
+            raise StoreError(
+                f"{where} holds neither text nor numbers; write it again with AnnData, or restore the file from its "
+                "source."
+            ) from None
 
 
 def check_plain_matrix(where: str, layer: str, obs: Sequence[str], cure: str) -> None:

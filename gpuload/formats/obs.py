@@ -215,11 +215,13 @@ def _read_element(stored: Any) -> Any:
     if hasattr(stored, "element"):
         return stored.element()
     is_group, kind = hasattr(stored, "keys"), _attribute(stored, "encoding-type")
-    if not is_group and not kind:
+    if not is_group and kind is None:
         return stored[()]
     if _attribute(stored, "encoding-version") == _ENCODING_VERSION:
         if kind == "categorical" and is_group:
             codes, categories = (_read_element(stored[part]) for part in ("codes", "categories"))
+            if isinstance(categories, np.ndarray):  # text that says nothing of its encoding
+                categories = _texts_or_numbers(categories)
             return pd.Categorical.from_codes(codes, categories, ordered=bool(stored.attrs["ordered"]))
         if kind == "string-array" and not is_group:
             return stored.asstr()[()]
@@ -230,9 +232,9 @@ def _read_element(stored: Any) -> Any:
     return read_elem(stored)
 
 
-def _attribute(stored: Any, name: str) -> str:
-    """Return an attribute as text, or "" if there is none; h5py's own `get` takes a damaged one for missing."""
-    return as_text(stored.attrs[name]) if name in stored.attrs else ""
+def _attribute(stored: Any, name: str) -> str | None:
+    """Return an attribute as text, or None if there is none; h5py's own `get` takes a damaged one for missing."""
+    return as_text(stored.attrs[name]) if name in stored.attrs else None
 
 
 def encode(values: Any, name: str, path: str, key: str = "obs") -> ObsColumn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -253,6 +254,35 @@ def test_single_values_in_place_of_names_in_10x_files_are_refused(tmp_path: Path
     said = rf"^{path}: /matrix/{name} has no dimensions; expected an array of cells or genes\.$"
     with pytest.raises(gpuload.StoreError, match=said):
         gpuload.obs_names(path)
+
+
+@pytest.mark.parametrize("name", ["obs/_index", "obs/cell_line/categories", "obs/depth", "var/_index"])
+@pytest.mark.parametrize("kind", ["references", "lists"])
+def test_neither_text_nor_numbers_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+    """They were read as names such as '<HDF5 region reference>', and of a damaged type the HDF5 library crashed."""
+    path = tmp_path / "odd.h5ad"
+    writers.write_plain(path)
+    with h5py.File(path, "r+") as file:
+        attrs, n = dict(file[name].attrs), len(file[name])
+        del file[name]
+        dtype = h5py.regionref_dtype if kind == "references" else h5py.vlen_dtype(np.int32)
+        file.create_dataset(name, (n,), dtype=dtype).attrs.update(attrs)
+    read = gpuload.obs_names if name == "obs/_index" else partial(gpuload.open_loader, obs=["cell_line", "depth"])
+    with pytest.raises(gpuload.StoreError, match=rf"^{path}: /{name} holds neither text nor numbers; write it again "):
+        read(path)
+
+
+def test_categories_may_not_say_how_they_are_encoded(tmp_path: Path) -> None:
+    path = tmp_path / "bare.h5ad"
+    writers.write_plain(path)
+    whole = anndata.read_h5ad(path).obs
+    with h5py.File(path, "r+") as file:
+        file["obs/cell_line/categories"].attrs.clear()
+    assert_columns(path, ["cell_line"], whole)
+    with h5py.File(path, "r+") as file:
+        file["obs/cell_line/categories"].attrs.update({"encoding-type": "", "encoding-version": "0.2.0"})
+    with pytest.raises(gpuload.CorruptDataError, match=rf"^{path}: obs column 'cell_line' cannot be read \(No read "):
+        gpuload.open_loader(path, obs=["cell_line"])
 
 
 def test_categories_keep_their_order_and_unused_values(plain: Stored) -> None:
