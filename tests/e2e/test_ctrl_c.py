@@ -58,6 +58,9 @@ ARGUMENTS = {
 KEPT = {"pack": ("packed.zarr.packing/",), "demo": ("data/tahoe_shaped.h5ad", "data/held_out_tahoe_shaped.h5ad")}
 """What may stay: the work that the same command resumes."""
 
+SETTINGS = {"GPULOAD_INDEX": "off", "PYTHONFAULTHANDLER": "1"}
+"""No index of a file is kept, and a crash says where it was."""
+
 CACHE_OF_TORCH = "torchinductor_"
 """A folder per user, which PyTorch creates on use and keeps."""
 
@@ -83,7 +86,7 @@ def interrupted(command: str, cells: Path, folder: Path, after_s: float) -> tupl
     process = subprocess.Popen(
         [sys.executable, "-c", program, command, *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "GPULOAD_INDEX": "off"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), **SETTINGS},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -135,7 +138,7 @@ def check_an_interrupt(command: str, cells: Path, folder: Path, after_s: float) 
             break
     assert found is not None, "it finishes at once"
     code, said = found
-    assert code == 130
+    assert code == 130, said
     assert said.endswith("gpuload: interrupted\n")
     assert "Traceback" not in said
 
