@@ -1,7 +1,7 @@
 """Repositories of the Hugging Face Hub: their files, at one commit. The only module that imports huggingface_hub.
 
 That library knows the Hub's addresses, its tokens (``HF_TOKEN``, ``hf auth login``) and ``HF_ENDPOINT``; bytes are read
-by an `ObjectRemote`, from the web addresses that `Repository.address` gives.
+by an `ObjectRemote`, from the web addresses that `Repository.url` begins.
 """
 
 from __future__ import annotations
