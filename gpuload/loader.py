@@ -60,6 +60,25 @@ class Loader:
         The genes that are delivered, in their order.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_backend",
+        "_closer",
+        "_engine",
+        "_fingerprint",
+        "_form",
+        "_is_closed",
+        "_live",
+        "_next",
+        "_now",
+        "_plan",
+        "_process",
+        "_store",
+        "_tables",
+        "cell_names",
+        "var_names",
+    )  # so that assigning a setting, such as `seed`, is an error rather than without effect
+
     def __init__(
         self,
         tables: Mapping[str, Table],
@@ -119,6 +138,16 @@ class Loader:
         drops. A sampler may draw a cell more than once.
         """
         return self._whole.n_rows * self.world_size
+
+    @property
+    def epoch(self) -> int:
+        """The active epoch, or one left early, else the next; `set_epoch` sets the next."""
+        return self._place.plan.epoch
+
+    @property
+    def seed(self) -> int:
+        """The seed from which, with the epoch, each order follows."""
+        return self._plan.seed
 
     @property
     def n_batches_left(self) -> int:

@@ -150,7 +150,7 @@ def train(run: Run, loader: gpuload.Loader, args: argparse.Namespace) -> tuple[C
     cells = CellDataset(loader)
     checkpoint = Checkpoint(args.out / f"{run.name}.pt")
     log = checkpoint.load(model, optimizer, cells)
-    epochs_left = args.epochs - 1 - loader.state_dict()["epoch"]
+    epochs_left = args.epochs - 1 - loader.epoch
     n_steps = log.n_steps + loader.n_batches_left + epochs_left * len(loader)  # varies with the number of processes
     together = DistributedDataParallel(model) if n_processes() > 1 else model
     device = torch.device(loader.device)

@@ -490,3 +490,28 @@ def test_epoch_counts_after_loading_a_state_of_other_ranks(plain: Stored) -> Non
         assert loader.epoch_n_obs == 132  # of a whole epoch of 131 cells, dealt to two
         assert len(loader) == 9
         assert loader.n_batches_left == 7  # of the 107 cells that are left, 54 for each
+
+
+def test_epoch_is_the_active_one_or_the_next(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        assert loader.epoch == 0
+        batches = iter(loader)
+        assert loader.epoch == 0
+        next(batches)
+        loader.set_epoch(5)
+        assert loader.epoch == 0  # the active one is not affected
+        state = loader.state_dict()
+        list(batches)
+        assert loader.epoch == 5
+        list(loader)
+        assert loader.epoch == 6
+        loader.load_state_dict(state)
+        assert loader.epoch == 0
+
+
+@pytest.mark.parametrize("name", ["seed", "epoch", "batch_size", "block_size", "transform", "num_workers"])
+def test_settings_of_an_open_loader_cannot_be_assigned(plain: Stored, name: str) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        assert loader.seed == 7
+        with pytest.raises(AttributeError, match=name):
+            setattr(loader, name, 3)
