@@ -3,7 +3,8 @@
 `DaemonThreads` make calls that block on networks and disks. A request in progress cannot be cancelled, and may take
 until its timeout; neither closing a loader nor exiting the interpreter should wait that long. So these threads are
 daemons and are joined only briefly; their calls have timeouts of their own, after which they end by themselves. They
-must hold nothing that others need, and must not write to memory that may have been reused by then.
+must hold nothing that others need, and must not write to memory that may have been reused by then. The interpreter
+kills daemons when it exits, and aborts if one is inside code that does not stand that, such as PyTorch's.
 
 `QuickThreads` make calls so short that an executor's futures, with their conditions, would cost as much.
 
@@ -34,10 +35,16 @@ T = TypeVar("T")
 PATIENCE_S = 1.0
 """How long to wait for ending threads: normal calls take less."""
 
+PATIENCE_AT_EXIT_S = 5.0
+"""The same when the interpreter exits, which kills those that still run."""
+
 MOST_IN_FLIGHT = 1024
 """Maximum number of concurrent requests: each has a thread and an open file, usually limited to 1,024."""
 
 _here = threading.local()
+
+_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Threads that end when they are told to, or briefly after."""
 
 _Task = tuple["Future[Any]", "Callable[..., Any]", tuple[Any, ...]]
 
@@ -80,20 +87,23 @@ class DaemonThreads:
                     name=f"{self._name}_{len(self._threads)}",
                     daemon=True,
                 )
+                self._threads.append(thread)  # before an interrupt can come
+                _started.add(thread)
                 try:
                     thread.start()
                 except RuntimeError:
+                    self._threads.remove(thread)
                     if not self._threads:
                         _cancel(self._tasks)
                         raise
-                else:
-                    self._threads.append(thread)
         return future
 
     def map(self, function: Callable[[Any], T], values: Iterable[Any]) -> list[T]:
         """Return a function's result for each value, in order; if a call fails, no further calls are started."""
-        under_way = [self.submit(function, value) for value in values]
+        under_way: list[Future[T]] = []
         try:
+            for value in values:
+                under_way.append(self.submit(function, value))  # noqa: PERF401 - what an interrupt leaves is cancelled
             return [future.result() for future in under_way]
         finally:
             for future in under_way:
@@ -105,10 +115,7 @@ class DaemonThreads:
             self._ended.set()
             _cancel(self._tasks)
             self._tasks.put(None)
-        deadline = time.monotonic() + wait_s
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+        _wait_for(self._threads, wait_s)
 
 
 class Call(Generic[T]):
@@ -291,7 +298,9 @@ def call_aside(function: Callable[..., T], *args: Any) -> T:
     if threading.current_thread() is not threading.main_thread():
         return function(*args)
     future: Future[T] = Future()
-    threading.Thread(target=_carry_out, args=(future, function, args), name="gpuload-aside", daemon=True).start()
+    thread = threading.Thread(target=_carry_out, args=(future, function, args), name="gpuload-aside", daemon=True)
+    _started.add(thread)
+    thread.start()
     return future.result()
 
 
@@ -349,8 +358,26 @@ def _close_aside(process: int, close: Callable[..., object], *args: Any) -> None
         close(*args)
 
 
+def _wait_for(threads: Iterable[threading.Thread], wait_s: float) -> None:
+    """Wait for threads to end, but no longer than so many seconds."""
+    deadline = time.monotonic() + wait_s
+    for thread in threads:
+        if thread.is_alive() and thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _wait_at_exit() -> None:
+    _wait_for(list(_started), PATIENCE_AT_EXIT_S)
+
+
+weakref.finalize(_started, _wait_at_exit)
+"""Made before any pool, so called at exit after the pools' own finalizers, which tell their threads to end."""
+
+
 def _end(tasks: SimpleQueue[_Task | None], ended: threading.Event) -> None:
     ended.set()
+    if not threading.main_thread().is_alive():  # the interpreter is exiting
+        _cancel(tasks)
     tasks.put(None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -173,6 +174,7 @@ class Crew:
         # Two pools, as not all threads may be startable: then there must be some of each kind.
         self._fetchers = DaemonThreads(n_requests, "gpuload-samples")
         self._placers = DaemonThreads(n_threads, "gpuload-samples")
+        weakref.finalize(self, _end, self._wanted, self._fetched)  # if the process exits in the middle of an iteration
         try:
             for _ in range(n_requests):
                 self._fetchers.submit(_serve, self._wanted, partial(_fetch, self._fetched))
@@ -189,12 +191,16 @@ class Crew:
 
     def close(self) -> None:
         """Start nothing more, and wait briefly for work in progress."""
-        for queue in (self._wanted, self._fetched):
-            for _ in taken_out(queue):
-                pass
-            queue.put(None)
+        _end(self._wanted, self._fetched)
         self._fetchers.close(PATIENCE_S / 2)
         self._placers.close(PATIENCE_S / 2)
+
+
+def _end(*queues: _Queue) -> None:
+    for queue in queues:
+        for _ in taken_out(queue):
+            pass
+        queue.put(None)
 
 
 def _serve(queue: _Queue, step: Callable[[Batch, int, NDArray[np.uint8] | None], None]) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -701,3 +702,47 @@ def test_empty_batches_are_not_counted(data: Path) -> None:
     loader = SampleLoader(SampleSet(IDS[:7], LABELS, data), batch_size=2, on_error="skip", max_skipped=1)
     assert len(list(loader)) == loader.stats.n_batches == 3
     assert loader.stats.n_rows == 5
+
+
+LEFT_EARLY = """if True:
+    import signal, sys, time
+    import torch
+    from gpuload.samples import SampleLoader, SampleSet
+
+    def decode(data):
+        over_at = time.monotonic() + 0.3
+        while time.monotonic() < over_at:
+            X = torch.zeros(8).add_(1)
+        return X
+
+    samples = SampleSet([f"id-{i}" for i in range(50)], None, sys.argv[1], decode, suffix=".pt")
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(3))
+"""
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "signal.setitimer(signal.ITIMER_REAL, 0.1); samples.__getitems__(list(range(50)))",
+        "next(iter(SampleLoader(samples, batch_size=2))); sys.exit(3)",
+        "batches = iter(SampleLoader(samples, batch_size=2)); next(batches); sys.exit(3)",
+    ],
+)
+def test_a_process_that_exits_while_samples_are_decoded_is_not_aborted(data: Path, work: str) -> None:
+    """PyTorch ends a process with "terminate called" if the interpreter kills a thread that is inside it."""
+    program = f"{LEFT_EARLY}\n    {work}"
+    ended = subprocess.run([sys.executable, "-c", program, data], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (3, "")
+
+
+def test_threads_of_an_iteration_left_unfinished_end_at_exit(data: Path) -> None:
+    program = f"""{LEFT_EARLY}
+    import gpuload.threads
+    gpuload.threads.PATIENCE_AT_EXIT_S = 1000
+    batches = iter(SampleLoader(samples, batch_size=2))
+    next(batches)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", program, data], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -21,7 +21,7 @@ from gpuload.errors import PlanError
 from gpuload.threads import Closer, DaemonThreads, OneAtATime, QuickThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 class Thing:
@@ -261,6 +261,25 @@ def test_no_call_is_made_after_one_of_them_failed() -> None:
     pool.close()
 
 
+def test_no_call_is_made_after_the_caller_was_interrupted() -> None:
+    pool, gate, began = DaemonThreads(1, "test"), threading.Event(), []
+
+    def values() -> Iterator[int]:
+        yield from range(20)
+        raise KeyboardInterrupt
+
+    def work(value: int) -> None:
+        began.append(value)
+        gate.wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.map(work, values())
+    gate.set()
+    pool.submit(int).result()  # after whatever the only thread had to do
+    assert began in ([], [0])
+    pool.close()
+
+
 def test_a_call_after_close_is_refused(threads: QuickThreads) -> None:
     threads.submit(int).result()
     threads.close()
@@ -349,6 +368,60 @@ def test_a_forked_process_closes_nothing(*, is_forgotten: bool) -> None:
     assert os.waitpid(pid, 0)[1] == 0
     thing.closer()
     assert len(names) == 1
+
+
+AT_EXIT = """if True:
+    import sys, time
+    from gpuload.threads import DaemonThreads, call_aside
+    pool = DaemonThreads(2, "test")
+    def work(seconds):
+        time.sleep(seconds)
+        print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "pool.submit(work, 0.5)",
+        "pool.submit(work, 0.5); del pool",
+        "pool.submit(work, 0.5); pool.close(0)",
+        "DaemonThreads(1, 'forgotten').submit(work, 0.5)",
+        "pool.submit(work, 0); time.sleep(0.2)",
+        """
+    import signal
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(3))
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    call_aside(work, 0.5)""",
+    ],
+)
+def test_calls_in_progress_end_before_the_process_exits(work: str) -> None:
+    program = f"{AT_EXIT}\n    {work}\n    sys.exit(3)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (3, "")
+    assert ended.stdout.count("done") == 1
+
+
+def test_calls_not_yet_begun_are_not_made_at_exit() -> None:
+    calls = "[pool.submit(work, 0.5) for _ in range(40)]"
+    program = f"{AT_EXIT}\n    calls = {calls}\n    time.sleep(0.2)\n    sys.exit(3)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (3, "")
+    assert ended.stdout == "done\n" * 2
+
+
+def test_process_exits_though_a_call_takes_long() -> None:
+    program = f"{AT_EXIT}\n    pool.submit(work, 60)\n    print(time.monotonic(), flush=True)\n    sys.exit(3)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (3, "")
+    assert time.monotonic() - float(ended.stdout) < 30  # seconds; it waits for 5 of them
+
+
+def test_no_time_is_lost_at_exit_on_idle_threads() -> None:
+    program = f"{AT_EXIT}\n    pool.submit(work, 0).result()\n    print(time.monotonic(), flush=True)\n    sys.exit(3)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 3
+    assert time.monotonic() - float(ended.stdout.split()[-1]) < 2.5
 
 
 def test_objects_are_closed_before_the_process_exits() -> None:
