@@ -317,6 +317,11 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
 
     Raise PlanError if a cache or options are given, but no address.
     """
+    if not isinstance(options, Mapping | None) or not all(isinstance(name, str) for name in options or ()):
+        raise PlanError(
+            "storage_options: expected a dict from names to settings, such as "
+            f'{{"endpoint": "http://127.0.0.1:9000"}}, got {_kind_of(options)}.'
+        )
     addresses: list[Address] = []
     clients = _Clients()
 
@@ -341,6 +346,13 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
                 f"{name}: it is for addresses such as 's3://bucket/atlas.h5ad', but paths has none; leave it out."
             )
     return found
+
+
+def _kind_of(options: Any) -> str:
+    """Return what options are, without the secrets in them."""
+    kind = type(options).__name__
+    wrong = [name for name in options if not isinstance(name, str)] if isinstance(options, Mapping) else []
+    return f"{kind} with the name {shown(wrong[0])}" if wrong else kind
 
 
 def _text_of(given: Any) -> str:

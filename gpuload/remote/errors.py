@@ -7,10 +7,13 @@ GenericError, with the server's response in the text.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from gpuload.errors import BusyError, PlanError, ReadError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 BUSY = (BusyError, ConnectionError, TimeoutError)
 """Errors after which a retry may help."""
@@ -42,6 +45,9 @@ _OF_FSSPEC = {
     "secret": "it is secret_access_key= here",
 }
 """Settings of fsspec, and so of pandas, that have other names here."""
+
+_ENDPOINT = re.compile("((aws|azure|azure_storage)_)?endpoint(_url(_s3)?)?")
+"""obstore's names of a server of one's own."""
 
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https")
 """Prefixes of addresses that obstore knows."""
@@ -181,7 +187,44 @@ def check_scheme(url: str) -> None:
         )
 
 
-def address_error(url: str, options: dict[str, Any], error: Exception) -> PlanError:
+def check_settings(url: str, settings: Mapping[str, Any]) -> None:
+    """Raise PlanError for settings, also from the environment, with which obstore would panic at the first request."""
+    for name, value in settings.items():
+        if not isinstance(value, str):
+            continue
+        if not value.isprintable():
+            raise PlanError(
+                f"{url}: {name} has a line break or another control character in it, as a key that was read from a "
+                "file may have; leave that out."
+            )
+        if _ENDPOINT.fullmatch(name.lower()) and not _is_server(value):
+            raise PlanError(
+                f"{url}: {name}={value!r} is not the address of a server; expected, for example, http://127.0.0.1:9000."
+            )
+
+
+def _is_server(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and " " not in address
+    except ValueError:  # of the port, or of an IPv6 address
+        return False
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether obstore failed in a way that its authors did not foresee; no module has the error's type."""
+    return type(error).__name__ == "PanicException"
+
+
+def panic_error(place: str, error: BaseException) -> ReadError:
+    """Return the error for a request that obstore could not make."""
+    return ReadError(
+        f"{place}: obstore cannot make this request: {_reason_of(str(error))}; check the address, the storage_options, "
+        "and variables of the environment such as AWS_ENDPOINT_URL."
+    )
+
+
+def address_error(url: str, options: dict[str, Any], error: BaseException) -> PlanError:
     """Return the error for an address, or options, that obstore rejects."""
     said = _reason_of(str(error))
     if "recognise" in said:
@@ -194,8 +237,13 @@ def address_error(url: str, options: dict[str, Any], error: Exception) -> PlanEr
         return PlanError(
             f"{url}: storage_options has {unknown[1]!r}, which is not a setting for such an address; {cure}."
         )
+    names = ", ".join(repr(name) for name in options)
+    if options and is_panic(error):
+        return PlanError(
+            f"{url}: storage_options has {names}, of which one is not a setting for such an address; those of "
+            "connections belong in client_options={...}, and endpoint='http://...' needs no allow_http."
+        )
     if options:
-        names = ", ".join(repr(name) for name in options)
         return PlanError(
             f"{url}: storage_options has {names}, which cannot be used here: {said}; leave that out, or correct it."
         )

@@ -22,9 +22,12 @@ from gpuload.remote.errors import (
     address_error,
     check_length,
     check_scheme,
+    check_settings,
     is_beyond_end,
     is_of_head_alone,
+    is_panic,
     is_web,
+    panic_error,
     read_error,
 )
 from gpuload.remote.objects import MODIFIED, Reach, RemoteObject
@@ -232,6 +235,10 @@ class ObjectRemote:
             if self._query:
                 found.args = (str(found).replace(self._query, ""),)
             raise found from (None if self._query else error)
+        except BaseException as error:
+            if is_panic(error):
+                raise panic_error(f"{self.name}/{key}", error) from None
+            raise
 
 
 def _is_same(wanted: RemoteObject, found: RemoteObject) -> bool:
@@ -307,14 +314,19 @@ def _open(url: str, timeout_s: float, anonymous: bool, options: dict[str, Any], 
     settings: dict[str, Any] = {"retry_config": {"max_retries": 0}, **options, "client_options": client}
     if anonymous and not url.startswith("http"):
         settings["skip_signature"] = True
+    servers = {name: os.environ[name] for name in _ENDPOINTS if url.startswith("s3") and os.environ.get(name)}
+    given = {name.lower().removeprefix("aws_") for name in options}
+    check_settings(url, options if given & {"endpoint", "endpoint_url"} else {**servers, **options})
     places = (url, *options.values(), *map(os.environ.get, _ENDPOINTS))
     if any(str(place).startswith("http://") for place in places):
         client["allow_http"] = True
     try:
         client.update(options.get("client_options", {}))
         return obstore, obstore.store.from_url(url + query, **settings)
-    except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
-        raise address_error(url, options, error) from error
+    except BaseException as error:
+        if is_panic(error) or isinstance(error, (obstore.exceptions.BaseError, ValueError, TypeError)):
+            raise address_error(url, options, error) from error
+        raise
 
 
 def aws_profile(profile: str | None, options: dict[str, Any]) -> dict[str, Any]:

@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -596,6 +597,69 @@ def test_invalid_addresses_and_options_are_refused() -> None:
         open_remote("http://data", client_options=1)
     with pytest.raises(PlanError, match="timeout_s='a': expected a number of seconds"):
         open_remote("s3://data", timeout_s="a")
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "localhost:9000",
+        "127.0.0.1:9000",
+        "",
+        "http://",
+        "ftp://host",
+        "http://host:99999",
+        "http://ho st",
+        "http://[::1",
+    ],
+)
+@pytest.mark.parametrize("name", ["endpoint", "endpoint_url", "AWS_ENDPOINT_URL", "aws_endpoint"])
+def test_an_endpoint_that_is_no_address_is_refused(name: str, endpoint: str) -> None:
+    """obstore panics on it at the first request: no Exception, so that `except Exception` does not catch it."""
+    pytest.importorskip("obstore")
+    with pytest.raises(PlanError, match=rf"^s3://data: {name}={re.escape(repr(endpoint))} is not the address of a ser"):
+        open_remote("s3://data", **{name: endpoint})
+
+
+def test_an_endpoint_of_the_environment_counts_unless_one_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
+    with pytest.raises(PlanError, match=r"^s3://data: AWS_ENDPOINT_URL=.localhost:9000. is not the address of a s"):
+        open_remote("s3://data", region="x")
+    open_remote("s3://data", endpoint="https://localhost:9000")
+    open_remote("s3://data", aws_endpoint_url="http://localhost:9000/below")
+    open_remote("gs://data", skip_signature=True)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "")  # not set, for the tools of AWS too
+    open_remote("s3://data")
+
+
+def test_a_key_with_a_line_break_is_refused_and_not_shown() -> None:
+    pytest.importorskip("obstore")
+    with pytest.raises(PlanError, match=r"^s3://data: access_key_id has a line break or another control c") as caught:
+        open_remote("s3://data", access_key_id="SECRET\n", secret_access_key="b")
+    assert "SECRET" not in str(caught.value)
+
+
+def test_a_setting_of_connections_in_the_wrong_place_is_refused() -> None:
+    pytest.importorskip("obstore")
+    with pytest.raises(PlanError, match=r"^s3://data: storage_options has 'allow_http', of which .* client_options"):
+        open_remote("s3://data", allow_http=True)
+
+
+def test_a_request_that_obstore_cannot_make_is_a_read_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a\n")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    remote = open_remote("s3://data", endpoint="http://127.0.0.1:9", region="x")
+    for ask in (lambda: remote.head("a"), lambda: list(remote.list()), lambda: remote.get_whole("a")):
+        with pytest.raises(ReadError, match=r"^s3://data/a?: obstore cannot make this request: .*AWS_ENDPOINT_URL\.$"):
+            ask()
+
+
+@pytest.mark.parametrize("options", [5, "region", [("region", "x")], {5: "secret"}])
+def test_storage_options_that_are_no_settings_by_name_are_refused(options: Any) -> None:
+    with pytest.raises(PlanError, match=r"^storage_options: expected a dict from names to settings") as caught:
+        gpuload.open_loader("s3://data/a.h5ad", storage_options=options)
+    assert "secret" not in str(caught.value)
 
 
 def test_a_password_in_an_address_is_refused_and_not_shown() -> None:
