@@ -696,6 +696,25 @@ def test_incomplete_collections_are_refused(tmp_path: Path) -> None:
     assert_refused("StoreError", path, str(path), "no data sets")
 
 
+@pytest.mark.parametrize("is_link", [True, False])
+def test_the_last_part_of_a_collection_is_not_overlooked(tmp_path: Path, is_link: bool) -> None:
+    """Where it is a link that leads nowhere, or was copied in part: it would seem that there are fewer cells."""
+    path = tmp_path / "collection.zarr"
+    writers.collection(path, 3)
+    part = path / "dataset_2"
+    if is_link:
+        part.rename(tmp_path / "elsewhere")
+        part.symlink_to(tmp_path / "elsewhere")
+        with gpuload.open_loader(path) as loader:
+            assert loader.n_obs == 20 + 21 + 22
+        (tmp_path / "elsewhere").rename(tmp_path / "moved")
+        assert_refused("ReadError", path, f"{part}: this is a link", "what it leads to is not there; put that back")
+    else:
+        (part / "zarr.json").unlink()
+        words = f"{path}: this collection lacks the metadata of dataset_2; copy all of it again."
+        assert_refused("CorruptDataError", path, words)
+
+
 def test_metadata_that_is_not_json_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"
     writers.csr(path)
