@@ -724,6 +724,21 @@ def test_layers_and_embeddings(tmp_path: Path) -> None:
         gpuload.open_loader(path, layer="counts", obs=["dept"])
 
 
+def test_layer_by_the_name_of_the_default(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells", {"X": counts(), "raw": counts(seed=2)})
+    assert_rows(path, counts())
+    assert_rows(path, counts(seed=2), layer="raw")
+    path = write_experiment(tmp_path / "more", {"raw": counts(), "counts": counts(seed=1), "data": counts(seed=2)})
+    assert_rows(path, counts(seed=2))
+
+
+def test_layer_raw_is_of_a_measurement_that_is_there(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells", raw=counts(seed=1))
+    assert_rows(path / "RNA", counts(seed=1), layer="raw.X")
+    with pytest.raises(gpuload.StoreError, match=r"there is no measurement 'rna'; its measurements are 'RNA', 'raw'"):
+        gpuload.open_loader(path / "rna", layer="raw.X")
+
+
 def test_embedding_keeps_its_empty_last_columns(tmp_path: Path) -> None:
     """Its last columns may be empty."""
     few = csr_matrix(counts(N_OBS, 9).toarray() * ([1] * 7 + [0, 0]))
@@ -756,6 +771,21 @@ def test_members_follow_timestamps_and_absolute_paths(tmp_path: Path) -> None:
     with pytest.raises(gpuload.StoreError, match=r"there is no layer 'other'.*its layers are 'data'\."):
         gpuload.open_loader(path, layer="other")
     assert_rows(path, counts())
+
+
+def test_absolute_paths_of_an_experiment_that_is_reached_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_experiment(tmp_path / "cells")
+    folder = path / "ms" / "RNA" / "X"
+    for file in (folder / "__group").iterdir():
+        file.unlink()
+    with tiledb.Group(str(folder), "w") as group:
+        group.add(uri=str(folder / "data"), name="data", relative=False)
+    (tmp_path / "link").symlink_to(path)
+    assert_rows(tmp_path / "link", counts(), n_epochs=1)
+    monkeypatch.chdir(tmp_path)
+    assert_rows("link", counts(), n_epochs=1)
 
 
 def test_measurements(tmp_path: Path) -> None:
