@@ -182,10 +182,14 @@ class _Experiment:
         if layer in ("X", "raw.X"):
             usual = next(iter(known), "") if len(known) == 1 else ""
             name = next((one for one in (layer, *_LAYERS) if one in known), usual)
-        if name not in known or "var" not in members:
+        if name not in known:
             raise StoreError(
                 f"{self._files.name}: there is no layer {layer!r} in {measurement}; "
                 + (f"its layers are {listing(list(known))}. Name one with layer=." if known else "it has no layers.")
+            )
+        if "var" not in members:
+            raise StoreError(
+                f"{self._files.name}: {measurement} has no var, so its genes are not known; write the experiment again."
             )
         return [known[name], members["var"]]
 
