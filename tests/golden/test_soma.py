@@ -147,6 +147,15 @@ def test_columns_ascend_within_a_row(tmp_path: Path) -> None:
             np.testing.assert_array_equal(batch.X.data, wanted.data)
 
 
+def test_a_data_tile_of_cells_far_apart(tmp_path: Path) -> None:
+    """Its rows are in many bands: those at the end have hardly any values."""
+    X = np.zeros((400, N_VARS), dtype=np.float32)
+    X[:100, 5:25] = np.arange(2000).reshape(100, 20) + 1
+    X[[150, 250, 350], [7, 40, 3]] = 1, 2, 3
+    path = write_experiment(tmp_path / "cells", {"data": csr_matrix(X)}, tiles=(16, 8), capacity=50)
+    assert_rows(path, X, n_epochs=1)
+
+
 def test_rows_that_ascend_only_within_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuload.formats import tiledb_arrays
 
@@ -330,13 +339,15 @@ def test_dense_in_tiles_wider_than_rows(tmp_path: Path, width: int) -> None:
     assert_rows(path, X, n_epochs=1)
 
 
-@pytest.mark.parametrize(("n_obs", "domain"), [(20, None), (30, (200, 6))])
-def test_dense_of_the_wrong_shape_is_refused(tmp_path: Path, n_obs: int, domain: Any) -> None:
-    path = write_experiment(tmp_path / "cells", {"data": counts(n_obs, 6)})
+@pytest.mark.parametrize(
+    ("n_obs", "n_vars", "domain"), [(20, 6, None), (30, 6, (200, 6)), (24, 5, None), (24, 7, None)]
+)
+def test_dense_of_the_wrong_shape_is_refused(tmp_path: Path, n_obs: int, n_vars: int, domain: Any) -> None:
+    path = write_experiment(tmp_path / "cells", {"data": counts(n_obs, n_vars)})
     folder = path / "ms" / "RNA" / "X" / "data"
     shutil.rmtree(folder)
     write_dense(folder, counts(24, 6).toarray(), tiles=(4, 6), domain=domain)
-    with pytest.raises(gpuload.StoreError, match=f"it has 24 cells x 6 columns, where {n_obs} x 6 are expected"):
+    with pytest.raises(gpuload.StoreError, match=f"has 24 cells x 6 columns, where {n_obs} x {n_vars} are expected"):
         gpuload.open_loader(path)
 
 
