@@ -138,6 +138,17 @@ def test_missing_files_are_named(tmp_path: Path, folder: str, file: str) -> None
         gpuload.open_loader(path, obs=["cell_line"])
 
 
+def test_damage_to_a_band_is_said_of_a_file_that_it_needs(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells", tiles=(16, 8), parts=(64,))
+    fragments = sorted((path / "ms/RNA/X/data/__fragments").iterdir())
+    file = fragments[1] / "d1.tdb"
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    with gpuload.open_loader(path) as loader:
+        np.testing.assert_array_equal(loader.take([3]).X, counts()[[3]].toarray())
+        with pytest.raises(gpuload.CorruptDataError, match=rf"^{fragments[1]}/"):
+            loader.take([129])
+
+
 @pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)])
 def test_files_that_are_too_short_are_named(tmp_path: Path, tiles: tuple[int, int]) -> None:
     path = write_experiment(tmp_path / "cells", tiles=tiles)

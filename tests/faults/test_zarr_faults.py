@@ -216,6 +216,16 @@ def test_truncated_zip(tmp_path: Path) -> None:
         assert_says(caught.value, str(path))
 
 
+def test_zip_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "store.zip"
+    writers.zipped(path, writers.csr)
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(b"PK\x01\x02") + 6] = 99  # the version that is needed, in tenths
+    path.write_bytes(raw)
+    words = f"{path}: its zip directory cannot be read (zip file version 9.9). Was the file truncated?"
+    assert_refused("CorruptDataError", path, words)
+
+
 def test_zip_with_compressed_members_is_refused(tmp_path: Path) -> None:
     folder, path = tmp_path / "store.zarr", tmp_path / "store.zip"
     writers.csr(folder)
@@ -306,6 +316,15 @@ def test_broken_link_is_not_taken_for_a_missing_member(tmp_path: Path, member: s
     if member != "obs/depth":
         with pytest.raises(gpuload.ReadError, match="this is a link"):
             gpuload.obs_names(paths)
+
+
+def test_a_file_in_place_of_a_group_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "store.zarr"
+    writers.csr(path)
+    (path / "raw").write_text("nothing")
+    assert_refused(
+        "StoreError", path, f"{path}: there is no raw; it has /X, /obs, /var; choose layer='X'", layer="raw.X"
+    )
 
 
 @pytest.mark.parametrize(("version", "chunk"), [(2, "X/data/3"), (3, "X/data/c/3")])

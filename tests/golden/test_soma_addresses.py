@@ -22,6 +22,7 @@ from benchmarks.s3server import start
 from gpuload import CorruptDataError, ReadError, open_loader
 from gpuload.cache import BlockRemote, SampleStore
 from gpuload.cli import main
+from gpuload.formats import soma_bands
 from gpuload.remote import ObjectRemote, open_remote
 from tests.soma_writers import note_index, write_experiment
 from tests.writers import cells_frame, counts
@@ -85,6 +86,12 @@ def test_sparse_matrix_with_and_without_a_cache(server: Running, tmp_path: Path,
     with SampleStore(tmp_path / "cache", remote, "64MiB", n_processes=0, min_free=0, fetch=False) as store:
         assert_rows("s3://data/cells", cache=store)
     assert list((tmp_path / "cache" / "objects").rglob("*.*"))
+
+
+def test_tiles_larger_than_a_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soma_bands, "_MAX_EXTENT", 50)
+    write_experiment(server.root / "data" / "cells", tiles=(16, 8), parts=(90, 50))
+    assert_rows("s3://data/cells", storage_options=options(server))
 
 
 def test_measurement_is_chosen_by_path(server: Running) -> None:
