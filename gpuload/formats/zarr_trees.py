@@ -205,7 +205,12 @@ class ZipTree(Tree):
                 f"{self.name}: {info.filename} does not begin where the zip directory says. Restore "
                 "the file from its source."
             )
-        if info.file_size != info.compress_size or start + info.file_size > self.source.nbytes:
+        if info.file_size != info.compress_size:
+            raise CorruptDataError(
+                f"{self.name}: {info.filename} is stored as it is, but the zip directory gives it {info.compress_size} "
+                f"and {info.file_size} bytes. Restore the file from its source."
+            )
+        if start + info.file_size > self.source.nbytes:
             raise ReadError(
                 f"{self.name}: {info.filename} should reach byte {start + info.file_size} but the file ends at byte "
                 f"{self.source.nbytes}. Was it truncated?"

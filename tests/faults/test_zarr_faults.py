@@ -284,6 +284,10 @@ def test_zip_member_beyond_the_end_is_reported(packed: Path) -> None:
     stop = info.header_offset + 30 + len(info.filename) + (1 << 24)
     words = f"{packed}: X/data/c/3 should reach byte {stop} but the file ends at byte {size}"
     assert_refused("ReadError", packed, words, "truncated")
+    raw[at + 20 : at + 28] = info.file_size.to_bytes(4, "little") + (info.file_size + 4).to_bytes(4, "little")
+    packed.write_bytes(raw)
+    words = f"{packed}: X/data/c/3 is stored as it is, but the zip directory gives it {info.file_size} and "
+    assert_refused("CorruptDataError", packed, words, f"{info.file_size + 4} bytes. Restore the file")
 
 
 def test_disk_error_is_reported(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,11 @@ The specification says how a tile is stored: https://github.com/TileDB-Inc/TileD
 
 from __future__ import annotations
 
+import os
 import struct
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,6 +20,15 @@ from gpuload.backends.native import tiledb as native
 from gpuload.backends.native import tiledb_filters as filters
 from gpuload.backends.native.tiledb_filters import BAD_COUNT, BAD_TILE, BIT_WIDTH, N_STEP, XOR
 from gpuload.formats import tiledb_tiles
+from gpuload.formats.addresses import Address
+from gpuload.formats.tiledb_files import FarFiles, NearFiles
+from tests.remotes import CountingRemote
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from gpuload.remote import RemoteObject
 
 FLAWED = (XOR, 8, 0, 0, 0)
 """A filter for which `tile` writes no metadata, so that undoing it for a chunk is an error."""
@@ -156,3 +169,23 @@ def test_the_inflater_is_compiled_for_gzip_only(monkeypatch: pytest.MonkeyPatch)
         steps = tuple(value for kind in kinds for value in (kind, filters.GZIP, 0, 0, 0))
         *_, tables, _, inflater = tiledb._Work().decoding(stored, 0, 8, steps)
         assert (inflater, tables != 0) == (wanted, wanted != 0)
+
+
+def test_files_beyond_2_gib_have_their_sizes(tmp_path: Path) -> None:
+    class Large(CountingRemote):
+        def list(self) -> Iterator[RemoteObject]:
+            return (replace(found, nbytes=3 << 30) for found in super().list())
+
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+    address = Address.of("fake://bucket/cells")
+    vars(address)["_reached"] = Large(tmp_path), ""
+    far = FarFiles(address)
+    for name in ("a", "b"):
+        os.truncate(tmp_path / name, 3 << 30)
+    for files in (far, NearFiles(str(tmp_path))):
+        with closing(files):
+            source, base, nbytes = files.source(["a", "b"])
+            with closing(source):
+                assert nbytes.tolist() == [3 << 30] * 2
+                assert base[1] >= 3 << 30
