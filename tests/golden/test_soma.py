@@ -156,6 +156,20 @@ def test_a_data_tile_of_cells_far_apart(tmp_path: Path) -> None:
     assert_rows(path, X, n_epochs=1)
 
 
+def test_bands_that_are_much_smaller_than_their_cells(tmp_path: Path) -> None:
+    X = np.ones((N_OBS, N_VARS), dtype=np.float32)
+    path = write_experiment(tmp_path / "cells", {"data": csr_matrix(X)}, tiles=(16, 8), capacity=5000)
+    assert_rows(path, X, n_epochs=1)
+
+
+def test_runs_of_one_value_take_more_bytes_than_the_values(tmp_path: Path) -> None:
+    """Between a filter that undoes compression and the one of runs: three bytes for each."""
+    X = counts().astype(np.int8)
+    X.data[:] = np.arange(X.nnz) % 100 + 1
+    path = write_experiment(tmp_path / "cells", {"data": X}, values=("rle", "zstd"), capacity=2000)
+    assert_rows(path, X, n_epochs=1)
+
+
 def test_rows_that_ascend_only_within_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuload.formats import tiledb_arrays
 

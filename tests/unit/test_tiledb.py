@@ -41,7 +41,7 @@ def tile(*chunks: bytes) -> bytes:
     return np.array([len(chunks)], dtype=np.uint64).tobytes() + b"".join(parts)
 
 
-@pytest.mark.parametrize("sizes", [[4_000_000, -3_999_936, 24], [2**62, 2**62, 2**62, 2**62], [-8], [8], [24]])
+@pytest.mark.parametrize("sizes", [[4_000_000, -3_999_936, 24], [2**62, 2**62, 2**62, 2**62], [-8], [-800], [8], [24]])
 def test_inconsistent_sizes_are_refused(sizes: list[int]) -> None:
     stored = np.frombuffer(tile(bytes(16)), dtype=np.uint8)
     with pytest.raises(DecodeError):
@@ -55,6 +55,14 @@ def test_tiles_are_decoded() -> None:
         tiledb.decode_tiles(stored, (), np.array([8]))
 
 
+def test_no_memory_is_taken_for_the_impossible_size_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = np.frombuffer(bytearray(tile(bytes(16))), dtype=np.uint8)
+    stored[8:12].view(np.uint32)[0] = 1 << 31
+    monkeypatch.setattr(tiledb._Work, "memory", None)
+    with pytest.raises(DecodeError):
+        tiledb.decode_tiles(stored, (), np.array([16]))
+
+
 def band(counts: list[int], n_tiles: int, nbytes: int | None = None) -> np.ndarray:
     """Return a band whose two values are 7 in row 0 and 9 in row 1."""
     rows, values = tile(np.array([0, 1], dtype=np.int64).tobytes()), tile(np.array([7, 9], dtype=np.float32).tobytes())
@@ -65,6 +73,11 @@ def band(counts: list[int], n_tiles: int, nbytes: int | None = None) -> np.ndarr
 def test_a_band_is_decoded() -> None:
     values = tiledb.band_values(4, 0, (), ())
     assert tiledb.decode_band(band([1, 1], 1), values, 8, 4).view(np.float32).tolist() == [7, 9]
+
+
+def test_a_band_without_its_first_words_is_refused() -> None:
+    with pytest.raises(DecodeError):
+        tiledb.decode_band(band([1, 1], 1)[:24], tiledb.band_values(4, 0, (), ()), 8, 4)
 
 
 @pytest.mark.parametrize(
