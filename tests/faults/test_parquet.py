@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import gpuload
+from gpuload.backends import codecs
 from gpuload.formats import parquet, parquet_cells, parquet_footer
 from tests.faults.test_refusals import assert_refused
 from tests.mutants import Program
@@ -162,7 +163,7 @@ def test_one_row_whose_leader_is_damaged_is_refused(pair: tuple[int, float], wri
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"compression": "brotli"}, ["'genes'", "BROTLI", "zstd"]),
+        ({"compression": "brotli"}, ["'genes'", "BROTLI", "ZSTD, LZ4. Rewrite", "gzip"]),
         (
             {"use_dictionary": False, "column_encoding": {"expressions.list.element": "DELTA_BYTE_ARRAY"}},
             ["'expressions'", "DELTA_BYTE_ARRAY", "dictionary"],
@@ -173,6 +174,16 @@ def test_unknown_encodings_are_refused(write: Callable[..., Path], options: Any,
     halves = pa.array([np.asarray(row, dtype=np.float16) for row in VALUES], pa.list_(pa.float16()))
     path = write(genes=GENES, expressions=halves, options=options)
     assert_refused("StoreError", path, str(path), *parts)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_codecs_that_cannot_be_called_are_refused(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    monkeypatch.setattr(codecs, "has_addresses", lambda: False)
+    path = write(genes=GENES, expressions=VALUES, options={"compression": codec})
+    words = f"compressed with {codec.upper()}, which cannot be decoded here; supported codecs are UNCOMPRESSED, SNAPPY,"
+    assert_refused("StoreError", path, words, "GZIP. Rewrite it, for example with compression='gzip'")
 
 
 def test_metadata_only_file_is_refused(write: Callable[..., Path], tmp_path: Path) -> None:

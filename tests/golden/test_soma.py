@@ -14,6 +14,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
+from gpuload.backends import codecs
 from gpuload.formats import frames
 from gpuload.formats.recognise import obs_columns
 from tests import writers
@@ -1086,6 +1087,18 @@ def test_values_beyond_the_genes_are_reported(tmp_path: Path, tiles: Any) -> Non
 def test_unsupported_filters_are_refused(tmp_path: Path, name: str, words: str) -> None:
     path = write_experiment(tmp_path / "cells", values=(name,))
     with pytest.raises(gpuload.StoreError, match=rf"encoded with {words}, which cannot be decoded here; supported are"):
+        gpuload.open_loader(path)
+
+
+@pytest.mark.parametrize("name", ["zstd", "lz4"])
+def test_filters_that_cannot_be_called_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    others = {"text": ("gzip",), "numbers": ("gzip",), "offsets": ("gzip",)}
+    path = write_experiment(tmp_path / "cells", rows=("gzip",), columns=("gzip",), values=(name,), frames=others)
+    monkeypatch.setattr(codecs, "has_addresses", lambda: False)
+    words = (
+        r"its values|column 'soma_data' is encoded with .*, which cannot be decoded here; supported are gzip, run leng"
+    )
+    with pytest.raises(gpuload.StoreError, match=words):
         gpuload.open_loader(path)
 
 
