@@ -185,9 +185,10 @@ def _columns(table: Table, layer: str) -> tuple[str, str]:
 
 def _check_place(source: FileSource | RemoteSource, name: str, column: ListColumn) -> None:
     if not parquet.can_decode(column.codec):
+        known = ", ".join(filter(parquet.can_decode, parquet_pages.CODECS))
         raise StoreError(
             f"{source.name}: column {name!r} is compressed with {column.codec}, which cannot be decoded here; "
-            f"supported codecs are {', '.join(parquet_pages.CODECS)}. Rewrite it, for example with compression='zstd'."
+            f"supported codecs are {known}. Rewrite it, for example with compression='gzip'."
         )
     end = column.offset.astype(np.uint64) + column.nbytes.astype(np.uint64)  # int64 may not hold it
     if np.any(column.offset < 0) or np.any(column.nbytes < 0) or np.any(end > source.nbytes):

@@ -6,7 +6,8 @@ groups ``X`` of layers and ``obsm`` of embeddings. Neither TileDB nor tiledbsoma
 Row r of a matrix is the cell whose ``soma_joinid`` is r; cells and genes must be numbered from 0 without gaps. They are
 named by the column that tiledbsoma has made of the AnnData's index: of the index's own name, which it notes in the
 table's metadata, or ``obs_id`` and ``var_id``; in the Census, genes by ``feature_name``, and by ``feature_id`` too.
-``"X"`` is the layer ``"data"``, else ``"raw"``, else the only one; ``"raw.X"`` is that of the measurement ``"raw"``.
+``"X"`` is the layer of that name, else ``"data"``, else ``"raw"``, else the only one; ``"raw.X"`` is that of the
+measurement ``"raw"``.
 
 References
 ----------
@@ -151,9 +152,9 @@ class _Experiment:
     def _measurement(self, name: str, layer: str) -> str:
         """Return the key of a measurement."""
         known = self._members(self._measurements)
-        if layer == "raw.X":
-            name = _RAW
         others = [other for other in known if other != _RAW]
+        if layer == "raw.X" and (not name or name in known):
+            name = _RAW
         if not name:
             if len(others) == 1 or len(known) == 1:
                 return known[(others or list(known))[0]]
@@ -179,11 +180,16 @@ class _Experiment:
         known = self._members(members["X"]) if "X" in members else {}
         name = layer
         if layer in ("X", "raw.X"):
-            name = next((one for one in _LAYERS if one in known), next(iter(known), "") if len(known) == 1 else "")
-        if name not in known or "var" not in members:
+            usual = next(iter(known), "") if len(known) == 1 else ""
+            name = next((one for one in (layer, *_LAYERS) if one in known), usual)
+        if name not in known:
             raise StoreError(
                 f"{self._files.name}: there is no layer {layer!r} in {measurement}; "
                 + (f"its layers are {listing(list(known))}. Name one with layer=." if known else "it has no layers.")
+            )
+        if "var" not in members:
+            raise StoreError(
+                f"{self._files.name}: {measurement} has no var, so its genes are not known; write the experiment again."
             )
         return [known[name], members["var"]]
 
@@ -215,9 +221,11 @@ class _Experiment:
         if "://" not in path and not path.startswith("/"):
             own = os.path.normpath(os.path.join(key, path))
             return None if own.startswith("..") else own
-        root = self._files.name if "://" in self._files.name else os.path.abspath(self._files.name)
-        path, root = path.removeprefix("file://").rstrip("/"), f"{root.rstrip('/')}/"
-        return path.removeprefix(root) if path.startswith(root) and ".." not in path.split("/") else None
+        root, path = self._files.name, path.removeprefix("file://").rstrip("/")
+        roots = (root,) if "://" in root else (os.path.abspath(root), os.path.realpath(root))
+        within = (f"{one.rstrip('/')}/" for one in roots)
+        inside = [path.removeprefix(one) for one in within if path.startswith(one)]
+        return inside[0] if inside and ".." not in path.split("/") else None
 
 
 @contextmanager

@@ -15,7 +15,16 @@ import numpy as np
 
 from gpuload.backends import tiledb
 from gpuload.backends.codecs import DecodeError
-from gpuload.backends.native.tiledb_filters import BIT_WIDTH, DELTA, DOUBLE_DELTA, FLOAT_SCALE, POSITIVE_DELTA, RLE, XOR
+from gpuload.backends.native.tiledb_filters import (
+    BIT_WIDTH,
+    DELTA,
+    DOUBLE_DELTA,
+    FLOAT_SCALE,
+    POSITIVE_DELTA,
+    RLE,
+    XOR,
+    ZSTD,
+)
 from gpuload.errors import CorruptDataError, StoreError
 
 VERSIONS = range(16, 24)
@@ -24,7 +33,15 @@ VERSIONS = range(16, 24)
 DICTIONARY = 14
 """The filter that replaces text by numbers of words in a dictionary."""
 
-_NAMES = {5: "bzip2", 11: "encryption", 12: "an MD5 checksum", 13: "a SHA-256 checksum", 18: "WebP"}
+_NAMES = {
+    2: "zstd",
+    3: "lz4",
+    5: "bzip2",
+    11: "encryption",
+    12: "an MD5 checksum",
+    13: "a SHA-256 checksum",
+    18: "WebP",
+}
 
 DTYPES = {
     0: "<i4",
@@ -170,9 +187,10 @@ def read_pipeline(
             of_text = DICTIONARY
             continue
         if not tiledb.can_decode(number):
+            also = "zstd, lz4, " if tiledb.can_decode(ZSTD) else ""
             refusal = (
                 f"{where}: {what} is encoded with {_NAMES.get(number, f'filter {number}')}, which cannot be decoded "
-                "here; supported are gzip, zstd, lz4, run lengths, (double) delta, bit width reduction, byte and bit "
+                f"here; supported are gzip, {also}run lengths, (double) delta, bit width reduction, byte and bit "
                 "shuffle, float scaling and XOR."
             )
             continue

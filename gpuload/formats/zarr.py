@@ -162,12 +162,13 @@ def _groups(root: Group | Array, path: str, modality: str) -> list[tuple[str, Gr
         return chosen
     if root.attrs.get("encoding-type") != _COLLECTION:
         return [(path, root)]
-    found = sorted((int(m[1]), name) for name in root if (m := _DATASET.fullmatch(name)))
+    found = sorted((int(m[1]), name) for name in root.folders() if (m := _DATASET.fullmatch(name)))
     if not found:
         raise StoreError(f"{path}: this collection holds no data sets; add some with annbatch's add_adatas.")
-    for i, (number, _) in enumerate(found):
-        if i != number:
-            raise CorruptDataError(f"{path}: this collection lacks dataset_{i}; copy all of it again.")
+    for i, (number, name) in enumerate(found):
+        if i != number or name not in root:
+            missing = f"dataset_{i}" if i != number else f"the metadata of {name}"
+            raise CorruptDataError(f"{path}: this collection lacks {missing}; copy all of it again.")
     return [(os.path.join(path, name), root[name]) for _, name in found]
 
 

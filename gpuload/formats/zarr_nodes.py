@@ -253,7 +253,11 @@ class Group:
 
     def keys(self) -> list[str]:
         """Return the names of its members."""
-        return [name for name in self._tree.children(self._key) if name in self]
+        return [name for name in self.folders() if name in self]
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders that may be members, with those that have no metadata."""
+        return self._tree.children(self._key)
 
     def get(self, path: str, default: Any = None) -> Group | Array | Any:
         """Return a member, or the default if there is none."""

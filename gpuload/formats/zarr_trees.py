@@ -57,7 +57,7 @@ class Tree(Protocol):
         """Return a small file's bytes, or None if it does not exist."""
 
     def children(self, key: str) -> list[str]:
-        """Return the sorted names of the folders in a folder."""
+        """Return the sorted names of the folders in a folder, and of links in it that lead nowhere."""
 
     def chunks(self, key: str, names: Iterable[str]) -> tuple[Source, dict[str, tuple[int, int]]]:
         """Return the source of an array's chunk files, and the offset and size in it of each, by key within the array.
@@ -88,7 +88,7 @@ class FolderTree(Tree):
         """Return the folders in a folder; see `Tree.children`."""
         try:
             with os.scandir(os.path.join(self.name, key)) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir())
+                return sorted(entry.name for entry in entries if entry.is_dir() or _leads_nowhere(entry.path))
         except OSError as error:
             raise ReadError(
                 f"{os.path.join(self.name, key)}: cannot be listed: {error.strerror}. Check its permissions."
@@ -106,10 +106,14 @@ class FolderTree(Tree):
 def _refuse_broken_link(path: str) -> None:
     """Raise ReadError if a file is not there because it, or the member that it is of, is a link that leads nowhere."""
     for place in (path, os.path.dirname(path)):
-        if os.path.islink(place) and not os.path.exists(place):
+        if _leads_nowhere(place):
             raise ReadError(
                 f"{place}: this is a link, and what it leads to is not there; put that back, or copy it into the store."
             )
+
+
+def _leads_nowhere(path: str) -> bool:
+    return os.path.islink(path) and not os.path.exists(path)
 
 
 def _walk(folder: str, prefix: str) -> Iterator[tuple[str, int, int]]:
@@ -201,7 +205,12 @@ class ZipTree(Tree):
                 f"{self.name}: {info.filename} does not begin where the zip directory says. Restore "
                 "the file from its source."
             )
-        if info.file_size != info.compress_size or start + info.file_size > self.source.nbytes:
+        if info.file_size != info.compress_size:
+            raise CorruptDataError(
+                f"{self.name}: {info.filename} is stored as it is, but the zip directory gives it {info.compress_size} "
+                f"and {info.file_size} bytes. Restore the file from its source."
+            )
+        if start + info.file_size > self.source.nbytes:
             raise ReadError(
                 f"{self.name}: {info.filename} should reach byte {start + info.file_size} but the file ends at byte "
                 f"{self.source.nbytes}. Was it truncated?"

@@ -251,6 +251,16 @@ def test_truncated_npy(tmp_path: Path) -> None:
         assert_refused("CorruptDataError", path, str(path), "header")
 
 
+def test_one_gene_in_fortran_order(tmp_path: Path) -> None:
+    """NumPy says of such an array that it is in C order; others need not."""
+    path = made("npy-one-gene", tmp_path)
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(b"'fortran_order': False,", b"'fortran_order': True, "))
+    assert path.read_bytes() != raw
+    with gpuload.open_loader(path, shuffle=False, batch_size=1000) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).X, counts().toarray()[:, 20:21])
+
+
 @pytest.mark.parametrize("shape", ["(-1, 3)", "(4, -3)", "(4.0, 3)", "4", "'a'", "(1<<70, 3)", "(" * 500, "cells"])
 def test_npy_with_a_wrong_header(tmp_path: Path, shape: str) -> None:
     path = tmp_path / "X.npy"
@@ -323,6 +333,17 @@ def test_npz_of_any_compression_method(tmp_path: Path, method: int) -> None:
         ({"shape": None}, "StoreError", ("'shape'",)),
         ({"shape": np.array([1, 2, 3])}, "CorruptDataError", ("[1, 2, 3]",)),
         ({"shape": np.array([-1, 2])}, "CorruptDataError", ("[-1, 2]",)),
+        (
+            {"shape": np.array(counts().shape, dtype=float)},
+            "CorruptDataError",
+            ("[131.0, 53.0]; expected two numbers",),
+        ),
+        (
+            {"shape": npy(np.array(counts().shape)).replace(b"'<i8'", b"'|O' ")},
+            "CorruptDataError",
+            ("shape is object, (2,), which does not fit its size",),
+        ),
+        ({"format": np.array(["csr"])}, "StoreError", ("it holds a NONE matrix",)),
         ({"shape": np.array([N_OBS, 1 << 40])}, "StoreError", ("genes",)),
         ({"shape": np.array([N_OBS, 7])}, "CorruptDataError", ("indices", "column")),
         ({"indptr": counts().indptr[:-1]}, "CorruptDataError", ("indptr", "131 entries")),

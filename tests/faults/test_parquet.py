@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import gpuload
+from gpuload.backends import codecs
 from gpuload.formats import parquet, parquet_cells, parquet_footer
 from tests.faults.test_refusals import assert_refused
 from tests.mutants import Program
@@ -162,7 +164,7 @@ def test_one_row_whose_leader_is_damaged_is_refused(pair: tuple[int, float], wri
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"compression": "brotli"}, ["'genes'", "BROTLI", "zstd"]),
+        ({"compression": "brotli"}, ["'genes'", "BROTLI", "ZSTD, LZ4. Rewrite", "gzip"]),
         (
             {"use_dictionary": False, "column_encoding": {"expressions.list.element": "DELTA_BYTE_ARRAY"}},
             ["'expressions'", "DELTA_BYTE_ARRAY", "dictionary"],
@@ -173,6 +175,16 @@ def test_unknown_encodings_are_refused(write: Callable[..., Path], options: Any,
     halves = pa.array([np.asarray(row, dtype=np.float16) for row in VALUES], pa.list_(pa.float16()))
     path = write(genes=GENES, expressions=halves, options=options)
     assert_refused("StoreError", path, str(path), *parts)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_codecs_that_cannot_be_called_are_refused(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    monkeypatch.setattr(codecs, "has_addresses", lambda: False)
+    path = write(genes=GENES, expressions=VALUES, options={"compression": codec})
+    words = f"compressed with {codec.upper()}, which cannot be decoded here; supported codecs are UNCOMPRESSED, SNAPPY,"
+    assert_refused("StoreError", path, words, "GZIP. Rewrite it, for example with compression='gzip'")
 
 
 def test_metadata_only_file_is_refused(write: Callable[..., Path], tmp_path: Path) -> None:
@@ -551,3 +563,25 @@ def test_any_footer_is_read_or_refused(write: Callable[..., Path]) -> None:
             file = io.BytesIO(b"PAR1" + footer + n.to_bytes(4, "little") + b"PAR1")
             with pytest.raises(ValueError, match="footer"):
                 read_footer(file)
+
+
+def test_fewer_rows_than_the_footer_says_are_refused(write: Callable[..., Path]) -> None:
+    """Where the others begin would be whatever was in memory."""
+    from gpuload.backends import codecs, parquet
+    from gpuload.backends.native import parquet_pages as pages
+
+    path = write(genes=SPARSE_ROWS, expressions=SPARSE_ROWS, options={"compression": "none"})
+    column, raw, n = pq.read_metadata(path).row_group(0).column(0), path.read_bytes(), len(SPARSE_ROWS)
+    at, nbytes = column.dictionary_page_offset, column.total_compressed_size
+    spec = (pages.CODECS[column.compression], 8, 3, 1, 1, 0, 0, n + 1, 1)
+    for n_rows in (n, n + 1):
+        finder = parquet.RowFinder(nbytes, spec, n_rows)
+        finder.take(np.frombuffer(raw[at : at + nbytes] + bytes(parquet.SLACK), dtype=np.uint8).copy())
+        with open(path, "rb") as file:
+            reads = finder.result, partial(parquet.row_starts, file.fileno(), at, nbytes, spec, n_rows)
+            for read in reads:
+                if n_rows == n:
+                    assert read()[0].tolist() == [0, 2, 2, 3, 5, 5, 6, 8, 8]
+                else:
+                    with pytest.raises(codecs.DecodeError):
+                        read()

@@ -812,3 +812,13 @@ def test_duplicate_gene_names_cannot_be_selected(tmp_path: Path) -> None:
     assert_refused("PlanError", path, "'gene_000'", genes=["gene_000"])
     with gpuload.open_loader(path, genes=["gene_003"], shuffle=False, batch_size=1000) as loader:
         np.testing.assert_array_equal(next(iter(loader)).X[:, 0], counts().toarray()[:, 4])
+
+
+def test_sparse_matrix_with_more_columns_than_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_and_path(tmp_path)
+    with h5py.File(path, "r+") as file:
+        write_csr(file, "obsm/few", counts())
+        file["obsm/few"].attrs["shape"] = [writers.N_OBS, 1 << 24]
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 1 << 30)
+    words = f"{path}: /obsm/few has {1 << 24} genes, whose names would take 1.1 GB of memory"
+    assert_refused("StoreError", path, words, layer="obsm/few")

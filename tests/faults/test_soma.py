@@ -6,6 +6,8 @@ too; what is changed in metadata may not.
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +118,62 @@ def test_damage_within_compressed_metadata(tmp_path: Path, nbytes: int) -> None:
     file.write_bytes(version + head + struct.pack("<II", 1 << 16, 0) + tile)  # not compressed
     with pytest.raises(gpuload.CorruptDataError, match=f"^{path}: its metadata cannot be read .*; restore the file"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "file"),
+    [
+        ("ms/RNA/X/data", "__fragments/*/d1.tdb"),
+        ("ms/RNA/X/data", "__fragments/*/__fragment_metadata.tdb"),
+        ("obs", "__fragments/*/a1.tdb"),
+        ("obs", "__schema/__enumerations/*"),
+    ],
+)
+def test_missing_files_are_named(tmp_path: Path, folder: str, file: str) -> None:
+    path = write_experiment(tmp_path / "cells")
+    found = min((path / folder).glob(file))
+    found.unlink()
+    words = rf"^{found}: cannot be read: No such file or directory\. Is the TileDB array complete\?$"
+    with pytest.raises(gpuload.ReadError, match=words):
+        gpuload.open_loader(path, obs=["cell_line"])
+
+
+def test_damage_to_a_band_is_said_of_a_file_that_it_needs(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells", tiles=(16, 8), parts=(64,))
+    fragments = sorted((path / "ms/RNA/X/data/__fragments").iterdir())
+    file = fragments[1] / "d1.tdb"
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    with gpuload.open_loader(path) as loader:
+        np.testing.assert_array_equal(loader.take([3]).X, counts()[[3]].toarray())
+        with pytest.raises(gpuload.CorruptDataError, match=rf"^{fragments[1]}/"):
+            loader.take([129])
+
+
+@pytest.mark.parametrize("tiles", [(16, 4096), (16, 8)])
+def test_files_that_are_too_short_are_named(tmp_path: Path, tiles: tuple[int, int]) -> None:
+    path = write_experiment(tmp_path / "cells", tiles=tiles)
+    (file,) = (path / "ms/RNA/X/data/__fragments").glob("*/d1.tdb")
+    raw = file.read_bytes()
+    file.write_bytes(raw[:-1])
+    words = rf"^{file}: it is damaged \(it has {len(raw) - 1} bytes of {len(raw)}\); restore it"
+    with pytest.raises(gpuload.CorruptDataError, match=words):
+        gpuload.open_loader(path)
+
+
+@pytest.mark.parametrize("folder", ["__group", "obs/__schema", "ms/RNA/X/data/__commits"])
+def test_unlistable_folders_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    path = write_experiment(tmp_path / "cells")
+    listed = os.listdir
+
+    def listdir(place: str) -> list[str]:
+        if place == str(path / folder):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return listed(place)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    words = rf"^{path / folder}: cannot be listed: Permission denied\. Check its permissions\.$"
+    with pytest.raises(gpuload.ReadError, match=words):
+        gpuload.open_loader(path)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")

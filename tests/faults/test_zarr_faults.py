@@ -216,6 +216,16 @@ def test_truncated_zip(tmp_path: Path) -> None:
         assert_says(caught.value, str(path))
 
 
+def test_zip_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "store.zip"
+    writers.zipped(path, writers.csr)
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(b"PK\x01\x02") + 6] = 99  # the version that is needed, in tenths
+    path.write_bytes(raw)
+    words = f"{path}: its zip directory cannot be read (zip file version 9.9). Was the file truncated?"
+    assert_refused("CorruptDataError", path, words)
+
+
 def test_zip_with_compressed_members_is_refused(tmp_path: Path) -> None:
     folder, path = tmp_path / "store.zarr", tmp_path / "store.zip"
     writers.csr(folder)
@@ -274,6 +284,10 @@ def test_zip_member_beyond_the_end_is_reported(packed: Path) -> None:
     stop = info.header_offset + 30 + len(info.filename) + (1 << 24)
     words = f"{packed}: X/data/c/3 should reach byte {stop} but the file ends at byte {size}"
     assert_refused("ReadError", packed, words, "truncated")
+    raw[at + 20 : at + 28] = info.file_size.to_bytes(4, "little") + (info.file_size + 4).to_bytes(4, "little")
+    packed.write_bytes(raw)
+    words = f"{packed}: X/data/c/3 is stored as it is, but the zip directory gives it {info.file_size} and "
+    assert_refused("CorruptDataError", packed, words, f"{info.file_size + 4} bytes. Restore the file")
 
 
 def test_disk_error_is_reported(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +320,15 @@ def test_broken_link_is_not_taken_for_a_missing_member(tmp_path: Path, member: s
     if member != "obs/depth":
         with pytest.raises(gpuload.ReadError, match="this is a link"):
             gpuload.obs_names(paths)
+
+
+def test_a_file_in_place_of_a_group_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "store.zarr"
+    writers.csr(path)
+    (path / "raw").write_text("nothing")
+    assert_refused(
+        "StoreError", path, f"{path}: there is no raw; it has /X, /obs, /var; choose layer='X'", layer="raw.X"
+    )
 
 
 @pytest.mark.parametrize(("version", "chunk"), [(2, "X/data/3"), (3, "X/data/c/3")])
@@ -694,6 +717,25 @@ def test_incomplete_collections_are_refused(tmp_path: Path) -> None:
     for i in (0, 2):
         shutil.rmtree(path / f"dataset_{i}")
     assert_refused("StoreError", path, str(path), "no data sets")
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_the_last_part_of_a_collection_is_not_overlooked(tmp_path: Path, is_link: bool) -> None:
+    """Where it is a link that leads nowhere, or was copied in part: it would seem that there are fewer cells."""
+    path = tmp_path / "collection.zarr"
+    writers.collection(path, 3)
+    part = path / "dataset_2"
+    if is_link:
+        part.rename(tmp_path / "elsewhere")
+        part.symlink_to(tmp_path / "elsewhere")
+        with gpuload.open_loader(path) as loader:
+            assert loader.n_obs == 20 + 21 + 22
+        (tmp_path / "elsewhere").rename(tmp_path / "moved")
+        assert_refused("ReadError", path, f"{part}: this is a link", "what it leads to is not there; put that back")
+    else:
+        (part / "zarr.json").unlink()
+        words = f"{path}: this collection lacks the metadata of dataset_2; copy all of it again."
+        assert_refused("CorruptDataError", path, words)
 
 
 def test_metadata_that_is_not_json_is_reported(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
+from gpuload.backends import codecs
+from gpuload.formats import frames
 from gpuload.formats.recognise import obs_columns
 from tests import writers
 from tests.golden.test_columns import assert_columns
@@ -146,6 +148,29 @@ def test_columns_ascend_within_a_row(tmp_path: Path) -> None:
             np.testing.assert_array_equal(batch.X.data, wanted.data)
 
 
+def test_a_data_tile_of_cells_far_apart(tmp_path: Path) -> None:
+    """Its rows are in many bands: those at the end have hardly any values."""
+    X = np.zeros((400, N_VARS), dtype=np.float32)
+    X[:100, 5:25] = np.arange(2000).reshape(100, 20) + 1
+    X[[150, 250, 350], [7, 40, 3]] = 1, 2, 3
+    path = write_experiment(tmp_path / "cells", {"data": csr_matrix(X)}, tiles=(16, 8), capacity=50)
+    assert_rows(path, X, n_epochs=1)
+
+
+def test_bands_that_are_much_smaller_than_their_cells(tmp_path: Path) -> None:
+    X = np.ones((N_OBS, N_VARS), dtype=np.float32)
+    path = write_experiment(tmp_path / "cells", {"data": csr_matrix(X)}, tiles=(16, 8), capacity=5000)
+    assert_rows(path, X, n_epochs=1)
+
+
+def test_runs_of_one_value_take_more_bytes_than_the_values(tmp_path: Path) -> None:
+    """Between a filter that undoes compression and the one of runs: three bytes for each."""
+    X = counts().astype(np.int8)
+    X.data[:] = np.arange(X.nnz) % 100 + 1
+    path = write_experiment(tmp_path / "cells", {"data": X}, values=("rle", "zstd"), capacity=2000)
+    assert_rows(path, X, n_epochs=1)
+
+
 def test_rows_that_ascend_only_within_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuload.formats import tiledb_arrays
 
@@ -252,6 +277,19 @@ def test_a_matrix_that_had_another_column(tmp_path: Path, is_consolidated: bool)
             gpuload.open_loader(path)
 
 
+@pytest.mark.parametrize("change", [{"dtype": np.int32}, {"dtype": np.float32, "filters": ("gzip",)}])
+def test_a_matrix_whose_values_were_of_another_form(tmp_path: Path, change: dict[str, Any]) -> None:
+    """TileDB reads the old ones as if they were of the new form."""
+    path = write_experiment(tmp_path / "cells")
+    folder = path / "ms" / "RNA" / "X" / "data"
+    evolve(folder, lambda evolution: evolution.drop_attribute("soma_data"))
+    time.sleep(0.002)
+    attribute = tiledb.Attr("soma_data", dtype=change["dtype"], filters=filters(change.get("filters", ZSTD)))
+    evolve(folder, lambda evolution: evolution.add_attribute(attribute))
+    with pytest.raises(gpuload.StoreError, match="its fragments are encoded differently; consolidate the array, or"):
+        gpuload.open_loader(path)
+
+
 def evolve(folder: Path, change: Any, when: int | None = None) -> None:
     """Change a schema, as of a given time or of now."""
     evolution = tiledb.ArraySchemaEvolution(tiledb.default_ctx())
@@ -287,6 +325,27 @@ def test_dense_in_parts(tmp_path: Path) -> None:
     assert_rows(path, X)
 
 
+@pytest.mark.parametrize("dtype", ["f4", "i4"])
+def test_dense_with_tiles_written_again_or_never(tmp_path: Path, dtype: str) -> None:
+    """The later one counts, whatever was written first; and cells that are nowhere are TileDB's fill values."""
+    X = counts().toarray().astype(dtype)
+    path = write_experiment(tmp_path / "cells", {"data": X})
+    folder = path / "ms" / "RNA" / "X" / "data"
+    shutil.rmtree(folder / "__fragments")
+    shutil.rmtree(folder / "__commits")
+    for name in ("__fragments", "__commits"):
+        (folder / name).mkdir()
+    for when, low, high in ((1, 0, 32), (2, 64, N_OBS), (9, 16, 32), (5, 0, 32)):
+        with tiledb.open(str(folder), "w", timestamp=when) as array:
+            array[low:high, :N_VARS] = X[low:high] + when
+    with tiledb.open(str(folder)) as array:
+        found = array[:]
+    wanted = found["soma_data"] if isinstance(found, dict) else found
+    assert (wanted[:48:16, 0] - X[:48:16, 0])[:2].tolist() == [5, 9]
+    np.testing.assert_array_equal(wanted[40], np.full(N_VARS, np.nan if dtype == "f4" else np.iinfo(dtype).min))
+    assert_rows(path, wanted, n_epochs=1)
+
+
 @pytest.mark.parametrize("width", [1, 3])
 def test_dense_in_tiles_wider_than_rows(tmp_path: Path, width: int) -> None:
     """A tile is decoded only where its wanted rows are: they lie far apart in it."""
@@ -295,13 +354,15 @@ def test_dense_in_tiles_wider_than_rows(tmp_path: Path, width: int) -> None:
     assert_rows(path, X, n_epochs=1)
 
 
-@pytest.mark.parametrize(("n_obs", "domain"), [(20, None), (30, (200, 6))])
-def test_dense_of_the_wrong_shape_is_refused(tmp_path: Path, n_obs: int, domain: Any) -> None:
-    path = write_experiment(tmp_path / "cells", {"data": counts(n_obs, 6)})
+@pytest.mark.parametrize(
+    ("n_obs", "n_vars", "domain"), [(20, 6, None), (30, 6, (200, 6)), (24, 5, None), (24, 7, None)]
+)
+def test_dense_of_the_wrong_shape_is_refused(tmp_path: Path, n_obs: int, n_vars: int, domain: Any) -> None:
+    path = write_experiment(tmp_path / "cells", {"data": counts(n_obs, n_vars)})
     folder = path / "ms" / "RNA" / "X" / "data"
     shutil.rmtree(folder)
     write_dense(folder, counts(24, 6).toarray(), tiles=(4, 6), domain=domain)
-    with pytest.raises(gpuload.StoreError, match=f"it has 24 cells x 6 columns, where {n_obs} x 6 are expected"):
+    with pytest.raises(gpuload.StoreError, match=f"has 24 cells x 6 columns, where {n_obs} x {n_vars} are expected"):
         gpuload.open_loader(path)
 
 
@@ -676,7 +737,10 @@ def test_names_are_those_of_an_index_that_has_a_name(tmp_path: Path) -> None:
     assert_rows(path, counts()[:, [7, 3]], genes=["TP7", "TP3"])
 
 
-@pytest.mark.parametrize(("noted", "found"), [('"gone"', "obs_id"), ("null", "obs_id"), ("[1]", None), ("{", None)])
+@pytest.mark.parametrize(
+    ("noted", "found"),
+    [('"gone"', "obs_id"), ('"soma_joinid"', "obs_id"), ("null", "obs_id"), ("[1]", None), ("{", None)],
+)
 def test_notes_on_an_index(tmp_path: Path, noted: str, found: str | None) -> None:
     path = write_experiment(tmp_path / "cells")
     with tiledb.open(str(path / "obs"), "w") as array:
@@ -724,13 +788,56 @@ def test_layers_and_embeddings(tmp_path: Path) -> None:
         gpuload.open_loader(path, layer="counts", obs=["dept"])
 
 
-def test_embedding_keeps_its_empty_last_columns(tmp_path: Path) -> None:
-    """Its last columns may be empty."""
+@pytest.mark.parametrize("names", [["X", "data"], ["data", "raw"], ["raw", "counts"]])
+def test_layer_that_is_chosen_if_none_is_named(tmp_path: Path, names: list[str]) -> None:
+    path = write_experiment(tmp_path / "cells", {name: counts(seed=k) for k, name in enumerate(names)})
+    assert_rows(path, counts(), n_epochs=1)
+    assert_rows(path, counts(seed=1), n_epochs=1, layer=names[1])
+
+
+def test_layer_raw_is_of_a_measurement_that_is_there(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells", raw=counts(seed=1))
+    assert_rows(path / "RNA", counts(seed=1), layer="raw.X")
+    with pytest.raises(gpuload.StoreError, match=r"there is no measurement 'rna'; its measurements are 'RNA', 'raw'"):
+        gpuload.open_loader(path / "rna", layer="raw.X")
+
+
+@pytest.mark.parametrize("name", ["raw", "spatial"])
+def test_only_measurement_besides_raw(tmp_path: Path, name: str) -> None:
+    path = write_experiment(tmp_path / "cells", measurement=name, raw=counts(seed=1) if name == "spatial" else None)
+    assert_rows(path, counts(), n_epochs=1)
+
+
+def test_members_that_are_missing_are_named(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells")
+    for folder, name, words in (
+        ("ms/RNA", "var", rf"^{path}: ms/RNA has no var, so its genes are not known; write the experiment again\.$"),
+        ("", "ms", r"not a SOMA experiment, which has obs and ms; it has 'obs'\.$"),
+    ):
+        with tiledb.Group(str(path / folder), "w") as group:
+            group.remove(name)
+        with pytest.raises(gpuload.StoreError, match=words):
+            gpuload.open_loader(path)
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_embedding_keeps_its_empty_last_columns(tmp_path: Path, is_bounded: bool) -> None:
+    """Where its space, or what it uses of it now as tiledbsoma has it since 1.15, has more than were written."""
     few = csr_matrix(counts(N_OBS, 9).toarray() * ([1] * 7 + [0, 0]))
     path = write_experiment(tmp_path / "cells", obsm={"X_pca": counts(N_OBS, 4).toarray()})
-    write_sparse(path / "ms" / "RNA" / "obsm" / "few", few, domain=few.shape, tiles=(16, 9))
-    add_members(path / "ms" / "RNA" / "obsm", "few")
+    folder = path / "ms" / "RNA" / "obsm" / "few"
+    write_sparse(folder, few, tiles=(16, 9), **({"domain": few.shape} if is_bounded else {}))
+    add_members(folder.parent, "few")
+    if not is_bounded:
+        used = tiledb.NDRectangle(tiledb.default_ctx(), tiledb.ArraySchema.load(str(folder)).domain)
+        for k, n in enumerate(few.shape):
+            used.set_range(f"soma_dim_{k}", 0, n - 1)
+        current = tiledb.CurrentDomain(tiledb.default_ctx())
+        current.set_ndrectangle(used)
+        evolve(folder, lambda evolution: evolution.expand_current_domain(current))
     assert_rows(path, few, layer="obsm/few")
+    with gpuload.open_loader(path, layer="obsm/few") as loader:
+        assert loader.var_names.tolist() == [str(k) for k in range(9)]
 
 
 def test_foreign_files_are_ignored(tmp_path: Path) -> None:
@@ -756,6 +863,22 @@ def test_members_follow_timestamps_and_absolute_paths(tmp_path: Path) -> None:
     with pytest.raises(gpuload.StoreError, match=r"there is no layer 'other'.*its layers are 'data'\."):
         gpuload.open_loader(path, layer="other")
     assert_rows(path, counts())
+
+
+@pytest.mark.parametrize("name", ["cells", "link"])
+def test_absolute_paths_of_an_experiment_that_is_reached_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = write_experiment(tmp_path / "cells")
+    folder = path / "ms" / "RNA" / "X"
+    for file in (folder / "__group").iterdir():
+        file.unlink()
+    with tiledb.Group(str(folder), "w") as group:
+        group.add(uri=f"file://{tmp_path}/{name}/ms/RNA/X/data", name="data", relative=False)
+    (tmp_path / "link").symlink_to(path)
+    assert_rows(tmp_path / "link", counts(), n_epochs=1)
+    monkeypatch.chdir(tmp_path)
+    assert_rows("link", counts(), n_epochs=1)
 
 
 def test_measurements(tmp_path: Path) -> None:
@@ -902,12 +1025,14 @@ def test_group_dated_later_than_now_is_refused(tmp_path: Path, group: str, when:
         gpuload.open_loader(path)
 
 
-@pytest.mark.parametrize("way", ["other/obs", "cells/../other/obs"])
+@pytest.mark.parametrize("way", ["other/obs", "cells/../other/obs", "cells2/obs", "../other/obs"])
 def test_member_outside_the_experiment_is_refused(tmp_path: Path, way: str) -> None:
-    write_experiment(tmp_path / "other")
+    for name in ("other", "cells2"):
+        write_experiment(tmp_path / name)
     tiledb.Group.create(str(tmp_path / "cells"))
+    is_relative = way.startswith("..")
     with tiledb.Group(str(tmp_path / "cells"), "w") as group:
-        group.add(uri=f"file://{tmp_path}/{way}", name="obs", relative=False)
+        group.add(uri=way if is_relative else f"file://{tmp_path}/{way}", name="obs", relative=is_relative)
     with pytest.raises(gpuload.StoreError, match=r"member 'obs' is elsewhere"):
         gpuload.open_loader(tmp_path / "cells")
 
@@ -916,6 +1041,27 @@ def test_gaps_in_cell_numbers_are_refused(tmp_path: Path) -> None:
     path = write_experiment(tmp_path / "cells")
     write_cells(path / "obs", [np.array([500])], {name: np.array([value]) for name, value in one_cell().items()}, 9)
     with pytest.raises(gpuload.StoreError, match=r"132 rows are numbered 0 to 500 \(soma_joinid\); expected 0 to 131"):
+        gpuload.open_loader(path)
+    for read in (gpuload.obs_names, lambda path: frames.cell_column(str(path), "donor", "X")):
+        with pytest.raises(gpuload.StoreError, match="132 rows are numbered 0 to 500"):
+            read(path)
+
+
+def test_gaps_in_gene_numbers_are_refused(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells")
+    write_cells(path / "ms" / "RNA" / "var", [np.array([70])], {"var_id": np.array(["new"], dtype=object)}, 9)
+    with pytest.raises(gpuload.StoreError, match=r"RNA/var: its 54 rows are numbered 0 to 70 .*expected 0 to 53"):
+        gpuload.open_loader(path)
+
+
+def test_cells_numbered_below_0_are_refused(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells", {"data": counts(3)})
+    shutil.rmtree(path / "obs")
+    dim = tiledb.Dim("name", domain=(0, 9), tile=2, dtype=np.int64)
+    attributes = [tiledb.Attr("soma_joinid", dtype=np.int64)]
+    tiledb.Array.create(str(path / "obs"), tiledb.ArraySchema(tiledb.Domain(dim), attributes, sparse=True))
+    write_cells(path / "obs", [np.arange(3)], {"soma_joinid": np.array([-1, 1, 2])})
+    with pytest.raises(gpuload.StoreError, match=r"its 3 rows are numbered -1 to 2 \(soma_joinid\); expected 0 to 2"):
         gpuload.open_loader(path)
 
 
@@ -942,6 +1088,16 @@ def test_values_beyond_the_genes_are_reported(tmp_path: Path, tiles: Any) -> Non
 def test_unsupported_filters_are_refused(tmp_path: Path, name: str, words: str) -> None:
     path = write_experiment(tmp_path / "cells", values=(name,))
     with pytest.raises(gpuload.StoreError, match=rf"encoded with {words}, which cannot be decoded here; supported are"):
+        gpuload.open_loader(path)
+
+
+@pytest.mark.parametrize("name", ["zstd", "lz4"])
+def test_filters_that_cannot_be_called_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    others = {"text": ("gzip",), "numbers": ("gzip",), "offsets": ("gzip",)}
+    path = write_experiment(tmp_path / "cells", rows=("gzip",), columns=("gzip",), values=(name,), frames=others)
+    monkeypatch.setattr(codecs, "has_addresses", lambda: False)
+    words = f"column 'soma_data' is encoded with {name}, which cannot be decoded here; supported are gzip, run lengths"
+    with pytest.raises(gpuload.StoreError, match=words):
         gpuload.open_loader(path)
 
 
@@ -1011,6 +1167,24 @@ def test_frame_in_place_of_a_matrix_is_refused(tmp_path: Path) -> None:
     write_frame(folder, cells_frame()[["depth"]], "obs_id")
     with pytest.raises(gpuload.StoreError, match=r"its dimensions are soma_joinid; expected a matrix of cells x genes"):
         gpuload.open_loader(path)
+
+
+@pytest.mark.parametrize("kind", [{"dtype": "datetime64[s]"}, {"dtype": "U0", "var": True}], ids=["times", "text"])
+def test_values_that_are_no_numbers_are_refused(tmp_path: Path, kind: dict[str, Any]) -> None:
+    path = write_experiment(tmp_path / "cells")
+    folder = path / "ms" / "RNA" / "X" / "data"
+    shutil.rmtree(folder)
+    dims = [tiledb.Dim(f"soma_dim_{k}", domain=(0, 999), tile=8, dtype=np.int64) for k in range(2)]
+    attribute = tiledb.Attr("soma_data", **kind)
+    tiledb.Array.create(str(folder), tiledb.ArraySchema(tiledb.Domain(*dims), [attribute], sparse=True))
+    with pytest.raises(gpuload.StoreError, match="X/data: its values are neither numbers nor booleans; choose another"):
+        gpuload.open_loader(path)
+
+
+def test_numbers_of_cells_are_no_column(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells")
+    with pytest.raises(gpuload.StoreError, match="obs has no column 'soma_joinid'; it has 'obs_id', 'cell_line'"):
+        gpuload.open_loader(path, obs=["soma_joinid"])
 
 
 def test_column_major_dense_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from benchmarks.s3server import start
 from gpuload import CorruptDataError, ReadError, open_loader
 from gpuload.cache import BlockRemote, SampleStore
 from gpuload.cli import main
+from gpuload.formats import soma_bands
 from gpuload.remote import ObjectRemote, open_remote
 from tests.soma_writers import note_index, write_experiment
 from tests.writers import cells_frame, counts
@@ -85,6 +86,32 @@ def test_sparse_matrix_with_and_without_a_cache(server: Running, tmp_path: Path,
     with SampleStore(tmp_path / "cache", remote, "64MiB", n_processes=0, min_free=0, fetch=False) as store:
         assert_rows("s3://data/cells", cache=store)
     assert list((tmp_path / "cache" / "objects").rglob("*.*"))
+
+
+def test_damaged_copies_of_a_band_are_dropped(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that were damaged in transfer are not read from the cache again."""
+    write_experiment(server.root / "data" / "cells", tiles=(16, 8))
+    get, damaged = ObjectRemote.get, ["d1.tdb"]
+
+    def damaging(remote: ObjectRemote, wanted: RemoteObject, start: int, stop: int) -> Any:
+        body = bytearray(get(remote, wanted, start, stop))
+        if wanted.key.rpartition("/")[2] in damaged:
+            body[:] = b"\xff" * len(body)
+        return body
+
+    monkeypatch.setattr(ObjectRemote, "get", damaging)
+    remote = BlockRemote(open_remote("s3://data", **options(server)), block_nbytes=1 << 16)
+    with SampleStore(tmp_path / "cache", remote, "64MiB", n_processes=0, min_free=0, fetch=False) as store:
+        with open_loader("s3://data/cells", cache=store) as loader, pytest.raises(CorruptDataError):
+            list(loader)
+        damaged.clear()
+        assert_rows("s3://data/cells", cache=store)
+
+
+def test_tiles_larger_than_a_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soma_bands, "_MAX_EXTENT", 50)
+    write_experiment(server.root / "data" / "cells", tiles=(16, 8), parts=(90, 50))
+    assert_rows("s3://data/cells", storage_options=options(server))
 
 
 def test_measurement_is_chosen_by_path(server: Running) -> None:

@@ -32,3 +32,14 @@ def test_parts_that_are_kept_are_said_to_be(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(progress, "_LONG_S", 0.0)
     Progress(2, "%d of %d parts were read").one("a.parquet")
     assert caplog.messages == ["a.parquet: 1 of 2 parts were read in 0 s; they are kept for the next time."]
+
+
+def test_what_takes_long_is_said_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    times = iter([0.0, 9.0, 11.0, 12.0, 20.0, 22.0, 40.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
+    parts = Progress(6, "%d of %d parts were read", "")
+    for _ in range(6):
+        parts.one("a.parquet")
+    assert caplog.messages == [f"a.parquet: {k} of 6 parts were read in {s} s." for k, s in ((2, 11), (5, 22))]

@@ -5,7 +5,11 @@ The specification says how a tile is stored: https://github.com/TileDB-Inc/TileD
 
 from __future__ import annotations
 
+import os
 import struct
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,6 +20,15 @@ from gpuload.backends.native import tiledb as native
 from gpuload.backends.native import tiledb_filters as filters
 from gpuload.backends.native.tiledb_filters import BAD_COUNT, BAD_TILE, BIT_WIDTH, N_STEP, XOR
 from gpuload.formats import tiledb_tiles
+from gpuload.formats.addresses import Address
+from gpuload.formats.tiledb_files import FarFiles, NearFiles
+from tests.remotes import CountingRemote
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from gpuload.remote import RemoteObject
 
 FLAWED = (XOR, 8, 0, 0, 0)
 """A filter for which `tile` writes no metadata, so that undoing it for a chunk is an error."""
@@ -28,7 +41,7 @@ def tile(*chunks: bytes) -> bytes:
     return np.array([len(chunks)], dtype=np.uint64).tobytes() + b"".join(parts)
 
 
-@pytest.mark.parametrize("sizes", [[4_000_000, -3_999_936, 24], [2**62, 2**62, 2**62, 2**62], [-8], [8], [24]])
+@pytest.mark.parametrize("sizes", [[4_000_000, -3_999_936, 24], [2**62, 2**62, 2**62, 2**62], [-8], [-800], [8], [24]])
 def test_inconsistent_sizes_are_refused(sizes: list[int]) -> None:
     stored = np.frombuffer(tile(bytes(16)), dtype=np.uint8)
     with pytest.raises(DecodeError):
@@ -42,6 +55,14 @@ def test_tiles_are_decoded() -> None:
         tiledb.decode_tiles(stored, (), np.array([8]))
 
 
+def test_no_memory_is_taken_for_the_impossible_size_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = np.frombuffer(bytearray(tile(bytes(16))), dtype=np.uint8)
+    stored[8:12].view(np.uint32)[0] = 1 << 31
+    monkeypatch.setattr(tiledb._Work, "memory", None)
+    with pytest.raises(DecodeError):
+        tiledb.decode_tiles(stored, (), np.array([16]))
+
+
 def band(counts: list[int], n_tiles: int, nbytes: int | None = None) -> np.ndarray:
     """Return a band whose two values are 7 in row 0 and 9 in row 1."""
     rows, values = tile(np.array([0, 1], dtype=np.int64).tobytes()), tile(np.array([7, 9], dtype=np.float32).tobytes())
@@ -52,6 +73,11 @@ def band(counts: list[int], n_tiles: int, nbytes: int | None = None) -> np.ndarr
 def test_a_band_is_decoded() -> None:
     values = tiledb.band_values(4, 0, (), ())
     assert tiledb.decode_band(band([1, 1], 1), values, 8, 4).view(np.float32).tolist() == [7, 9]
+
+
+def test_a_band_without_its_first_words_is_refused() -> None:
+    with pytest.raises(DecodeError):
+        tiledb.decode_band(band([1, 1], 1)[:24], tiledb.band_values(4, 0, (), ()), 8, 4)
 
 
 @pytest.mark.parametrize(
@@ -156,3 +182,23 @@ def test_the_inflater_is_compiled_for_gzip_only(monkeypatch: pytest.MonkeyPatch)
         steps = tuple(value for kind in kinds for value in (kind, filters.GZIP, 0, 0, 0))
         *_, tables, _, inflater = tiledb._Work().decoding(stored, 0, 8, steps)
         assert (inflater, tables != 0) == (wanted, wanted != 0)
+
+
+def test_files_beyond_2_gib_have_their_sizes(tmp_path: Path) -> None:
+    class Large(CountingRemote):
+        def list(self) -> Iterator[RemoteObject]:
+            return (replace(found, nbytes=3 << 30) for found in super().list())
+
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+    address = Address.of("fake://bucket/cells")
+    vars(address)["_reached"] = Large(tmp_path), ""
+    far = FarFiles(address)
+    for name in ("a", "b"):
+        os.truncate(tmp_path / name, 3 << 30)
+    for files in (far, NearFiles(str(tmp_path))):
+        with closing(files):
+            source, base, nbytes = files.source(["a", "b"])
+            with closing(source):
+                assert nbytes.tolist() == [3 << 30] * 2
+                assert base[1] >= 3 << 30

@@ -62,13 +62,38 @@ def expected() -> np.ndarray:
     return values
 
 
+def tree_of(remote: CountingRemote) -> RemoteTree:
+    address = Address.of("fake://bucket/store.zarr")
+    vars(address)["_reached"] = remote, ""
+    return RemoteTree(address)
+
+
 @contextmanager
 def node(remote: CountingRemote, key: str) -> Iterator[Any]:
     """Yield an array of the store that a remote holds."""
-    address = Address.of("fake://bucket/store.zarr")
-    vars(address)["_reached"] = remote, ""
-    with closing(RemoteTree(address)) as tree:
+    with closing(tree_of(remote)) as tree:
         yield open_node(tree, key)
+
+
+def test_a_remote_is_listed_as_a_folder_is(tmp_path: Path) -> None:
+    """Also where an array's name begins as another's, and what follows looks like its chunks."""
+    group = zarr.open_group(str(tmp_path), mode="w", zarr_format=3)
+    for value, name in enumerate(("a", "a_c", "b/a", "b/a_c")):
+        group.create_array(name, shape=(4,), dtype="i4", chunks=(2,))[...] = value + 1
+    near, remote = FolderTree(str(tmp_path)), CountingRemote(tmp_path)
+    with closing(tree_of(remote)) as far:
+        for key in ("", "a", "b", "b/a"):
+            assert far.children(key) == near.children(key) != []
+        for key in ("a", "a_c", "b/a", "b/a_c"):
+            found = []
+            for tree in (near, far):
+                source, places = tree.chunks(key, ())
+                found.append({name: nbytes for name, (_, nbytes) in places.items()})
+                source.close()
+            assert found[0] == found[1]
+            assert found[0].keys() == {"c/0", "c/1"}
+        assert {far.read("b/a/zarr.json") for _ in range(3)} == {(tmp_path / "b/a/zarr.json").read_bytes()}
+        assert remote.gets["b/a/zarr.json"] == 1
 
 
 def test_chunks_of_an_array_are_requested_concurrently(store: Path, no_leaks: None) -> None:
