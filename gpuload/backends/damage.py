@@ -26,9 +26,10 @@ def bad_chunk(read: ArrayRead, chunk: int, code: int) -> GpuloadError:
         return corrupt(read, chunk, REASONS[code])
     path, at = read.layout.source.where_is(int(read.chunk_offset[chunk]))
     number = read.layout.number_in_file(int(read.chunk_id[chunk]))
+    where = f"in its chunk {number} at byte {at}" if read.chunk_nbytes[chunk] else "its fill value"
     return StoreError(
-        f"{path}: {read.layout.name} holds a value beyond 3.4e38, which float32 cannot hold (in its chunk {number} at "
-        f"byte {at}); scale the values in the file, or write infinity in place of that one."
+        f"{path}: {read.layout.name} holds a value beyond 3.4e38, which float32 cannot hold ({where}); scale the "
+        "values in the file, or write infinity in place of that one."
     )
 
 

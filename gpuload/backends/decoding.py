@@ -131,7 +131,8 @@ def _by_library(part: Part, out: NDArray[Any]) -> tuple[int, int, bool]:
         lo, hi = int(read.chunk_pieces[c]), int(read.chunk_pieces[c + 1])
         stored, limit = int(read.chunk_nbytes[c]), int(read.chunk_limit[c])
         if stored == 0:
-            code = pieces.fill_pieces(lo, hi, *where[1:], layout.dest_stride, float(layout.fill_value), limit, out)
+            about = float(layout.fill_value), pieces.is_long_whole(layout.dtype)
+            code = pieces.fill_pieces(lo, hi, *where[1:], layout.dest_stride, *about, limit, out)
         else:
             place = int(read.chunk_offset[c] + part.shift[c - first])
             try:

@@ -145,7 +145,9 @@ def test_copy_pieces(name: str, out: str, data: st.DataObject, grid: Grid, seed:
     for piece, values in zip(place.slices(), plain, strict=True):
         decoded[piece] = values.view(np.uint8)
     pieces = draw_pieces(data.draw, rng, place, chunk_size)
-    fill = data.draw(st.sampled_from([0.0, 3.0, 0.5] if out == "f4" else [0.0, -1.0, 99.0, 1e9]))
+    fills = [0.0, 3.0, 0.5, 2.0**24 + 2, -(2.0**25), np.inf, 1e39] if out == "f4" else [0.0, -1.0, 99.0, 1e9]
+    fill = data.draw(st.sampled_from(fills))
+    is_long = out == "f4" and abs(fill) > 1 << 24 and name.removeprefix("be_") in ("i4", "u4", "i8", "u8")
     is_absent = rng.random(n_chunks) < data.draw(st.sampled_from([0.0, 0.3]))
     pieces.bases[is_absent[pieces.chunk]] = -1
 
@@ -157,11 +159,14 @@ def test_copy_pieces(name: str, out: str, data: st.DataObject, grid: Grid, seed:
         limit = limits[c]
         is_bad = is_absent[c] and out == "i4" and not 0 <= fill < limit
         expected[c] = expected[c] or copies.BAD_COLUMN * is_bad
+        expected[c] = expected[c] or copies.BAD_VALUE * (is_absent[c] and out == "f4" and fill == 1e39)
+        should_be_rounded[c] |= is_absent[c] and is_long
         for r in range(pieces.rows[p]):
             src, dest = int(pieces.src[p]) + r * pieces.src_stride, int(pieces.dest[p]) + r * pieces.dest_stride + first
             n = int(pieces.width[p])
             if is_absent[c]:
-                run_of, code, is_rounded = np.full(n, 0 if is_bad else fill, OUT[out]), 0, False
+                held = 0 if is_bad else np.inf if fill == 1e39 else fill
+                run_of, code, is_rounded = np.full(n, held, OUT[out]), 0, False
             else:
                 run_of, code, is_rounded = converted(plain[c][src : src + n], limit, out)
             wanted[dest : dest + n] = run_of

@@ -178,6 +178,15 @@ def test_kernel_cache_falls_back_when_the_disk_is_full(
     assert "cannot be written (No space left on device)" in caplog.text
 
 
+def test_another_process_may_remove_an_empty_kernel_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = tmp_path / "rows.nbi"
+    kernel.touch()
+    listed = list(os.scandir(tmp_path))
+    kernel.unlink()
+    monkeypatch.setattr(native.os, "scandir", lambda _: listed)
+    native._remove_empty(str(tmp_path))
+
+
 def test_every_kernel_is_kept_in_one_folder() -> None:
     """Also those created later: elsewhere they would outlive a change to code that they inline."""
     importlib.import_module("gpuload.backends.tiledb")

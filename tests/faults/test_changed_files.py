@@ -21,7 +21,7 @@ from gpuload.source import FileSource
 from tests import several
 from tests.mutants import by_gpuload, by_h5py, is_same, write_base
 from tests.variants import read_matrix
-from tests.writers import counts, write_csr, write_h5ad
+from tests.writers import counts, write_csr, write_dense, write_h5ad
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -296,6 +296,25 @@ def test_each_flipped_byte_under_a_checksum_is_found(
         ):
             list(loader)
         assert all(part in str(caught.value) for part in (str(path), "/X/data", "chunk 3", f"byte {info.byte_offset}"))
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_verified_chunk_does_not_vouch_for_the_one_inflated_beside_it(
+    tmp_path: Path, shuffle: bool, damaged: int
+) -> None:
+    path, X = tmp_path / "two.h5ad", np.random.default_rng(0).integers(0, 4000, (8, 50)).astype(np.float32)
+    write_h5ad(path, lambda f: write_dense(f, "X", X, chunks=(4, 50), compression="gzip", shuffle=shuffle), *X.shape)
+    with h5py.File(path) as file:
+        info = file["X"].id.get_chunk_info(damaged)
+    content = bytearray(path.read_bytes())
+    content[info.byte_offset + info.size - 1] ^= 1  # of the checksum alone
+    path.write_bytes(content)
+    with gpuload.open_loader(path, device="cpu") as loader:
+        other = 4 * (1 - damaged)
+        np.testing.assert_array_equal(loader.take([other]).X, X[[other]])
+        with pytest.raises(gpuload.CorruptDataError, match=f"chunk {damaged} of /X at byte .* adler32 checksum"):
+            loader.take([0, 4])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from scipy.sparse import csc_matrix, csr_matrix
 import gpuload
 from tests.fakes import FakeBackend
 from tests.faults.test_failures import loader_over, store
+from tests.writers import N_VARS, write_dense, write_h5ad
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,6 +51,40 @@ def test_a_float64_beyond_float32_is_refused_but_not_called_damage(tmp_path: Pat
     assert "holds a value beyond 3.4e38, which float32 cannot hold (in its chunk " in said
     assert said.endswith("; scale the values in the file, or write infinity in place of that one.")
     assert "damaged" not in said
+
+
+def never_written(path: Path, dtype: str, fill: float) -> Path:
+    """Write dense cells of two chunks, the second of which exists only as the fill value."""
+
+    def write(file: h5py.File) -> None:
+        stored = write_dense(file, "X", None, shape=(4, N_VARS), dtype=dtype, chunks=(2, N_VARS), fillvalue=fill)
+        stored[:2] = 1
+
+    write_h5ad(path, write, n_obs=4)
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["<f8", ">f8"])  # big-endian is decoded by a library
+def test_a_fill_value_beyond_float32_is_refused(tmp_path: Path, dtype: str) -> None:
+    path = never_written(tmp_path / "x.h5ad", dtype, 1e39)
+    with gpuload.open_loader(path, device="cpu") as loader, pytest.raises(gpuload.StoreError) as caught:
+        list(loader)
+    assert "/X holds a value beyond 3.4e38, which float32 cannot hold (its fill value); " in str(caught.value)
+    with gpuload.open_loader(never_written(path, dtype, -np.inf), device="cpu", shuffle=False) as loader:
+        (batch,) = list(loader)
+    assert batch.X[:, 0].tolist() == [1, 1, -np.inf, -np.inf]
+
+
+@pytest.mark.parametrize(("fill", "is_rounded"), [(-(2**24) - 1, True), (2**24, False)])
+@pytest.mark.parametrize("dtype", ["<i4", ">i4"])
+def test_a_fill_value_that_float32_rounds_is_warned_of(
+    tmp_path: Path, dtype: str, fill: int, is_rounded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = never_written(tmp_path / "x.h5ad", dtype, fill)
+    with gpuload.open_loader(path, device="cpu") as loader:
+        list(loader)
+    expected = [f"{path}: /X holds integers above 2**24, which float32 rounds"] * is_rounded
+    assert [message for message in caplog.messages if "2**24" in message] == expected
 
 
 def test_stored_infinity_is_delivered(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import mmap
 import random
 import zlib
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -198,6 +198,37 @@ def test_stops_early(name: str, tables: NDArray[np.uint8]) -> None:
         code, got = decode(deflate(small), 900, tables, need=need, verify=False)
         assert code >= need
         assert got[:code] == small[:code]
+
+
+@pytest.mark.parametrize("needs", [(20_000, 20_000), (100, 20_000), (20_000, 100), (7, 12_345)])
+def test_each_of_two_has_its_own_end(needs: tuple[int, int], tables: NDArray[np.uint8]) -> None:
+    """How much of one stream is wanted, and whether its checksum matters, does not depend on the other."""
+    plain = [mixed(20_000, seed) for seed in (1, 2)]
+    good = [deflate(one) for one in plain]
+    bad = [stream[:-1] + bytes([stream[-1] ^ 1]) for stream in good]
+    headless = [b"\0" + stream[1:] for stream in good]
+
+    def both(streams: list[bytes], verify: tuple[bool, bool]) -> list[int]:
+        src = [np.frombuffer(stream, np.uint8) for stream in streams]
+        out = np.full((2, 20_000), FILLER, np.uint8)
+        one, two = (
+            (src[k].ctypes.data, src[k].size, out[k].ctypes.data, 20_000 if verify[k] else needs[k], verify[k])
+            for k in range(2)
+        )
+        codes = inflate_two(*one, *two, 20_000, tables.ctypes.data)
+        for k, code in enumerate(codes):
+            assert out[k].tobytes()[: max(0, code)] == plain[k][: max(0, code)]
+        return list(codes)
+
+    for verify in product((False, True), repeat=2):
+        wanted = [20_000 if verify[k] else needs[k] for k in range(2)]
+        for is_bad in product((False, True), repeat=2):
+            codes = both([(bad if is_bad[k] else good)[k] for k in range(2)], verify)
+            for k in range(2):
+                assert codes[k] == inflate.BAD_CHECKSUM if verify[k] and is_bad[k] else wanted[k] <= codes[k] <= 20_000
+        codes = both([headless[0], good[1]], verify)
+        assert codes[0] == inflate.BAD_HEADER
+        assert wanted[1] <= codes[1] <= 20_000
 
 
 def test_reads_no_more_input_than_needed(tables: NDArray[np.uint8]) -> None:

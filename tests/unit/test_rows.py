@@ -204,6 +204,20 @@ def test_log1p_of_either_zero_is_positive_zero(beside: float) -> None:
     assert values[:2].tobytes() == bytes(8)
 
 
+def test_a_cell_that_sums_to_less_than_zero_is_scaled() -> None:
+    data, out = np.array([-1, -4, 1, 2, 1, -3], dtype=np.float32), np.empty((2, 3), dtype=np.float32)
+    rows.gather_dense(
+        np.arange(2, dtype=np.int32), np.array([0, 3, 6]), data, ONE_MAP, NO_COLUMNS, 8.0, False, SCRATCH, out
+    )
+    np.testing.assert_array_equal(out, [[2, 8, -2], [2, 1, -3]])  # those of a sum of 0 stay as they are
+
+
+def test_log1p_of_infinity() -> None:
+    data, out = np.array([np.inf, 1, 0], dtype=np.float32), np.empty((1, 3), dtype=np.float32)
+    rows.gather_dense(np.zeros(1, np.int32), np.array([0, 3]), data, ONE_MAP, NO_COLUMNS, 0.0, True, SCRATCH, out)
+    np.testing.assert_array_equal(out[0], np.log1p(data))
+
+
 def test_a_large_minibatch_of_dense_rows(matrix: csr_matrix) -> None:
     X = matrix.toarray()
     positions = np.random.default_rng(1).integers(0, 70, 40).astype(np.int32)

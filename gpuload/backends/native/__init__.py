@@ -100,8 +100,8 @@ def cache_folder() -> str:
 def _remove_empty(folder: str) -> None:
     """Remove files that a crash of the machine left empty: numba would fail on them forever."""
     for entry in os.scandir(folder):
-        if entry.name.endswith((".nbi", ".nbc")) and not entry.stat().st_size:
-            with contextlib.suppress(FileNotFoundError):  # removed by another process
+        with contextlib.suppress(FileNotFoundError):  # removed by another process
+            if entry.name.endswith((".nbi", ".nbc")) and not entry.stat().st_size:
                 os.remove(entry.path)
 
 

@@ -192,6 +192,7 @@ def decode_chunks(
             )
             if code < 0:
                 return _bad(c, code, status)
+            status[2] |= code == MAX_EXACT
             continue
         is_due = _is_due(verify, verified[number])
         n = _without_checksums(stored + place, n, mask, fletcher, crc, is_due, is_fletcher32, is_crc32c)
@@ -256,6 +257,5 @@ def decode_chunks(
         )
         if code < 0:
             return _bad(c, code, status)
-        if code == MAX_EXACT:
-            status[2] = 1
+        status[2] |= code == MAX_EXACT
     return table.shape[1]

@@ -30,7 +30,7 @@ call_copy = caller(I64, *[I64] * 11)
 """Call `copy_pieces`: addresses instead of arrays, the elements' first and the resident's last."""
 
 call_fill = caller(I64, *[I64] * 9)
-"""Call `fill_pieces`: addresses instead of arrays, and the bits of the value as a float64."""
+"""Call `fill_pieces`: addresses instead of arrays, the bits of the value as a float64, and not whether it is whole."""
 
 
 def copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
@@ -120,15 +120,28 @@ def fill_pieces(
     piece_rows: Any,
     dest_stride: int,
     value: float,
+    is_whole: bool,
     limit: int,
     out: Any,
 ) -> int:
-    """Write the fill value for a chunk that was never written; return a code as `copy_run` does."""
+    """Write the fill value for a chunk that was never written; return a code as `copy_run` does.
+
+    `is_whole` says what `is_long_whole` does of the stored dtype.
+    """
     for p in range(lo, hi):
         for r in range(piece_rows[p]):
             start = piece_dest[p] + r * dest_stride
             out[start : start + piece_width[p]] = value
-    return BAD_COLUMN if limit >= 0 and not 0 <= value < limit else OK
+    if limit >= 0:
+        return OK if 0 <= value < limit else BAD_COLUMN
+    if np.isfinite(value) and not np.isfinite(out.dtype.type(value)):
+        return BAD_VALUE
+    return MAX_EXACT if is_whole and abs(value) > MAX_EXACT else OK
+
+
+def is_long_whole(stored: np.dtype[Any]) -> bool:
+    """Return whether a dtype is of integers, some of which float32 rounds."""
+    return stored.kind in "iu" and stored.itemsize >= 4
 
 
 _copiers: dict[tuple[np.dtype[Any], np.dtype[Any]], tuple[Callback, Callback]] = {}
@@ -141,7 +154,7 @@ def addresses_of(stored: np.dtype[Any], out: np.dtype[Any], may_fill: bool) -> t
     """Return the addresses for `call_copy` and `call_fill`, for elements of these dtypes; 0 if not requested."""
     found = _copiers.get((stored, out))
     if found is None:  # keep just one, whichever thread made it: compiled code lives as long as its `Callback`
-        found = _copiers.setdefault((stored, out), (_copier(stored, out), _filler(out)))
+        found = _copiers.setdefault((stored, out), (_copier(stored, out), _filler(stored, out)))
     return found[0].address, found[1].address if may_fill else 0
 
 
@@ -176,7 +189,9 @@ def _copier(stored: np.dtype[Any], out_dtype: np.dtype[Any]) -> Callback:
     return Callback(copy)
 
 
-def _filler(out_dtype: np.dtype[Any]) -> Callback:
+def _filler(stored: np.dtype[Any], out_dtype: np.dtype[Any]) -> Callback:
+    is_whole = is_long_whole(stored)
+
     def fill(
         lo: int, hi: int, dest: int, width: int, rows: int, dest_stride: int, value: int, limit: int, out: int
     ) -> int:
@@ -188,6 +203,7 @@ def _filler(out_dtype: np.dtype[Any]) -> Callback:
             array_at(rows, hi, np.int64),
             dest_stride,
             double_of(value),
+            is_whole,
             limit,
             array_at(out, _ANY, out_dtype),
         )

@@ -117,8 +117,14 @@ DEVICE void convert(uint64_t bits, int64_t limit, int32_t& to, Checks& checks) {
     checks.is_bad |= is_bad;
 }
 
-DEVICE void convert_fill(double value, int64_t, float& to, Checks&) { to = narrowed(value); }
+template <class S>
+DEVICE void convert_fill(double value, int64_t, float& to, Checks& checks) {
+    to = narrowed(value);
+    checks.is_bad = is_finite(value) && !is_finite(to);
+    checks.is_rounded = S::kind != FLOAT && S::nbytes >= 4 && (value > MAX_EXACT || value < -MAX_EXACT);
+}
 
+template <class S>
 DEVICE void convert_fill(double value, int64_t limit, int32_t& to, Checks& checks) {
     checks.is_bad = !(value >= 0 && value < double(limit));
     to = checks.is_bad ? 0 : int32_t(value);
@@ -172,7 +178,7 @@ DEVICE void copy_pieces(const uint8_t* __restrict__ decoded, const int64_t* piec
             const int lane = t % n_lanes;
             Checks checks;
             Out fill = 0;
-            if (piece_base[p] < 0) convert_fill(fill_value, limit, fill, checks);
+            if (piece_base[p] < 0) convert_fill<S>(fill_value, limit, fill, checks);
             for (int64_t r = is_one_run ? 0 : first + t / n_lanes; r < (is_one_run ? 1 : last);
                  r += N_THREADS / n_lanes) {
                 const int64_t skipped = is_one_run ? first : 0, length = is_one_run ? last - first : width;
