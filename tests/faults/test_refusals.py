@@ -752,6 +752,19 @@ def test_chunk_whose_end_exceeds_int64_is_refused(tmp_path: Path) -> None:
     assert_refused("ReadError", path, f"/X should reach byte {(1 << 63) - 16 + chunk.size} but the file ends at")
 
 
+@pytest.mark.parametrize("chunks", [(16, writers.N_VARS), None])
+def test_fill_value_of_a_negative_size_is_refused(tmp_path: Path, chunks: tuple[int, int] | None) -> None:
+    """HDF5 crashes if it is asked for such a fill value."""
+    path, fill_value = tmp_path / "fill.h5ad", np.float32(-123.5)
+    options: dict[str, Any] = {"chunks": chunks, "fillvalue": fill_value}
+    write_h5ad(path, lambda f: write_dense(f, "X", counts().toarray(), **options))
+    content, value = path.read_bytes(), fill_value.tobytes()
+    message = b"\2\1\4\0\0\0" + value  # when to write it, whether it is defined, its size
+    assert content.count(message) == 1
+    path.write_bytes(content.replace(message, b"\2\1\4\0\0\x80" + value))
+    assert_refused("CorruptDataError", path, f"{path}: ", "fill", "estore the file")
+
+
 def test_matrix_and_frames_of_different_length(tmp_path: Path) -> None:
     path = tmp_path / "frames.h5ad"
     write_h5ad(path, lambda f: write_csr(f, "X", counts()), n_vars=writers.N_VARS + 1)
