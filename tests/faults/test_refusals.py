@@ -765,6 +765,31 @@ def test_fill_value_of_a_negative_size_is_refused(tmp_path: Path, chunks: tuple[
     assert_refused("CorruptDataError", path, f"{path}: ", "fill", "estore the file")
 
 
+@pytest.mark.parametrize(
+    ("node", "name"),
+    [("/", "encoding-type"), ("X", "encoding-type"), ("X", "shape"), ("var", "_index"), ("obs", "column-order")]
+    + [("obs/cell_line", name) for name in ("encoding-type", "encoding-version", "ordered")]
+    + [(f"obs/cell_line/{part}", "encoding-type") for part in ("codes", "categories")],
+)
+def test_attributes_that_are_neither_text_nor_numbers(copy_of: Callable[[str], Path], node: str, name: str) -> None:
+    path = copy_of("damaged.h5ad")
+    values = np.empty(1, dtype=object)
+    values[0] = np.arange(3, dtype=np.uint8)
+    with h5py.File(path, "r+") as file:
+        file[node].attrs.create(name, values, dtype=h5py.vlen_dtype(np.uint8))
+    told = f"the attribute {name!r} of /{node.strip('/')} is neither text nor numbers"
+    assert_refused("CorruptDataError", path, f"{path}: ", told, "restore the file", obs=["cell_line"])
+
+
+def test_attribute_of_an_impossible_type_is_refused(copy_of: Callable[[str], Path]) -> None:
+    """HDF5 crashes on reading it."""
+    path = copy_of("damaged.h5ad")
+    content, text = path.read_bytes(), b"encoding-type\0\0\0\x19\1"  # sequences of varying length, of kind 1: text
+    assert text in content
+    path.write_bytes(content.replace(text, text[:-1] + b"\xd2"))
+    assert_refused("CorruptDataError", path, f"{path}: ", "'encoding-type'", "neither text nor numbers", "restore the")
+
+
 def test_matrix_and_frames_of_different_length(tmp_path: Path) -> None:
     path = tmp_path / "frames.h5ad"
     write_h5ad(path, lambda f: write_csr(f, "X", counts()), n_vars=writers.N_VARS + 1)
