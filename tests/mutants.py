@@ -243,6 +243,7 @@ def in_turn(
 
 def run(findings: Callable[..., Iterator[dict[str, Any]]], max_memory: int) -> None:
     """Print the findings of each task, one per line, within so many bytes of address space."""
+    faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
     warnings.simplefilter("ignore")
     for line in sys.stdin:
@@ -284,8 +285,11 @@ class Program:
             timer.cancel()
         process.communicate()
         self._errors.seek(0)
-        ending = f"exit {process.returncode}: {self._errors.read().decode()[-800:]}"
-        self._errors.truncate(0)
+        said = self._errors.read().decode()
+        begin = max(said.rfind("Timeout ("), said.rfind("Fatal Python error"))  # then the innermost call
+        ending = f"exit {process.returncode}: {said[begin:][:800] if begin >= 0 else said[-800:]}"
+        self._errors.seek(0)
+        self._errors.truncate()
         self._process = self._start()
         return lines, ending
 

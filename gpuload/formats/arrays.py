@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -253,6 +253,19 @@ def check_stored(stored: Any, where: str) -> None:
                 f"{where} holds neither text nor numbers; write it again with AnnData, or restore the file from its "
                 "source."
             ) from None
+
+
+def attrs_of(node: Any, *names: str) -> Any:
+    """Return the attributes of a node, the named ones checked.
+
+    Reading what damage has made of the data type of a text may crash the HDF5 library.
+    """
+    attrs = node.attrs
+    for name in names if hasattr(attrs, "get_id") else ():
+        with suppress(KeyError):  # there is none
+            if (attrs.get_id(name).dtype.metadata or {}).get("vlen", str) not in (str, bytes):
+                raise ValueError(f"the attribute {name!r} of {node.name} is neither text nor numbers")
+    return attrs
 
 
 def check_plain_matrix(where: str, layer: str, obs: Sequence[str], cure: str) -> None:

@@ -339,7 +339,7 @@ class Access:
         storage = stored.id.get_create_plist().get_layout()
         if storage == h5py.h5d.CHUNKED:
             return _chunked(stored, self.source)
-        about, fill_value = (stored.name, stored.shape, stored.dtype), float(stored.fillvalue)
+        about, fill_value = (stored.name, stored.shape, stored.dtype), _fill_value(stored)
         if storage == h5py.h5d.COMPACT:
             data = np.frombuffer(np.ascontiguousarray(stored[()]).tobytes(), dtype=np.uint8)
             return arrays.plain_layout(BufferSource(self.name, data), *about, 0, fill_value)
@@ -373,6 +373,12 @@ def _check_type(where: str, found: Any) -> None:
         )
 
 
+def _fill_value(stored: h5py.Dataset) -> float:
+    """Return what stands for values that were never written."""
+    stored.id.get_create_plist().fill_value_defined()  # an error where HDF5 would crash on one of a damaged size
+    return float(stored.fillvalue)
+
+
 def _chunked(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
     shape, chunk_shape = stored.shape, stored.chunks
     grid = tuple(-(-n // c) for n, c in zip(shape, chunk_shape, strict=True))
@@ -398,7 +404,7 @@ def _chunked(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
         if is_plain.any() and _leaves_partial_chunks_plain(stored, source.name):
             mask = np.where(is_plain, _ALL_FILTERS, mask)
     return ArrayLayout(
-        source, stored.name, shape, stored.dtype, chunk_shape, offset, nbytes, mask, filters, float(stored.fillvalue)
+        source, stored.name, shape, stored.dtype, chunk_shape, offset, nbytes, mask, filters, _fill_value(stored)
     )
 
 

@@ -228,8 +228,9 @@ def read_by_columns(root: Any, path: str, layer: str, access: Access) -> CsrMatr
 
 def _sparse(node: Any) -> tuple[str, str | None, tuple[int, int] | None]:
     """Return a group's encoding, ``"csr"`` or ``"csc"`` if it is sparse, and its shape."""
-    encoding = arrays.as_text(node.attrs.get("encoding-type", node.attrs.get("h5sparse_format", "")))
-    shape = node.attrs.get("shape", node.attrs.get("h5sparse_shape"))
+    attrs = arrays.attrs_of(node, "encoding-type", "h5sparse_format", "shape", "h5sparse_shape")
+    encoding = arrays.as_text(attrs.get("encoding-type", attrs.get("h5sparse_format", "")))
+    shape = attrs.get("shape", attrs.get("h5sparse_shape"))
     return encoding, _SPARSE.get(encoding), None if shape is None else _two(shape)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line, shown
-from gpuload.formats.arrays import as_strings, as_text, check_filter, check_stored, member, no_column
+from gpuload.formats.arrays import as_strings, as_text, attrs_of, check_filter, check_stored, member, no_column
 from gpuload.sampling.classes import factorize, has_nul
 from gpuload.store import ObsColumn, check_whole
 
@@ -35,7 +35,7 @@ def column_names(frame: Any) -> list[str]:
     """Return the columns of a stored data frame (an h5py group or compound data set), without its index."""
     if frame is None:
         return []
-    order = frame.attrs.get("column-order") if hasattr(frame, "keys") else None
+    order = attrs_of(frame, "column-order").get("column-order") if hasattr(frame, "keys") else None
     if order is not None:
         order = [order] if isinstance(order, (str, bytes)) else order
         if not hasattr(order, "__len__") or not all(isinstance(name, (str, bytes)) for name in order):
@@ -73,7 +73,7 @@ def index_pieces(frame: Any, path: str, key: str) -> Iterator[NDArray[np.object_
     name = index_name(frame)
     stored: Any = member(frame, name, path) if hasattr(frame, "keys") and name is not None else None
     check_stored(stored, f"{path}: /{key}/{name}")
-    if hasattr(stored, "keys") and stored.attrs.get("encoding-type") == "nullable-string-array":
+    if hasattr(stored, "keys") and attrs_of(stored, "encoding-type").get("encoding-type") == "nullable-string-array":
         values, mask = stored.get("values"), stored.get("mask")
         if getattr(values, "shape", ()) == getattr(mask, "shape", None) and not mask[()].any():
             stored = values
@@ -165,7 +165,7 @@ def index_name(frame: Any) -> str | None:
     if not hasattr(frame, "keys"):
         names = frame.dtype.names or ()
         return next((n for n in ("index", "_index") if n in names), names[0] if names else None)
-    name = frame.attrs.get("_index")
+    name = attrs_of(frame, "_index").get("_index")
     if name is not None:
         return as_text(name)
     return next((n for n in ("_index", "index") if n in frame), None)
@@ -176,8 +176,9 @@ def read_values(frame: Any, name: str, path: str) -> Any:
     if not hasattr(frame, "keys"):
         check_stored(frame, f"{path}: {frame.name}")
         values = frame[name]
-        categories = frame.attrs.get(f"{name}_categories")
-        legacy = frame.file.get(f"uns/{name}_categories")
+        key = f"{name}_categories"
+        categories = attrs_of(frame, key).get(key)
+        legacy = frame.file.get(f"uns/{key}")
         if categories is None and legacy is not None:
             categories = legacy[()]
         if categories is None:
@@ -190,9 +191,9 @@ def read_values(frame: Any, name: str, path: str) -> Any:
     where = f"{path}: {frame.name}/{name}"
     check_stored(stored, where)
     if "categories" in stored.attrs and not hasattr(stored, "keys"):
-        categories = frame.file[stored.attrs["categories"]]
+        categories = frame.file[attrs_of(stored, "categories")["categories"]]
         check_stored(categories, f"{path}: {categories.name}")
-        is_ordered = bool(categories.attrs.get("ordered", False))
+        is_ordered = bool(attrs_of(categories, "ordered").get("ordered", False))
         return pd.Categorical.from_codes(stored[()], _texts_or_numbers(categories[()]), ordered=is_ordered)
     return _read_element(stored)
 
@@ -222,7 +223,7 @@ def _read_element(stored: Any) -> Any:
             codes, categories = (_read_element(stored[part]) for part in ("codes", "categories"))
             if isinstance(categories, np.ndarray):  # text that says nothing of its encoding
                 categories = _texts_or_numbers(categories)
-            return pd.Categorical.from_codes(codes, categories, ordered=bool(stored.attrs["ordered"]))
+            return pd.Categorical.from_codes(codes, categories, ordered=bool(attrs_of(stored, "ordered")["ordered"]))
         if kind == "string-array" and not is_group:
             return stored.asstr()[()]
         if kind == "array" and not is_group:
@@ -234,7 +235,7 @@ def _read_element(stored: Any) -> Any:
 
 def _attribute(stored: Any, name: str) -> str | None:
     """Return an attribute as text, or None if there is none; h5py's own `get` takes a damaged one for missing."""
-    return as_text(stored.attrs[name]) if name in stored.attrs else None
+    return as_text(attrs_of(stored, name)[name]) if name in stored.attrs else None
 
 
 def encode(values: Any, name: str, path: str, key: str = "obs") -> ObsColumn:

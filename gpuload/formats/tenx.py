@@ -19,7 +19,7 @@ import numpy as np
 
 from gpuload.errors import StoreError
 from gpuload.formats import hdf5
-from gpuload.formats.arrays import OBSM, as_strings, as_text, check_length, check_stored, no_column, no_obsm
+from gpuload.formats.arrays import OBSM, as_strings, as_text, attrs_of, check_length, check_stored, no_column, no_obsm
 from gpuload.formats.members import open_csr
 from gpuload.formats.obs import encode
 from gpuload.store import Store
@@ -35,7 +35,7 @@ COLUMNS = {"barcode": "barcodes", "filtered_barcodes": "filtered_barcodes"}
 
 def is_tenx(file: Any) -> bool:
     """Return whether an open HDF5 file holds feature-barcode matrices, unless it says that it is AnnData."""
-    return as_text(file.attrs.get("encoding-type", "")) != "anndata" and bool(genomes(file))
+    return as_text(attrs_of(file, "encoding-type").get("encoding-type", "")) != "anndata" and bool(genomes(file))
 
 
 def genomes(file: Any) -> list[str]:

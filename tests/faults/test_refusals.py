@@ -752,6 +752,44 @@ def test_chunk_whose_end_exceeds_int64_is_refused(tmp_path: Path) -> None:
     assert_refused("ReadError", path, f"/X should reach byte {(1 << 63) - 16 + chunk.size} but the file ends at")
 
 
+@pytest.mark.parametrize("chunks", [(16, writers.N_VARS), None])
+def test_fill_value_of_a_negative_size_is_refused(tmp_path: Path, chunks: tuple[int, int] | None) -> None:
+    """HDF5 crashes if it is asked for such a fill value."""
+    path, fill_value = tmp_path / "fill.h5ad", np.float32(-123.5)
+    options: dict[str, Any] = {"chunks": chunks, "fillvalue": fill_value}
+    write_h5ad(path, lambda f: write_dense(f, "X", counts().toarray(), **options))
+    content, value = path.read_bytes(), fill_value.tobytes()
+    message = b"\2\1\4\0\0\0" + value  # when to write it, whether it is defined, its size
+    assert content.count(message) == 1
+    path.write_bytes(content.replace(message, b"\2\1\4\0\0\x80" + value))
+    assert_refused("CorruptDataError", path, f"{path}: ", "fill", "estore the file")
+
+
+@pytest.mark.parametrize(
+    ("node", "name"),
+    [("/", "encoding-type"), ("X", "encoding-type"), ("X", "shape"), ("var", "_index"), ("obs", "column-order")]
+    + [("obs/cell_line", name) for name in ("encoding-type", "encoding-version", "ordered")]
+    + [(f"obs/cell_line/{part}", "encoding-type") for part in ("codes", "categories")],
+)
+def test_attributes_that_are_neither_text_nor_numbers(copy_of: Callable[[str], Path], node: str, name: str) -> None:
+    path = copy_of("damaged.h5ad")
+    values = np.empty(1, dtype=object)
+    values[0] = np.arange(3, dtype=np.uint8)
+    with h5py.File(path, "r+") as file:
+        file[node].attrs.create(name, values, dtype=h5py.vlen_dtype(np.uint8))
+    told = f"the attribute {name!r} of /{node.strip('/')} is neither text nor numbers"
+    assert_refused("CorruptDataError", path, f"{path}: ", told, "restore the file", obs=["cell_line"])
+
+
+def test_attribute_of_an_impossible_type_is_refused(copy_of: Callable[[str], Path]) -> None:
+    """HDF5 crashes on reading it."""
+    path = copy_of("damaged.h5ad")
+    content, text = path.read_bytes(), b"encoding-type\0\0\0\x19\1"  # sequences of varying length, of kind 1: text
+    assert text in content
+    path.write_bytes(content.replace(text, text[:-1] + b"\xd2"))
+    assert_refused("CorruptDataError", path, f"{path}: ", "'encoding-type'", "neither text nor numbers", "restore the")
+
+
 def test_matrix_and_frames_of_different_length(tmp_path: Path) -> None:
     path = tmp_path / "frames.h5ad"
     write_h5ad(path, lambda f: write_csr(f, "X", counts()), n_vars=writers.N_VARS + 1)

@@ -139,6 +139,23 @@ def test_damaged_blosc(codec: str, shuffle: int) -> None:
     assert blosc(whole, len(raw) + 4, 0, 8)[0] == frames.BAD_BLOSC_SIZE
 
 
+@pytest.mark.parametrize("codec", ["blosclz", "lz4", "zlib", "zstd"])
+@pytest.mark.parametrize("level", [0, 5])
+def test_blosc_headers_that_c_blosc_refuses(codec: str, level: int) -> None:
+    """Every value of each byte of the versions, the flags, the element size and the block size."""
+    raw = values("f4", 700).tobytes()
+    whole, n_refused = container(values("f4", 700), codec, 1, 1024, level), 0
+    for place, value in itertools.product((0, 1, 2, 3, 8, 9, 10, 11), range(256)):
+        damaged = whole.copy()
+        damaged[place] = value
+        try:
+            imagecodecs.blosc_decode(damaged.tobytes(), out=np.empty(len(raw), np.uint8), numthreads=1)
+        except imagecodecs.BloscError:
+            n_refused += 1
+            assert blosc(damaged, len(raw), 0, len(raw))[0] < 0, (place, value)
+    assert n_refused > 700
+
+
 GUARDED = """
 import ctypes, mmap
 import numpy as np

@@ -41,7 +41,8 @@ thread uses at a time."""
 
 N_ADDRESSES = 5
 
-_BYTE_SHUFFLED, _COPIED, _BIT_SHUFFLED, _UNSPLIT = 0x01, 0x02, 0x04, 0x10
+_FORMAT_VERSION, _CODEC_VERSION = 2, 1
+_BYTE_SHUFFLED, _COPIED, _BIT_SHUFFLED, _RESERVED, _UNSPLIT = 0x01, 0x02, 0x04, 0x08, 0x10
 _BLOSC_LZ4, _BLOSC_ZLIB, _BLOSC_ZSTD = 1, 3, 4
 _MAX_SPLITS, _MIN_SPLIT_NBYTES = 16, 128
 _MAX_CODECS = 4
@@ -248,27 +249,27 @@ def decode_blosc(  # noqa: PLR0911 - one return per outcome
     tables, addresses
         Address of the inflater's workspace; the table of addresses.
     """
-    if n < 16 or load8(at) != 2:
+    if n < 16 or load8(at) != _FORMAT_VERSION:
         return BAD_BLOSC
     flags, typesize, block_nbytes = load8(at + 2), load8(at + 3), load32(at + 8)
     if load32(at + 4) != size or load32(at + 12) > n:
         return BAD_BLOSC_SIZE
     n = load32(at + 12)
+    if flags & _RESERVED or typesize == 0 or block_nbytes == 0 or block_nbytes > size:
+        return BAD_BLOSC
     if flags & _COPIED:
         if n != size + 16:
             return BAD_BLOSC_SIZE
         copy_bytes(to + lo, at + 16 + lo, hi - lo)
         return hi - lo
     codec = flags >> 5
+    if codec > _MAX_CODECS or load8(at + 1) != _CODEC_VERSION:
+        return BAD_BLOSC
     is_shuffled = flags & _BYTE_SHUFFLED != 0 and typesize > 1
     is_own = codec == _BLOSC_LZ4 or codec == _BLOSC_ZLIB or codec == _BLOSC_ZSTD  # noqa: PLR1714 - compiled
-    if not is_own or flags & _BIT_SHUFFLED or typesize == 0:
-        if codec > _MAX_CODECS or typesize == 0:
-            return BAD_BLOSC
+    if not is_own or flags & _BIT_SHUFFLED:
         got = _call_blosc(addresses[BLOSC], (at, to, size, 1))
         return got if got == size else BAD_STREAM
-    if block_nbytes == 0 or block_nbytes > size:
-        return BAD_BLOSC
     n_blocks = (size + block_nbytes - 1) // block_nbytes
     if 16 + 4 * n_blocks > n:
         return BAD_BLOSC
