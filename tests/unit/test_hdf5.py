@@ -6,13 +6,14 @@ import fcntl
 import gc
 import gzip
 import re
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 import gpuload
-from gpuload.formats import hdf5
+from gpuload.formats import arrays, hdf5
 from tests.writers import counts, write_plain
 
 if TYPE_CHECKING:
@@ -65,3 +66,18 @@ def test_what_to_do_about_a_file_that_is_not_hdf5(tmp_path: Path, name: str, con
     path.write_bytes(content)
     with pytest.raises(gpuload.StoreError, match=rf"not a readable HDF5 file .*; .*{re.escape(cure)}\.$"):
         gpuload.open_loader(path)
+
+
+def test_pieces_of_a_contiguous_array_beyond_2_gb() -> None:
+    n, at = (1 << 30) + 5, 64  # rows of 32 bytes: 32 GB
+    source: Any = SimpleNamespace(name="large.h5ad", nbytes=at + 32 * n)
+    layout = arrays.plain_layout(source, "/X", (n, 8), np.dtype("f4"), at)
+    end = layout.chunk_offset + layout.chunk_nbytes
+    assert (layout.chunk_offset[0], end[-1]) == (at, source.nbytes)
+    np.testing.assert_array_equal(layout.chunk_offset[1:], end[:-1])
+    assert layout.chunk_nbytes.max() <= 1 << 20
+    source.nbytes -= 1
+    with pytest.raises(gpuload.ReadError, match=f"/X should reach byte {at + 32 * n} but the file ends at byte"):
+        arrays.plain_layout(source, "/X", (n, 8), np.dtype("f4"), at)
+    absent = arrays.plain_layout(source, "/X", (n, 8), np.dtype("f4"), None, 3)
+    assert (absent.chunk_nbytes.max(), absent.fill_value) == (0, 3)
