@@ -343,7 +343,10 @@ class Access:
         if storage == h5py.h5d.COMPACT:
             data = np.frombuffer(np.ascontiguousarray(stored[()]).tobytes(), dtype=np.uint8)
             return arrays.plain_layout(BufferSource(self.name, data), *about, 0, fill_value)
-        return arrays.plain_layout(self.source, *about, stored.id.get_offset(), fill_value)
+        offset = stored.id.get_offset()
+        if offset is None and stored.size and not _has_fill_value(stored):
+            raise CorruptDataError(f"{where} was never written, and has no fill value. Restore the file.")
+        return arrays.plain_layout(self.source, *about, offset, fill_value)
 
     def indptr(self, stored: h5py.Dataset, n_rows: int, nnz: tuple[int, int]) -> NDArray[np.int64]:
         """Return row offsets; from the index if it holds what the file says too."""
@@ -406,6 +409,16 @@ def _chunked(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
     return ArrayLayout(
         source, stored.name, shape, stored.dtype, chunk_shape, offset, nbytes, mask, filters, _fill_value(stored)
     )
+
+
+def _fill_value(stored: h5py.Dataset) -> float:
+    """Return what is read where nothing was ever written: 0 if the file fills nothing there."""
+    is_filled = stored.id.get_create_plist().get_fill_time() != h5py.h5d.FILL_TIME_NEVER
+    return float(stored.fillvalue) if is_filled and _has_fill_value(stored) else 0.0
+
+
+def _has_fill_value(stored: h5py.Dataset) -> bool:
+    return bool(stored.id.get_create_plist().fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED)
 
 
 def _partial_chunks(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> NDArray[np.bool_]:

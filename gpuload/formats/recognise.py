@@ -129,7 +129,12 @@ def _fitting(pattern: Address) -> list[Address]:
         raise ReadError(f"{pattern}: a web server cannot list what matches a pattern; pass the addresses as a list.")
     parts.reverse()
     names = {tuple(key.split("/")[: len(parts)]) for key in folder.listed}  # including folders
-    return [folder.child("/".join(n)) for n in names if len(n) == len(parts) and all(map(fnmatchcase, n, parts))]
+    return [folder.child("/".join(n)) for n in names if len(n) == len(parts) and all(map(_fits, n, parts))]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Return whether a name matches a pattern as on a disk, where only a leading dot in it stands for one."""
+    return fnmatchcase(name, pattern) and (pattern.startswith(".") or not name.startswith("."))
 
 
 def folder_form(path: str) -> str:

@@ -146,6 +146,23 @@ def test_unwritable_index_is_skipped(tmp_path: Path, searched: list[str], monkey
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path], "a part was left behind"
 
 
+def test_arrays_of_another_size_are_not_believed(
+    tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = made(tmp_path)
+    values(path)
+    searched.clear()
+    get = index.Index.get
+
+    def longer(self: Any, name: str) -> Any:
+        found = get(self, name)
+        return None if found is None else np.append(found, found[:1] * 0)
+
+    monkeypatch.setattr(index.Index, "get", longer)
+    np.testing.assert_array_equal(values(path), counts().toarray())
+    assert len(searched) == 2
+
+
 def test_small_and_recent_files_get_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made(tmp_path)
     os.utime(path)

@@ -19,10 +19,11 @@ import pytest
 from scipy.sparse import load_npz, save_npz
 
 import gpuload
+from gpuload.formats import recognise
 from tests import other_forms
 from tests.faults.test_refusals import assert_refused, assert_says
 from tests.other_forms import FORMS, write_mudata, write_tenx
-from tests.writers import N_OBS, N_VARS, counts, write_csr, write_plain
+from tests.writers import N_OBS, N_VARS, cells_frame, counts, write_csr, write_elem, write_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,6 +142,27 @@ def test_invalid_10x_is_refused(tmp_path: Path, change: Any, kind: str, parts: t
     assert_refused(kind, path, str(path), *parts)
 
 
+def test_10x_barcodes_that_a_probe_matrix_leaves_out(tmp_path: Path) -> None:
+    is_left_out = np.arange(N_OBS) % 3 == 1
+    path = changed(tmp_path, lambda g: g.create_dataset("filtered_barcodes", data=is_left_out.astype("u1")))
+    with gpuload.open_loader(path, where="filtered_barcodes", shuffle=False, batch_size=1000) as loader:
+        (batch,) = loader
+    np.testing.assert_array_equal(batch.X, counts().toarray()[is_left_out])
+    path = changed(tmp_path, lambda g: None)
+    assert recognise.obs_columns(str(path)) == ["barcode"]
+
+
+@pytest.mark.parametrize("other", ["mod", "uns"])
+def test_anndata_that_also_has_what_other_forms_have(tmp_path: Path, other: str) -> None:
+    path = tmp_path / "cells.h5ad"
+    write_plain(path)
+    with h5py.File(path, "r+") as file:
+        for name in ("rna", "barcodes", "indptr"):
+            file.require_group(f"{other}/{name}")
+    with gpuload.open_loader(path, obs=["depth"], shuffle=False, batch_size=1000) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).X, counts().toarray())
+
+
 def test_10x_columns_and_layers(tmp_path: Path) -> None:
     path = changed(tmp_path, lambda g: put(g, "barcodes", [b"A"]))
     assert_refused("CorruptDataError", path, "barcodes", "1 entries", "131", obs=["barcode"])
@@ -150,6 +172,12 @@ def test_10x_columns_and_layers(tmp_path: Path) -> None:
         put(file["matrix"], "filtered_barcodes", [True] * N_OBS)
         put_virtual(file["matrix"], "filtered_barcodes", "?")
     assert_refused("StoreError", path, "filtered_barcodes keeps its bytes in other", obs=["filtered_barcodes"])
+    path = changed(tmp_path, lambda g: put_virtual(g["features"], "feature_type"))
+    assert_refused("StoreError", path, "feature_type keeps its bytes in other", genes="feature_type == 'A'")
+    path = changed(tmp_path, lambda g: g.create_group("features/kinds"))
+    assert_refused("StoreError", path, "var has no column 'kinds'", genes="kinds == 'A'")
+    path = changed(tmp_path, lambda g: put(g["features"], "feature_type", np.full((N_VARS, 2), b"A")))
+    assert_refused("CorruptDataError", path, "feature_type", "106 entries", "53", genes="feature_type == 'A'")
     path = changed(tmp_path, lambda g: put(g["features"], "feature_type", [b"A"]))
     assert_refused("CorruptDataError", path, "features/feature_type", "1 entries", "53", genes="feature_type == 'A'")
     assert_refused("StoreError", path, "'barcodes'", "did you mean 'barcode'", obs=["barcodes"])
@@ -175,13 +203,34 @@ def test_mudata_modalities(tmp_path: Path) -> None:
     assert_refused("StoreError", path / "atac", "'atac'", "'few', 'prot', 'rna'")
     assert_refused("StoreError", path / "rna", "'spliced'", "no layers", layer="spliced")
     assert_refused("StoreError", path / "few", "/X", "/layers")
+    assert_refused("StoreError", path / "rna/X", "there is no modality 'rna/X'")
     assert_refused("StoreError", path / "rna", "'cell_lines'", "did you mean 'cell_line'", obs=["cell_lines"])
+
+
+def test_another_modality_than_the_only_one(tmp_path: Path) -> None:
+    path = made("mudata-alone", tmp_path)
+    said = f"{path}: there is no modality 'atac'; its modalities are 'rna'. Choose one by the path, for example "
+    assert_refused("StoreError", path / "atac", f"{said}'{path}/rna'.")
+
+
+def test_a_modalitys_own_column_rather_than_the_shared_one(tmp_path: Path) -> None:
+    path = made("mudata-alone", tmp_path)
+    with h5py.File(path, "r+") as file:
+        own = file["mod/rna/obs/depth"][()]
+        del file["obs"]
+        write_elem(file, "obs", cells_frame()[["donor", "depth"]].assign(depth=-1.0))
+        put(file["obsmap"], "rna", file["obsmap/rna"][()].reshape(-1, 1))  # as a matrix, which it may be too
+    with gpuload.open_loader(path, obs=["depth", "donor"], shuffle=False, batch_size=1000) as loader:
+        (batch,) = loader
+        donors = [loader.categories["donor"][code] for code in batch.obs["donor"]]
+    np.testing.assert_array_equal(batch.obs["depth"], own)
+    assert donors == cells_frame()["donor"].iloc[::-1].tolist()
 
 
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda m: m[:-1], ("130", "131")),
+        (lambda m: m[:-1], ("130 entries", "131 cells in /obs")),
         (lambda m: m + 1, ("names cell 132 of 131",)),
         (lambda m: np.where(m == 3, -4, m.astype("i8")), ("names cell -4 of 131",)),
         (lambda m: np.where(m == 3, 4, m), ("leaves out cells",)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 import subprocess
 import sys
 from functools import partial
@@ -727,18 +728,33 @@ def test_more_chunks_than_64_bits_number(tmp_path: Path) -> None:
     assert_refused("CorruptDataError", path, f"{path}: /obsm/X has {1 << 64} chunks", "Restore the file", obsm=["X"])
 
 
-def test_unencoded_chunk_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
+IS_TWICE = "the chunk index of /X lists a position twice, or one outside the array"
+
+
+@pytest.mark.parametrize(
+    ("excess", "row", "told"),
+    [
+        (-4, 16, "/X has an unencoded chunk of the wrong size"),
+        (4, 16, "/X has an unencoded chunk of the wrong size"),
+        (0, 32, IS_TWICE),
+        (0, 16 * 1000, IS_TWICE),
+    ],
+)
+def test_chunk_index_that_was_changed_is_refused(tmp_path: Path, excess: int, row: int, told: str) -> None:
     path = tmp_path / "chunk.h5ad"
     write_h5ad(path, lambda f: write_dense(f, "X", counts().toarray(), chunks=(16, writers.N_VARS)))
     nbytes = 16 * writers.N_VARS * 4
     with h5py.File(path) as file:
-        chunk = file["X"].id.get_chunk_info(0)
+        chunk = file["X"].id.get_chunk_info(1)
         assert (chunk.size, file["X"].dtype) == (nbytes, np.float32)
     content = path.read_bytes()
-    key = nbytes.to_bytes(4, "little") + bytes(4 + 3 * 8) + chunk.byte_offset.to_bytes(8, "little")
-    assert content.count(key) == 1  # of the B-tree of chunks: size, filter mask, place, address
-    path.write_bytes(content.replace(key, (nbytes - 4).to_bytes(4, "little") + key[4:]))
-    assert_refused("CorruptDataError", path, f"{path}: /X has an unencoded chunk of the wrong size", "Restore the file")
+
+    def key(nbytes: int, row: int) -> bytes:  # of the B-tree of chunks: size, filter mask, place, address
+        return struct.pack("<2I4Q", nbytes, 0, row, 0, 0, chunk.byte_offset)
+
+    assert content.count(key(nbytes, 16)) == 1
+    path.write_bytes(content.replace(key(nbytes, 16), key(nbytes + excess, row)))
+    assert_refused("CorruptDataError", path, f"{path}: {told}", "Restore the file")
 
 
 def test_chunk_whose_end_exceeds_int64_is_refused(tmp_path: Path) -> None:

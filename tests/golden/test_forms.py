@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import closing
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,11 @@ from scipy.sparse import csr_matrix, vstack
 
 import gpuload
 from tests.variants import LAYOUTS, VARIANTS, read_anndata
+from tests.writers import write_dense, write_h5ad
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.conftest import StoreVariant
     from tests.variants import Stored
 
@@ -144,8 +148,6 @@ def test_values_are_rounded_to_float32_like_numpy(tmp_path: Any, dtype: str, com
     X = rng.integers(info.min, info.max, (40, 9), dtype=dtype) if info else rng.normal(size=(40, 9)) * 1e30
     X[0, 0], X[0, 1] = (info.min, info.max) if info else (1e-42, -0.0)
     path = tmp_path / "large.h5ad"
-    from tests.writers import write_dense, write_h5ad
-
     write_h5ad(path, lambda f: write_dense(f, "X", X, compression=compression), 40, 9)
     with gpuload.open_loader(path, shuffle=False) as loader:
         (batch,) = loader
@@ -153,14 +155,47 @@ def test_values_are_rounded_to_float32_like_numpy(tmp_path: Any, dtype: str, com
 
 
 def test_special_values_are_preserved(tmp_path: Any) -> None:
-    from tests.writers import write_dense, write_h5ad
-
     X = np.array([[np.nan, np.inf, -np.inf, -0.0, 1e-45]], dtype=np.float32)
     path = tmp_path / "special.h5ad"
     write_h5ad(path, lambda f: write_dense(f, "X", X), 1, 5)
     with gpuload.open_loader(path) as loader:
         (batch,) = loader
     np.testing.assert_array_equal(batch.X, X)
+
+
+def write_unfilled(path: Path, storage: dict[str, Any], *, is_defined: bool) -> None:
+    """Write a matrix of which the last rows are not filled: by its fill time, or for want of a fill value."""
+
+    def write(file: h5py.File) -> None:
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        if not is_defined:
+            undefine = ctypes.CDLL(h5py.h5p.__file__).H5Pset_fill_value
+            assert undefine(ctypes.c_int64(plist.id), ctypes.c_int64(h5py.h5t.IEEE_F32LE.id), None) == 0
+        filled = {"fillvalue": 5, "fill_time": "never"} if is_defined else {}
+        stored = write_dense(file, "X", None, shape=(20, 4), dtype="f4", dcpl=plist, **filled, **storage)
+        if storage:
+            stored[:10] = 1  # the other chunk is never written
+
+    write_h5ad(path, write, 20, 4)
+
+
+@pytest.mark.parametrize("storage", [{"chunks": (10, 4)}, {"chunks": (10, 4), "compression": "gzip"}, {}])
+@pytest.mark.parametrize("is_defined", [True, False])
+def test_what_no_value_fills_is_read_as_hdf5_leaves_it(tmp_path: Path, storage: Any, is_defined: bool) -> None:
+    path, expected = tmp_path / "unfilled.h5ad", np.zeros((20, 4), np.float32)
+    write_unfilled(path, storage, is_defined=is_defined)
+    if not (storage or is_defined):
+        with h5py.File(path) as file, pytest.raises(OSError, match="no data can be read"):
+            file["X"][()]
+        with pytest.raises(gpuload.CorruptDataError, match="/X was never written, and has no fill value"):
+            gpuload.open_loader(path)
+        return
+    with h5py.File(path) as file:
+        file["X"].read_direct(expected)
+    assert expected.max(initial=0) == bool(storage)
+    with gpuload.open_loader(path, shuffle=False) as loader:
+        (batch,) = loader
+    np.testing.assert_array_equal(batch.X, expected)
 
 
 def test_path_may_be_a_relative_string(store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -679,6 +679,11 @@ def test_unsupported_cells_are_refused(what: str) -> None:
     assert message.endswith(".")
 
 
+def test_genes_of_a_plain_matrix_are_not_chosen_by_a_condition() -> None:
+    with pytest.raises(gpuload.StoreError, match=r"^<ndarray>: no columns of var are read from it, .* 'flag'; pass "):
+        gpuload.open_loader(np.ones((3, 2), np.float32), genes="flag")
+
+
 @pytest.mark.parametrize("column", [-1, N_VARS, 1 << 30])
 def test_out_of_range_column_is_reported_on_reading(column: int) -> None:
     X = counts().copy()

@@ -87,9 +87,27 @@ def test_texts_that_were_written_anew_in_another_order(tmp_path: Path, by_h5py: 
     assert by_h5py in ([], [N])  # what was free between them may or may not be told from them
 
 
+def test_texts_between_which_others_lie(tmp_path: Path, by_h5py: list[int]) -> None:
+    given = texts()
+    with h5py.File(tmp_path / "t.h5", "w") as file:
+        stored, others = (file.create_dataset(name, (N,), TEXT) for name in ("texts", "others"))
+        for start in range(0, N, 10):
+            stored[start : start + 10], others[start : start + 3] = given[start : start + 10], ["not", "of", "them"]
+    assert read(tmp_path / "t.h5") == given
+    assert by_h5py == []
+
+
+def compact() -> Any:
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_layout(h5py.h5d.COMPACT)
+    return plist
+
+
 @pytest.mark.parametrize(
     ("values", "options"),
     [
+        (texts(), {"dcpl": compact()}),
+        (texts(), {"chunks": (1 << 19,), "maxshape": (None,), "compression": "gzip"}),
         (["", *texts(N - 1)], {}),
         (["long" * 256, *texts(N - 1)], {}),
         (texts(100), {}),
@@ -158,7 +176,9 @@ def damaged(path: Path, at: int, content: bytes) -> None:
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("part", ["length", "address", "number", "magic", "size", "own number", "own length", "zero"])
+@pytest.mark.parametrize(
+    "part", ["length", "longer", "address", "number", "magic", "size", "own number", "own length", "zero"]
+)
 @pytest.mark.parametrize("which", [0, 1_234, N - 1])
 def test_damaged_references_and_heaps_are_not_believed(tmp_path: Path, part: str, which: int) -> None:
     path, given = written(tmp_path / "t.h5", texts()), texts()
@@ -171,6 +191,7 @@ def test_damaged_references_and_heaps_are_not_believed(tmp_path: Path, part: str
         assert natively(file) == given
     place, content = {
         "length": (reference, b"\x7f\xff\xff\xff"),
+        "longer": (reference, (1_000).to_bytes(4, "little")),
         "address": (reference + 4, (heap + 8).to_bytes(8, "little")),
         "number": (reference + 12, b"\xff\xff"),
         "magic": (heap, b"GC0L"),
@@ -181,6 +202,17 @@ def test_damaged_references_and_heaps_are_not_believed(tmp_path: Path, part: str
     }[part]
     damaged(path, place, content)
     with h5py.File(path) as file, pytest.raises((hdf5_texts._UnusualError, ValueError)):
+        natively(file)
+
+
+def test_lengths_that_lead_beyond_the_heap_are_not_believed(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.h5", texts())
+    with h5py.File(path) as file:
+        offset = file["texts"].id.get_offset()
+    references = np.frombuffer(path.read_bytes(), [("nbytes", "<u4"), ("where", "V12")], N, offset).copy()
+    references["nbytes"][100:] = 1_000
+    damaged(path, offset, references.tobytes())
+    with h5py.File(path) as file, pytest.raises(hdf5_texts._UnusualError):
         natively(file)
 
 

@@ -1,0 +1,83 @@
+"""What opening an HDF5 file rests on: locks, garbage collection, and what is said of files that are not HDF5."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import gzip
+import re
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import gpuload
+from gpuload.formats import arrays, hdf5
+from tests.writers import counts, write_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(params=[True, False])
+def is_collecting(request: pytest.FixtureRequest) -> Iterator[bool]:
+    if not request.param:
+        gc.disable()
+    yield request.param
+    gc.enable()
+
+
+def test_garbage_is_collected_as_before_once_the_last_has_left(is_collecting: bool) -> None:
+    suspended = hdf5._NoCollection()
+    for _ in range(2):
+        with suspended:
+            with suspended:
+                assert not gc.isenabled()
+            assert not gc.isenabled()
+        assert gc.isenabled() == is_collecting
+
+
+def test_file_that_another_has_locked_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cells.h5ad"
+    write_plain(path)
+    with open(path, "rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with gpuload.open_loader(path, shuffle=False, batch_size=1000) as loader:
+            np.testing.assert_array_equal(next(iter(loader)).X, counts().toarray())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "cure"),
+    [
+        ("cells.RDS", gzip.compress(b"X"), "write it from R as .h5ad, for example with anndataR"),
+        ("matrix.MTX.gz", gzip.compress(b"%%"), "for example with scanpy.read_10x_mtx(folder).write_h5ad(DST)"),
+        ("cells.CSV", b"gene,cell", "for example with anndata.io.read_csv(path).write_h5ad(DST)"),
+        ("cells.csv.gz", gzip.compress(b"gene"), "for example with anndata.io.read_csv(path).write_h5ad(DST)"),
+        ("cells.tsv", b"gene\tcell", "for example with scanpy.read_10x_mtx(folder).write_h5ad(DST)"),
+        ("cells.h5ad", b"", "it is empty: copy it again"),
+        ("cells.h5ad", gzip.compress(b"X"), "gunzip it first"),
+        ("cells.h5ad", b"something else", "expected an .h5ad file"),
+    ],
+)
+def test_what_to_do_about_a_file_that_is_not_hdf5(tmp_path: Path, name: str, content: bytes, cure: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(gpuload.StoreError, match=rf"not a readable HDF5 file .*; .*{re.escape(cure)}\.$"):
+        gpuload.open_loader(path)
+
+
+def test_pieces_of_a_contiguous_array_beyond_2_gb() -> None:
+    n, at = (1 << 30) + 5, 64  # rows of 32 bytes: 32 GB
+    source: Any = SimpleNamespace(name="large.h5ad", nbytes=at + 32 * n)
+    layout = arrays.plain_layout(source, "/X", (n, 8), np.dtype("f4"), at)
+    end = layout.chunk_offset + layout.chunk_nbytes
+    assert (layout.chunk_offset[0], end[-1]) == (at, source.nbytes)
+    np.testing.assert_array_equal(layout.chunk_offset[1:], end[:-1])
+    assert layout.chunk_nbytes.max() <= 1 << 20
+    source.nbytes -= 1
+    with pytest.raises(gpuload.ReadError, match=f"/X should reach byte {at + 32 * n} but the file ends at byte"):
+        arrays.plain_layout(source, "/X", (n, 8), np.dtype("f4"), at)
+    absent = arrays.plain_layout(source, "/X", (n, 8), np.dtype("f4"), None, 3)
+    assert (absent.chunk_nbytes.max(), absent.fill_value) == (0, 3)
