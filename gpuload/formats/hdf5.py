@@ -376,12 +376,6 @@ def _check_type(where: str, found: Any) -> None:
         )
 
 
-def _fill_value(stored: h5py.Dataset) -> float:
-    """Return what stands for values that were never written."""
-    stored.id.get_create_plist().fill_value_defined()  # an error where HDF5 would crash on one of a damaged size
-    return float(stored.fillvalue)
-
-
 def _chunked(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
     shape, chunk_shape = stored.shape, stored.chunks
     grid = tuple(-(-n // c) for n, c in zip(shape, chunk_shape, strict=True))
@@ -413,11 +407,13 @@ def _chunked(stored: h5py.Dataset, source: Hdf5Source) -> ArrayLayout:
 
 def _fill_value(stored: h5py.Dataset) -> float:
     """Return what is read where nothing was ever written: 0 if the file fills nothing there."""
+    has_one = _has_fill_value(stored)
     is_filled = stored.id.get_create_plist().get_fill_time() != h5py.h5d.FILL_TIME_NEVER
-    return float(stored.fillvalue) if is_filled and _has_fill_value(stored) else 0.0
+    return float(stored.fillvalue) if has_one and is_filled else 0.0
 
 
 def _has_fill_value(stored: h5py.Dataset) -> bool:
+    """Return whether there is a fill value; an error if it is of a damaged size, where HDF5 would crash on reading."""
     return bool(stored.id.get_create_plist().fill_value_defined() != h5py.h5d.FILL_VALUE_UNDEFINED)
 
 

@@ -549,6 +549,62 @@ def test_stays_within_its_memory(tables: NDArray[np.uint8]) -> None:
             assert code in CODES or need <= code <= len(plain)
 
 
+def at_end(memory: NDArray[np.uint8], what: bytes) -> tuple[int, int]:
+    """Put bytes at the end of memory, and return their address and number."""
+    memory[memory.size - len(what) :] = np.frombuffer(what, np.uint8)
+    return memory.ctypes.data + memory.size - len(what), len(what)
+
+
+@pytest.mark.parametrize("n_matches", [1, 2])
+@pytest.mark.parametrize("n_after", range(48))
+def test_long_matches_near_the_end_stay_within_their_memory(
+    n_after: int, n_matches: int, tables: NDArray[np.uint8]
+) -> None:
+    """A match of 258 bytes is written in pieces of 16, which may extend beyond it."""
+    src, src_2, dst, dst_2 = (fenced(4_000) for _ in range(4))
+    few = bytes(b"01234567"[value & 7] for value in noise(1_000))  # of short codes: four are written in a step
+    for n_before in range(397, 401):
+        plain = few[:n_before] + bytes(1 + n_matches * 258) + few[n_before : n_before + n_after]
+        size = len(plain)
+        slow = bytes(value % 200 for value in noise(size, 2))  # the other stream reaches its end while this goes on
+        literals = deflate(slow, 9, zlib.Z_HUFFMAN_ONLY)
+        out, out_2 = (one.ctypes.data + one.size - size for one in (dst, dst_2))
+        after = bytes(40)  # or the fast loops would stop for want of input
+        pairs = [(plain, deflate(plain, 9) + after), (slow, literals + after)]
+        for (one, stream), (two, stream_2) in product(pairs, pairs):
+            streams = (*at_end(src, stream), out), (*at_end(src_2, stream_2), out_2)
+            assert inflate_zlib(*streams[0], size, size, tables.ctypes.data, True) == size
+            assert dst[-size:].tobytes() == one
+            assert inflate_two(*streams[0], size, True, *streams[1], size, True, size, tables.ctypes.data) == (
+                size,
+                size,
+            )
+            assert (dst[-size:].tobytes(), dst_2[-size:].tobytes()) == (one, two)
+
+
+def test_long_codes_of_streams_cut_off_are_read_within_their_memory(tables: NDArray[np.uint8]) -> None:
+    rng = random.Random(3)
+    literals = lengths(257, **{f"s{64 + n}": n for n in range(1, 15)}, s90=15, s256=15)
+    codes = canonical(literals)
+
+    def stream(n: int) -> bytes:
+        bits = dynamic(literals, [1, 1])
+        for _ in range(n):
+            bits.code(*codes[rng.choice((77, 78, 90))])
+        return b"\x78\x5e" + bits.to_bytes()
+
+    src, src_2, dst, dst_2 = (fenced(4_000) for _ in range(4))
+    size = 4_000
+    for k in range(300):
+        short, long = stream(200 + k % 50), stream(400)
+        short = short[: len(short) - k // 50]
+        for one, two in ((short, long), (long, short)):
+            places = (*at_end(src, one), dst.ctypes.data), (*at_end(src_2, two), dst_2.ctypes.data)
+            assert inflate_zlib(*places[0], size, size, tables.ctypes.data, True) == inflate.TRUNCATED
+            both = inflate_two(*places[0], size, True, *places[1], size, True, size, tables.ctypes.data)
+            assert both == (inflate.TRUNCATED, inflate.TRUNCATED)
+
+
 def test_adler32() -> None:
     for n in (0, 1, 2, 15, 16, 31, 32, 33, 63, 5_551, 5_552, 5_553, 11_104, 70_000):
         for plain in (noise(n), b"\xff" * n, bytes(n)):
