@@ -222,6 +222,16 @@ def test_modalities_match_mudata(zarr_format: int, tmp_path: Path) -> None:
         assert list(loader.var_names) == list(part.var_names)
 
 
+@pytest.mark.parametrize("folder", ["mod", "ms", "mod/mod"])
+def test_a_folder_that_is_only_named_like_a_group_of_modalities(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / folder / "cells.zarr"
+    path.parent.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        anndata.AnnData(counts(), cells_frame(), genes_frame()).write_zarr(path)
+    np.testing.assert_array_equal(rows(path)[1].X, counts().toarray())
+
+
 def test_commands_accept_a_modality(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", f"{path}/prot", "--json", "--quiet", "--label", "donor", "--batch-size", "8"]) == 0
     found = json.loads(capsys.readouterr().out)
