@@ -18,6 +18,7 @@ from gpuload.checks import check_order
 from gpuload.errors import PlanError, ReadError, shown
 from gpuload.formats.zarr_trees import NODE_FILES
 from gpuload.remote import Patience, open_remote
+from gpuload.remote.folder import path_of
 from gpuload.remote.hub import split_address
 from gpuload.remote.object_store import named_query, split_query
 
@@ -333,7 +334,7 @@ def at_addresses(paths: Any, cache: SampleStore | None, options: Mapping[str, An
             return {name: changed(one) for name, one in given.items()}
         path = _text_of(given)
         if path.startswith("file://"):
-            return path.removeprefix("file://")
+            return path_of(path)
         if "://" not in path:
             return given
         addresses.append(Address.of(path, cache, options, clients))

@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpuload.errors import PlanError, shown
-from gpuload.remote.folder import FolderRemote
+from gpuload.remote.folder import FolderRemote, path_of
 from gpuload.remote.hub import HubRemote
 from gpuload.remote.object_store import ObjectRemote
 from gpuload.remote.objects import Reach, RemoteObject
@@ -71,4 +71,4 @@ def open_remote(place: str | os.PathLike[str], **options: Any) -> Remote:
         return ObjectRemote(place, **options)
     if options:
         raise PlanError(f"{place}: a folder takes no options; leave out {', '.join(sorted(options))}.")
-    return FolderRemote(place.removeprefix("file://"))
+    return FolderRemote(path_of(place) if "://" in place else place)

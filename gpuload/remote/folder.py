@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from gpuload.errors import BusyError, ReadError
 from gpuload.remote.errors import check_length
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _log = logging.getLogger("gpuload")
+
+
+def path_of(address: str) -> str:
+    """Return the path of a ``file://`` address, whether percent-encoded, as by `pathlib.Path.as_uri`, or not."""
+    path = address.removeprefix("file://")
+    return path if os.path.exists(path) else unquote(path)
 
 
 class FolderRemote:

@@ -197,6 +197,18 @@ def test_path_of_universal_pathlib_is_read_as_its_address(server: Running, plain
     assert names.tolist() == gpuload.obs_names(plain.path).tolist()
 
 
+@pytest.mark.parametrize("name", ["my cells.h5ad", "100%.h5ad", "a%20b.h5ad", "größe #1?.h5ad"])
+def test_file_address_is_that_of_a_path_whether_encoded_or_not(name: str, plain: Stored, tmp_path: Path) -> None:
+    path = tmp_path / name
+    shutil.copy(plain.path, path)
+    for address in (path.as_uri(), f"file://{path}", f"{tmp_path.as_uri()}/*.h5ad"):
+        assert_same(batches(address), batches(path))
+    (tmp_path / "a%20b").mkdir()
+    assert open_remote((tmp_path / "a%20b").as_uri()).name == open_remote(f"file://{tmp_path}/a%20b").name
+    with pytest.raises(ReadError, match=r"/no cells\.h5ad: no such file"):
+        batches((tmp_path / "no cells.h5ad").as_uri())
+
+
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_google_and_azure_addresses_read_the_same_as_on_disk(server: Running, plain: Stored, scheme: str) -> None:
     """Google's interface equals S3's for these requests; so does Azure's, as long as nothing is listed."""
