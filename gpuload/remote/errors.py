@@ -49,6 +49,9 @@ _OF_FSSPEC = {
 _ENDPOINT = re.compile("((aws|azure|azure_storage)_)?endpoint(_url(_s3)?)?")
 """obstore's names of a server of one's own."""
 
+_KEY = re.compile("(aws_)?(access_key_id|secret_access_key|session_token|token|(default_)?region)")
+"""obstore's names of what is sent in a header; a Google key, for one, is a text of many lines."""
+
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https")
 """Prefixes of addresses that obstore knows."""
 
@@ -192,7 +195,7 @@ def check_settings(url: str, settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         if not isinstance(value, str):
             continue
-        if not value.isprintable():
+        if _KEY.fullmatch(name.lower()) and not value.isprintable():
             raise PlanError(
                 f"{url}: {name} has a line break or another control character in it, as a key that was read from a "
                 "file may have; leave that out."

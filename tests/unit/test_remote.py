@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import pickle
 import re
@@ -637,6 +638,14 @@ def test_a_key_with_a_line_break_is_refused_and_not_shown() -> None:
     with pytest.raises(PlanError, match=r"^s3://data: access_key_id has a line break or another control c") as caught:
         open_remote("s3://data", access_key_id="SECRET\n", secret_access_key="b")
     assert "SECRET" not in str(caught.value)
+
+
+def test_a_key_of_many_lines_is_passed_on() -> None:
+    pytest.importorskip("obstore")
+    key = json.dumps({"type": "service_account", "private_key": "none", "client_email": "a@b"}, indent=2)
+    with pytest.raises(PlanError, match="which cannot be used here") as caught:  # obstore reads it, and finds no key
+        open_remote("gs://data", service_account_key=key)
+    assert "line break" not in str(caught.value)
 
 
 def test_a_setting_of_connections_in_the_wrong_place_is_refused() -> None:
