@@ -224,8 +224,8 @@ class _Experiment:
         root, path = self._files.name, path.removeprefix("file://").rstrip("/")
         roots = (root,) if "://" in root else (os.path.abspath(root), os.path.realpath(root))
         within = (f"{one.rstrip('/')}/" for one in roots)
-        inside = [path.removeprefix(one) for one in within if path.startswith(one)]
-        return inside[0] if inside and ".." not in path.split("/") else None
+        inside = next((path.removeprefix(one) for one in within if path.startswith(one)), None)
+        return inside if ".." not in path.split("/") else None
 
 
 @contextmanager

@@ -197,6 +197,7 @@ class Crew:
 
 
 def _end(*queues: _Queue) -> None:
+    """Drop what is in queues, and end the threads that serve them."""
     for queue in queues:
         for _ in taken_out(queue):
             pass

@@ -30,7 +30,7 @@ call_copy = caller(I64, *[I64] * 11)
 """Call `copy_pieces`: addresses instead of arrays, the elements' first and the resident's last."""
 
 call_fill = caller(I64, *[I64] * 9)
-"""Call `fill_pieces`: addresses instead of arrays, the bits of the value as a float64, and not whether it is whole."""
+"""Call `fill_pieces`: addresses instead of arrays, the bits of the value as a float64; `is_whole` is compiled in."""
 
 
 def copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
