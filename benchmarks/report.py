@@ -3,9 +3,9 @@
 ``python -m benchmarks.report benchmarks/results/NAME.jsonl [OTHER.jsonl ...] --plot rivals.png --readme README.md
 --details benchmarks/README.md``
 
-The first file is plotted and makes the README's tables; the README shows a few tasks of each further one, which is of
-another machine or other files. Nothing is measured here, and no number in the README is written by hand: the tables are
-between two marker lines and are replaced.
+The first file is plotted and makes the README's tables; each further one, which is of another machine or other files,
+makes one line in the README, of a few tasks. Nothing is measured here, and no number in the README is written by hand:
+the tables are between two marker lines and are replaced.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ BESIDE = {
 }
 """Our arm beside a loader's, and what it reads; for the others, `REFERENCE` over the .h5ad file."""
 
-HEADLINE_RIVALS = ("scDataset", "scDataset, rows by mask", "annbatch (converted store)", "SciPy, all in RAM")
+HEADLINE_RIVALS = ("scDataset", "scDataset by mask", "annbatch (converted store)", "SciPy in RAM")
 
 _DENSE = ("scdataset/dense/16", "scdataset-mask/dense/16", "annbatch-collection/dense/512", "scipy-in-ram/dense")
 _LOG1P = ("", "scdataset-mask/log1p/16", "annbatch/log1p/512", "scipy-in-ram/log1p")
@@ -128,8 +128,10 @@ HEADLINE = (
 )
 """The README's table: a task, our arm, and each rival's, in the order above."""
 
-ALSO = ("shuffled, dense float32", "shuffled, CSR", "the same cells in 20 files")
-"""The tasks of the README's tables after the first."""
+ALSO = ("shuffled, dense float32", "shuffled, CSR")
+"""The tasks of which the README tells the results of the other runs."""
+
+OTHER_RUNS = "Other runs, on the same kind of files ([all arms](benchmarks/README.md#rivals)):"
 
 LIMITS = (
     ("gpuload/overlap/chunk", "overlap_ratio", 1.15),
@@ -279,17 +281,33 @@ def _faster(ours: Summary, theirs: Summary) -> str:
     return f"{ours.cells_per_s / theirs.cells_per_s:.1f}x"
 
 
-def headline(records: Iterable[dict[str, Any]], tasks: Sequence[str] = ()) -> str:
-    """Return a short Markdown table: one row per task, or some of them, with our cells/s and our speed-ups."""
+def headline(records: Iterable[dict[str, Any]]) -> str:
+    """Return a short Markdown table: one row per task, with our cells/s and our speed-ups."""
     by_name = {summary.name: summary for summary in summarise(records)}
     lines = ["| task | gpuload, cells/s | " + " | ".join(HEADLINE_RIVALS) + " |"]
     lines.append("| --- | ---: |" + " ---: |" * len(HEADLINE_RIVALS))
     for task, ours, others in HEADLINE:
-        if (task in tasks or not tasks) and ours in by_name and by_name[ours].n_rounds:
+        if ours in by_name and by_name[ours].n_rounds:
             rate = by_name[ours].cells_per_s
             cells = [_times(rate, by_name.get(other)) for other in others]
             lines.append(f"| {task} | {rate:,.0f} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def other_run(records: Sequence[dict[str, Any]]) -> str:
+    """Return one line of Markdown: where the numbers were measured, and a few tasks with our cells/s and speed-ups."""
+    by_name = {summary.name: summary for summary in summarise(records) if summary.n_rounds}
+    told = []
+    for task, ours, others in HEADLINE:
+        if task in ALSO and ours in by_name:
+            rate = by_name[ours].cells_per_s
+            ratios = [
+                f"{rate / by_name[other].cells_per_s:.1f}x {name}"
+                for name, other in zip(HEADLINE_RIVALS, others, strict=True)
+                if other in by_name
+            ]
+            told.append(f"{task[0].upper()}{task[1:]}: {rate:,.0f} cells/s ({', '.join(ratios)}).")
+    return f"- {_machine(records)}; {_commits(records)}. {' '.join(told)}"
 
 
 def _times(rate: float, other: Summary | None) -> str:
@@ -360,19 +378,28 @@ def _number(value: float | None, form: str) -> str:
 def conditions(records: list[dict[str, Any]]) -> str:
     """Return one sentence on what the numbers were measured with, where, and in which state."""
     last = next(record for record in reversed(records) if "error" not in record)
-    file, machine = last["file"], last["machine"]
+    file = last["file"]
     arms = [record for record in records if record["arm"].get("rival", "").startswith("gpuload")]
     modes = ", ".join(sorted({record["io_mode"] for record in arms})) or "none"
-    commits = ", ".join(dict.fromkeys(record["commit"].removesuffix("+changes")[:7] for record in records))
     nnz_per_cell = file["nnz"] / max(file["n_obs"], 1)
     timed = [r["arm"]["name"] for r in records if "error" not in r and r["arm"].get("kind") != "memory"]
     n_rounds = sorted({timed.count(name) for name in timed}) or [1]
     return (
         f"{file['n_obs']:,} cells x {file['n_vars']:,} genes, {nnz_per_cell:,.0f} stored values a cell, "
-        f"{file['compression']}, {file['nbytes'] / 1e6:,.0f} MB; {machine['cores']} cores of {machine['cpu']}; "
-        f"page cache {last['cache']}; io_mode {modes}; commits {commits}; "
+        f"{file['compression']}, {file['nbytes'] / 1e6:,.0f} MB; {_machine(records)}; "
+        f"page cache {last['cache']}; io_mode {modes}; {_commits(records)}; "
         f"{' to '.join(map(str, dict.fromkeys((n_rounds[0], n_rounds[-1]))))} rounds an arm, medians."
     )
+
+
+def _machine(records: Sequence[dict[str, Any]]) -> str:
+    machine = next(record["machine"] for record in reversed(records) if "error" not in record)
+    return f"{machine['cores']} cores of {machine['cpu']}"
+
+
+def _commits(records: Iterable[dict[str, Any]]) -> str:
+    commits = dict.fromkeys(record["commit"].removesuffix("+changes")[:7] for record in records)
+    return f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
 
 
 def plot(records: list[dict[str, Any]], path: Path) -> None:
@@ -432,8 +459,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(content)
     if options.plot:
         plot(runs[0], options.plot)
-    parts = (f"{headline(run, ALSO if number else ())}\n\n{conditions(run)}" for number, run in enumerate(runs))
-    short = "\n\n".join(filter(None, [loaders(runs[0]), *parts]))
+    parts = [loaders(runs[0]), f"{headline(runs[0])}\n\n{conditions(runs[0])}"]
+    if runs[1:]:
+        parts.append("\n".join([OTHER_RUNS, "", *map(other_run, runs[1:])]))
+    short = "\n\n".join(filter(None, parts))
     for path, text in ((options.readme, short), (options.details, content)):
         if path:
             path.write_text(replace_between_markers(path.read_text(), text))
