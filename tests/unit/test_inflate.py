@@ -544,6 +544,20 @@ def test_long_codes(tables: NDArray[np.uint8]) -> None:
         check_raw(bits.to_bytes(), 200_000, tables)
 
 
+def test_nearly_all_codes_are_long(tables: NDArray[np.uint8]) -> None:
+    """Pairs of codes of 13 bits, each pair of one beginning: 136, about as many as fit beside the codes they leave."""
+    literals = [13] * 255 + [1, 2, *[13] * 17, 3, 4, 6, 7, 8, 9]
+    assert sum(2.0**-b for b in literals) == 1.0
+    codes = canonical(literals)
+    bits = dynamic(literals, [1, 1])
+    for symbol in [*range(256), 274, *range(257, 274), 254, 256]:
+        bits.code(*codes[symbol])
+        if symbol > 256:
+            bits.put(1, extra_bits(symbol)).code(0, 1)
+    for padding in (b"", bytes(40)):
+        assert check_raw(bits.to_bytes() + padding, 1, tables)
+
+
 @pytest.mark.parametrize("own", [2, 3, 6, 7, 8, 11, 12, 13, 15])
 def test_every_length(own: int, tables: NDArray[np.uint8]) -> None:
     """Each length symbol with each value of its extra bits, after a literal and after a match."""
