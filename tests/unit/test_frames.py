@@ -218,8 +218,14 @@ def test_zstd_and_lz4() -> None:
         assert frames.decode_lz4(at(lz4), lz4.size, at(out), len(raw), need, ADDRESSES.table) >= need
         assert out[:need].tobytes() == raw[:need]
         assert (out[len(raw) :] == SLACK).all()
-    for n, size in ((lz4.size - 1, len(raw)), (3, len(raw)), (lz4.size, len(raw) - 1)):
-        assert frames.decode_lz4(at(lz4), n, at(out), size, size, ADDRESSES.table) == frames.BAD_LZ4
+    assert frames.decode_lz4(at(lz4), lz4.size - 1, at(out), len(raw), len(raw), ADDRESSES.table) == frames.BAD_LZ4
+    for n, size in ((3, len(raw)), (lz4.size, len(raw) - 1), (lz4.size, len(raw) + 1)):
+        for need in (size, 1):
+            assert frames.decode_lz4(at(lz4), n, at(out), size, need, ADDRESSES.table) == frames.BAD_LZ4
+    out = room(len(raw))
+    for n in range(4, lz4.size, 40):  # cut off: of what is left, a beginning can be decoded
+        got = frames.decode_lz4(at(lz4), n, at(out), len(raw), len(raw) // 2, ADDRESSES.table)
+        assert got == frames.BAD_LZ4 or out[: len(raw) // 2].tobytes() == raw[: len(raw) // 2]
 
 
 def test_lz4_in_blocks() -> None:
@@ -288,8 +294,11 @@ def test_gzip() -> None:
             damaged[place] ^= 1
             wrong = "gzip header" if place >= 0 else "crc32 checksum"
             assert wrong in REASONS[frames.gunzip(at(damaged), damaged.size, at(out), len(raw), len(raw), WORK, True)]
-        for n in range(0, stored.size, 97):
-            assert frames.gunzip(at(stored), n, at(out), len(raw), len(raw), WORK, True) < 0
+        for n in (*range(0, stored.size, 97), *range(stored.size - 8, stored.size)):
+            assert "cut off" in REASONS[frames.gunzip(at(stored), n, at(out), len(raw), len(raw), WORK, True)]
+    short = as_array(gzip.compress(raw[:40] + bytes(range(40, 90))))
+    for need in range(1, 91):
+        assert need <= frames.gunzip(at(short), short.size, at(out), 90, need, WORK, False) <= 90
 
 
 def test_gzip_of_several_members() -> None:

@@ -321,7 +321,7 @@ def mutate(stream: bytes, rng: random.Random) -> bytes:
 
 
 def check_nothing_made_up(raw: bytes, plain: bytes, tables: NDArray[np.uint8]) -> None:
-    """Check that no more is decoded of a raw deflate stream, damaged or cut off, than comes before that; nor its end."""
+    """Check that of a stream, damaged or cut off, no more is decoded than comes before that; nor its end."""
     n, unchecked = len(plain), b"\x78\x5e" + raw
     assert decode(framed(raw, plain), n, tables)[0] in CODES
     assert decode(unchecked, n + 1, tables, need=n + 1, verify=False)[0] in CODES
