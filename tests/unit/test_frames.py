@@ -113,6 +113,39 @@ def test_blosc(dtype: str, codec: str, shuffle: int, level: int) -> None:
             assert out[lo * size : hi * size].tobytes() == raw[lo * size : hi * size]
 
 
+@pytest.mark.parametrize("codec", ["lz4", "zlib", "zstd"])
+@pytest.mark.parametrize("typesize", [1, 2, 7, 15, 16, 17, 32])
+def test_blocks_split_by_byte_of_their_elements(codec: str, typesize: int) -> None:
+    """Elements of up to 16 bytes, at least 128 a block; not the last block if it is shorter; any bytes wanted."""
+    rng = np.random.default_rng(typesize)
+    for shuffle, per_block, of in itertools.product((0, 1), (126, 127, 128, 129, 300), (3, 256)):
+        raw = rng.integers(0, of, typesize * (3 * per_block + 55), np.uint8).tobytes()
+        data = np.frombuffer(raw, np.dtype((np.void, typesize)))
+        stored = container(data, codec, shuffle, per_block * typesize)
+        assert stored[3] == typesize
+        places = rng.integers(0, len(raw) + 1, (6, 2)).tolist()
+        for lo, hi in [(0, len(raw)), (0, 1), (len(raw) - 2, len(raw) - 1), *map(sorted, places)]:
+            if lo < hi:
+                got, out = blosc(stored, len(raw), lo, hi)
+                assert got >= hi - lo, REASONS[got]
+                assert out[lo:hi].tobytes() == raw[lo:hi]
+
+
+def test_streams_of_blosc_that_are_cut_off_or_damaged() -> None:
+    """Of a block of lz4, a beginning can be decoded; zlib has a checksum, which c-blosc verifies too."""
+    data = values("u1", 9000)
+    whole = container(data, "lz4", 0, data.nbytes)
+    n_stored = int(whole[20:24].view(np.uint32)[0])
+    for n in range(1, n_stored, 40):
+        damaged = whole.copy()
+        damaged[20:24] = list(n.to_bytes(4, "little"))
+        got, out = blosc(damaged, data.nbytes, 0, data.nbytes // 2)
+        assert got == frames.BAD_STREAM or out[: data.nbytes // 2].tobytes() == data[: data.nbytes // 2].tobytes()
+    whole = container(data, "zlib", 0, data.nbytes)
+    whole[-1] ^= 1
+    assert "adler32" in REASONS[blosc(whole, data.nbytes, 0, data.nbytes)[0]]
+
+
 @pytest.mark.parametrize("codec", ["blosclz", "lz4", "zlib", "zstd"])
 @pytest.mark.parametrize("shuffle", [0, 1, 2])
 def test_damaged_blosc(codec: str, shuffle: int) -> None:
@@ -136,7 +169,8 @@ def test_damaged_blosc(codec: str, shuffle: int) -> None:
             n_bad += 1
             assert got in (REASONS if codec == "zlib" else frames.REASONS)
     assert n_bad > 300
-    assert blosc(whole, len(raw) + 4, 0, 8)[0] == frames.BAD_BLOSC_SIZE
+    for other in (-4, 4):
+        assert blosc(whole, len(raw) + other, 0, 8)[0] == frames.BAD_BLOSC_SIZE
 
 
 @pytest.mark.parametrize("codec", ["blosclz", "lz4", "zlib", "zstd"])
@@ -185,6 +219,20 @@ for codec in ("lz4", "zlib", "zstd"):
                 src[:] = stored
                 src[place : place + 4].view(np.uint32)[:] = src.size - rng.integers(0, 40)
                 frames.decode_blosc(at(src), src.size, at(out), len(raw), 0, len(raw), at(work), WORK, ADDRESSES.table)
+        for n in range(60, len(stored)):  # cut off within a block of several streams
+            src = guarded(n)
+            src[:] = stored[:n]
+            src[12:16] = list(n.to_bytes(4, "little"))
+            frames.decode_blosc(at(src), n, at(out), len(raw), 0, 1, at(work), WORK, ADDRESSES.table)
+        for n in (*range(60), *range(len(stored) - 40, len(stored))):  # cut off: with its old size, and with its new
+            src = guarded(n)
+            for own in (len(stored), n):
+                src[:] = stored[:n]
+                if n >= 16:
+                    src[12:16] = list(own.to_bytes(4, "little"))
+                for lo in (0, len(raw) - 1):
+                    rest = at(out), len(raw), lo, len(raw), at(work), WORK, ADDRESSES.table
+                    assert frames.decode_blosc(at(src), n, *rest) < 0
 
 one_block = (8).to_bytes(8, "big") + (8).to_bytes(4, "big") + (4).to_bytes(4, "big")
 for begun in (gzip_header(4, b"abc"), gzip_header(8), gzip_header(16), gzip_header(30, b"a"), one_block):
