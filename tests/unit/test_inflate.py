@@ -469,6 +469,22 @@ def test_code_sets(name: str, tables: NDArray[np.uint8]) -> None:
             check_nothing_made_up(raw, b"a" if name in REFUSED_AFTER_A else b"", tables)
 
 
+@pytest.mark.parametrize(
+    "own", [{0: 2, 1: 2, 18: 2, 2: 2}, {0: 2, 1: 2, 18: 2}, {0: 1, 1: 1, 18: 1}, {0: 2, 1: 1, 18: 1}]
+)
+def test_codes_of_code_lengths_are_complete(own: dict[int, int], tables: NDArray[np.uint8]) -> None:
+    codes = canonical([own.get(symbol, 0) for symbol in range(19)])
+    bits = Bits().put(0b101, 3).put(0, 5).put(0, 5).put(15, 4)
+    for symbol in LENGTH_CODE_ORDER:
+        bits.put(own.get(symbol, 0), 3)
+    for symbol, extra in [(18, 86), (1, 0), (18, 127), (18, 9), (1, 0), (0, 0)]:  # 97 zeros, a, 138 and 20, the end
+        bits.code(*codes[symbol]).put(extra, 7 if symbol == 18 else 0)
+    raw = bits.code(0, 1).code(1, 1).to_bytes()
+    assert check_raw(raw, 1, tables) is (len(own) == 4)
+    if len(own) == 3:
+        check_nothing_made_up(raw, b"", tables)
+
+
 # the two lengths and the two distances that only fixed codes have (RFC 1951, 3.2.6)
 @pytest.mark.parametrize("wrong", [[(0b11000110, 8)], [(0b11000111, 8)], [(1, 7), (30, 5)], [(1, 7), (31, 5)]])
 def test_fixed_codes_that_mean_nothing(wrong: list[tuple[int, int]], tables: NDArray[np.uint8]) -> None:
