@@ -87,6 +87,39 @@ def test_a_fill_value_that_float32_rounds_is_warned_of(
     assert [message for message in caplog.messages if "2**24" in message] == expected
 
 
+@pytest.mark.parametrize("value", [2**24, -(2**24), 2**24 + 1, -(2**24) - 1])
+@pytest.mark.parametrize("dtype", ["<i4", "<i8", ">i8"])
+def test_a_stored_integer_that_float32_rounds_is_warned_of(
+    tmp_path: Path, dtype: str, value: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In any row of a chunk, whatever comes after it."""
+
+    def write(file: h5py.File) -> None:
+        stored = write_dense(file, "X", None, shape=(4, N_VARS), dtype=dtype, chunks=(4, 2))
+        stored[1, 0] = value
+
+    write_h5ad(tmp_path / "x.h5ad", write, n_obs=4)
+    with gpuload.open_loader(tmp_path / "x.h5ad", device="cpu", shuffle=False) as loader:
+        (batch,) = list(loader)
+    assert batch.X[:, 0].tolist() == [0, np.float32(value), 0, 0]
+    assert ("/X holds integers above 2**24, which float32 rounds" in caplog.text) is (abs(value) > 2**24)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "column"), [("<i4", -1), ("<i4", 3), ("<i8", 2**32), ("<i8", -(2**32)), ("<u8", 2**63), (">i4", -1)]
+)
+def test_a_column_number_outside_the_matrix_is_damage(tmp_path: Path, dtype: str, column: int) -> None:
+    """Also one that would be inside it if only some of its bits counted."""
+    path = write(tmp_path / "x.h5ad", csr_matrix(np.eye(3)))
+    with h5py.File(path, "r+") as file:
+        del file["X/indices"]
+        file["X/indices"] = np.array([0, column, 2], dtype)
+    with gpuload.open_loader(path, device="cpu") as loader, pytest.raises(gpuload.CorruptDataError) as caught:
+        list(loader)
+    assert "of /X/indices at byte " in str(caught.value)
+    assert "it holds a column number outside the matrix" in str(caught.value)
+
+
 def test_stored_infinity_is_delivered(tmp_path: Path) -> None:
     values = np.array([[1.0, 0.0], [0.0, np.inf]])
     path = write(tmp_path / "x.h5ad", csr_matrix(values))
