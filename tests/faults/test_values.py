@@ -75,8 +75,11 @@ def test_a_fill_value_beyond_float32_is_refused(tmp_path: Path, dtype: str) -> N
     assert batch.X[:, 0].tolist() == [1, 1, -np.inf, -np.inf]
 
 
-@pytest.mark.parametrize(("fill", "is_rounded"), [(-(2**24) - 1, True), (2**24, False)])
-@pytest.mark.parametrize("dtype", ["<i4", ">i4"])
+@pytest.mark.parametrize(
+    ("dtype", "fill", "is_rounded"),
+    [(dtype, *about) for dtype in ("<i4", ">i4") for about in ((-(2**24) - 1, True), (2**24, False))]
+    + [("<u4", 2**24 + 1, True), ("<f8", 2**25, False)],
+)
 def test_a_fill_value_that_float32_rounds_is_warned_of(
     tmp_path: Path, dtype: str, fill: int, is_rounded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -103,6 +106,21 @@ def test_a_stored_integer_that_float32_rounds_is_warned_of(
         (batch,) = list(loader)
     assert batch.X[:, 0].tolist() == [0, np.float32(value), 0, 0]
     assert ("/X holds integers above 2**24, which float32 rounds" in caplog.text) is (abs(value) > 2**24)
+
+
+@pytest.mark.parametrize("column", [-1, 3])
+def test_a_column_number_that_was_never_written_is_in_the_matrix_too(tmp_path: Path, column: int) -> None:
+    path = write(tmp_path / "x.h5ad", csr_matrix(np.eye(3)))
+    for fill, is_bad in ((2, False), (column, True)):
+        with h5py.File(path, "r+") as file:
+            del file["X/indices"]
+            file["X"].create_dataset("indices", (3,), "i4", chunks=(3,), fillvalue=fill)
+        with gpuload.open_loader(path, device="cpu", shuffle=False) as loader:
+            if is_bad:
+                with pytest.raises(gpuload.CorruptDataError, match="a column number outside the matrix"):
+                    list(loader)
+            else:
+                assert next(iter(loader)).X.tolist() == [[0, 0, 1]] * 3
 
 
 @pytest.mark.parametrize(
