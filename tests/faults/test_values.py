@@ -75,8 +75,11 @@ def test_a_fill_value_beyond_float32_is_refused(tmp_path: Path, dtype: str) -> N
     assert batch.X[:, 0].tolist() == [1, 1, -np.inf, -np.inf]
 
 
-@pytest.mark.parametrize(("fill", "is_rounded"), [(-(2**24) - 1, True), (2**24, False)])
-@pytest.mark.parametrize("dtype", ["<i4", ">i4"])
+@pytest.mark.parametrize(
+    ("dtype", "fill", "is_rounded"),
+    [(dtype, *about) for dtype in ("<i4", ">i4") for about in ((-(2**24) - 1, True), (2**24, False))]
+    + [("<u4", 2**24 + 1, True), ("<f8", 2**25, False)],
+)
 def test_a_fill_value_that_float32_rounds_is_warned_of(
     tmp_path: Path, dtype: str, fill: int, is_rounded: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -85,6 +88,54 @@ def test_a_fill_value_that_float32_rounds_is_warned_of(
         list(loader)
     expected = [f"{path}: /X holds integers above 2**24, which float32 rounds"] * is_rounded
     assert [message for message in caplog.messages if "2**24" in message] == expected
+
+
+@pytest.mark.parametrize("value", [2**24, -(2**24), 2**24 + 1, -(2**24) - 1])
+@pytest.mark.parametrize("dtype", ["<i4", "<i8", ">i8"])
+def test_a_stored_integer_that_float32_rounds_is_warned_of(
+    tmp_path: Path, dtype: str, value: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In any row of a chunk, whatever comes after it."""
+
+    def write(file: h5py.File) -> None:
+        stored = write_dense(file, "X", None, shape=(4, N_VARS), dtype=dtype, chunks=(4, 2))
+        stored[1, 0] = value
+
+    write_h5ad(tmp_path / "x.h5ad", write, n_obs=4)
+    with gpuload.open_loader(tmp_path / "x.h5ad", device="cpu", shuffle=False) as loader:
+        (batch,) = list(loader)
+    assert batch.X[:, 0].tolist() == [0, np.float32(value), 0, 0]
+    assert ("/X holds integers above 2**24, which float32 rounds" in caplog.text) is (abs(value) > 2**24)
+
+
+@pytest.mark.parametrize("column", [-1, 3])
+def test_a_column_number_that_was_never_written_is_in_the_matrix_too(tmp_path: Path, column: int) -> None:
+    path = write(tmp_path / "x.h5ad", csr_matrix(np.eye(3)))
+    for fill, is_bad in ((2, False), (column, True)):
+        with h5py.File(path, "r+") as file:
+            del file["X/indices"]
+            file["X"].create_dataset("indices", (3,), "i4", chunks=(3,), fillvalue=fill)
+        with gpuload.open_loader(path, device="cpu", shuffle=False) as loader:
+            if is_bad:
+                with pytest.raises(gpuload.CorruptDataError, match="a column number outside the matrix"):
+                    list(loader)
+            else:
+                assert next(iter(loader)).X.tolist() == [[0, 0, 1]] * 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "column"), [("<i4", -1), ("<i4", 3), ("<i8", 2**32), ("<i8", -(2**32)), ("<u8", 2**63), (">i4", -1)]
+)
+def test_a_column_number_outside_the_matrix_is_damage(tmp_path: Path, dtype: str, column: int) -> None:
+    """Also one that would be inside it if only some of its bits counted."""
+    path = write(tmp_path / "x.h5ad", csr_matrix(np.eye(3)))
+    with h5py.File(path, "r+") as file:
+        del file["X/indices"]
+        file["X/indices"] = np.array([0, column, 2], dtype)
+    with gpuload.open_loader(path, device="cpu") as loader, pytest.raises(gpuload.CorruptDataError) as caught:
+        list(loader)
+    assert "of /X/indices at byte " in str(caught.value)
+    assert "it holds a column number outside the matrix" in str(caught.value)
 
 
 def test_stored_infinity_is_delivered(tmp_path: Path) -> None:

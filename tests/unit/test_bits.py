@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +35,13 @@ SEEDS = st.integers(0, 1 << 32)
 
 
 def at_an_edge(data: bytes) -> tuple[mmap.mmap, int]:
-    """Return bytes that end where their mapping does, and their address."""
+    """Return bytes that end where a protected page begins, and their address."""
     room = -(-max(1, len(data)) // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, room)
-    memory[room - len(data) :] = data
-    return memory, np.frombuffer(memory, dtype=np.uint8).ctypes.data + room - len(data)
+    memory = mmap.mmap(-1, room + mmap.PAGESIZE)
+    memory[room - len(data) : room] = data
+    address = np.frombuffer(memory, dtype=np.uint8).ctypes.data + room
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), mmap.PAGESIZE, 0) == 0
+    return memory, address - len(data)
 
 
 def decode(
@@ -103,6 +106,16 @@ def test_every_part(n: int, itemsize: int, groups: int, compressor: int, part: t
     assert got <= hi - lo + 2 * itemsize * about[1] + 7 * itemsize  # no other block
 
 
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_every_number_of_items(itemsize: int) -> None:
+    """In a block: as many as steps of the fast loop take, and up to 15 groups of 8 more."""
+    rng = np.random.default_rng(itemsize)
+    for n in range(8, 8 * 50, 8):
+        raw = rng.bytes(n * itemsize)
+        got, out = decode(encoded(raw, itemsize, n, 0), len(raw), (itemsize, n, 0))
+        assert (got, out.tobytes()) == (len(raw), raw)
+
+
 @settings(deadline=None)
 @given(st.integers(1, 500), ITEM_SIZES, st.sampled_from([2, 3]), SEEDS)
 def test_broken_streams(n: int, itemsize: int, compressor: int, seed: int) -> None:
@@ -129,6 +142,15 @@ def test_damage_is_found(compressor: int) -> None:
     assert decode(stored[:12] + bytes(4) + stored[16:], len(raw), about)[0] == bits.BAD_BIT_SHUFFLE
 
 
+@pytest.mark.parametrize("compressor", [2, 3])
+def test_blocks_decode_to_their_size(compressor: int) -> None:
+    raw, encode = some_bytes(np.random.default_rng(0), 512), (imagecodecs.lz4_encode, imagecodecs.zstd_encode)
+    for n, wanted in ((256, 256), (255, bits.BAD_BIT_SHUFFLE), (257, bits.BAD_BIT_SHUFFLE)):
+        block = bytes(encode[compressor - 2](raw[:n]))
+        head = (256).to_bytes(8, "big") + (256).to_bytes(4, "big") + len(block).to_bytes(4, "big")
+        assert decode(head + block, 256, (4, 64, compressor))[0] == wanted
+
+
 def test_blocks_end_where_the_chunk_does() -> None:
     """Whatever lies behind it; and they are made of groups of 8 items."""
     raw = some_bytes(np.random.default_rng(0), 4 * 256)
@@ -150,6 +172,7 @@ def test_uncompressed_bytes_have_their_size() -> None:
     for other in (stored[:-1], stored + b"\0", b""):
         assert decode(other, len(raw), (4, 64, 0))[0] == bits.BAD_BIT_SHUFFLE
     assert decode(stored[:-1], len(raw) - 1, (4, 64, 0))[0] == bits.BAD_BIT_SHUFFLE  # no whole items
+    assert decode(stored[:1020], 1024, (4, 64, 0))[0] == bits.BAD_BIT_SHUFFLE
 
 
 @pytest.mark.parametrize("cname", COMPRESSORS)

@@ -320,6 +320,15 @@ def mutate(stream: bytes, rng: random.Random) -> bytes:
     return bytes(wrong)
 
 
+def check_nothing_made_up(raw: bytes, plain: bytes, tables: NDArray[np.uint8]) -> None:
+    """Check that of a stream, damaged or cut off, no more is decoded than comes before that; nor its end."""
+    n, unchecked = len(plain), b"\x78\x5e" + raw
+    assert decode(framed(raw, plain), n, tables)[0] in CODES
+    assert decode(unchecked, n + 1, tables, need=n + 1, verify=False)[0] in CODES
+    code, got = decode(unchecked, n + 1, tables, need=n, verify=False)
+    assert code in CODES or (code, got[:n]) == (n, plain)
+
+
 def check_raw(raw: bytes, size: int, tables: NDArray[np.uint8]) -> bool:
     """Check that a raw deflate stream is accepted, with equal output, if and only if zlib accepts it."""
     judge = zlib.decompressobj(-15)
@@ -440,6 +449,12 @@ CODE_SETS = {
     "distance before the first byte": (A_MATCH_END, [0, 1], [(0b10, 2), (0b11, 2), (0, 1), (0, 1)], False),
 }
 
+REFUSED_AFTER_A = (
+    "no distance code, but a match",
+    "one distance code, the other used",
+    "distance before the first byte",
+)
+
 
 @pytest.mark.parametrize("name", CODE_SETS)
 def test_code_sets(name: str, tables: NDArray[np.uint8]) -> None:
@@ -448,7 +463,50 @@ def test_code_sets(name: str, tables: NDArray[np.uint8]) -> None:
     for code, n in symbols:
         bits.code(code, n)
     for padding in (b"", bytes(40)):  # decoded by the careful loop, and by the fast one
-        assert check_raw(bits.to_bytes() + padding, 1_000, tables) is accepted
+        raw = bits.to_bytes() + padding
+        assert check_raw(raw, 1_000, tables) is accepted
+        if not accepted:
+            check_nothing_made_up(raw, b"a" if name in REFUSED_AFTER_A else b"", tables)
+
+
+@pytest.mark.parametrize(
+    "own", [{0: 2, 1: 2, 18: 2, 2: 2}, {0: 2, 1: 2, 18: 2}, {0: 1, 1: 1, 18: 1}, {0: 2, 1: 1, 18: 1}]
+)
+def test_codes_of_code_lengths_are_complete(own: dict[int, int], tables: NDArray[np.uint8]) -> None:
+    codes = canonical([own.get(symbol, 0) for symbol in range(19)])
+    bits = Bits().put(0b101, 3).put(0, 5).put(0, 5).put(15, 4)
+    for symbol in LENGTH_CODE_ORDER:
+        bits.put(own.get(symbol, 0), 3)
+    for symbol, extra in [(18, 86), (1, 0), (18, 127), (18, 9), (1, 0), (0, 0)]:  # 97 zeros, a, 138 and 20, the end
+        bits.code(*codes[symbol]).put(extra, 7 if symbol == 18 else 0)
+    raw = bits.code(0, 1).code(1, 1).to_bytes()
+    assert check_raw(raw, 1, tables) is (len(own) == 4)
+    if len(own) == 3:
+        check_nothing_made_up(raw, b"", tables)
+
+
+# the two lengths and the two distances that only fixed codes have (RFC 1951, 3.2.6)
+@pytest.mark.parametrize("wrong", [[(0b11000110, 8)], [(0b11000111, 8)], [(1, 7), (30, 5)], [(1, 7), (31, 5)]])
+def test_fixed_codes_that_mean_nothing(wrong: list[tuple[int, int]], tables: NDArray[np.uint8]) -> None:
+    """Near the end of the input, and far from it; found at a literal, and at the match after it."""
+    for n_before, padding in product((0, 1, 2, 3, 40), (b"", bytes(3), bytes(40))):
+        bits = Bits().put(0b011, 3)
+        for code in [(0b00110000 + 97, 8)] * n_before + wrong + [(0, 7)]:
+            bits.code(*code)
+        raw = bits.to_bytes() + padding
+        with pytest.raises(zlib.error):
+            zlib.decompress(raw, -15)
+        check_nothing_made_up(raw, b"a" * n_before, tables)
+
+
+@pytest.mark.parametrize("strategy", [zlib.Z_DEFAULT_STRATEGY, zlib.Z_FIXED])
+def test_streams_cut_off_anywhere(strategy: int, tables: NDArray[np.uint8]) -> None:
+    """What a symbol lacks reads as zeros, with which it may be complete."""
+    far_apart = b"".join(noise(40, k % 23) + bytes([k]) for k in range(250))  # of distances with many more bits
+    for plain in (far_apart, counts(200), b""):
+        raw = deflate(plain, 9, strategy)[2:-4]
+        for n in {*range(min(len(raw), 150)), *range(max(0, len(raw) - 150), len(raw))}:
+            check_nothing_made_up(raw[:n], zlib.decompressobj(-15).decompress(raw[:n]), tables)
 
 
 def random_lengths(rng: random.Random, n: int, longest: int) -> list[int]:
@@ -500,6 +558,20 @@ def test_long_codes(tables: NDArray[np.uint8]) -> None:
                 bits.code(*distance_codes[place]).put(0, max(0, place // 2 - 1))
         bits.code(*literal_codes[256])
         check_raw(bits.to_bytes(), 200_000, tables)
+
+
+def test_nearly_all_codes_are_long(tables: NDArray[np.uint8]) -> None:
+    """Pairs of codes of 13 bits, each pair of one beginning: 136, about as many as fit beside the codes they leave."""
+    literals = [13] * 255 + [1, 2, *[13] * 17, 3, 4, 6, 7, 8, 9]
+    assert sum(2.0**-b for b in literals) == 1.0
+    codes = canonical(literals)
+    bits = dynamic(literals, [1, 1])
+    for symbol in [*range(256), 274, *range(257, 274), 254, 256]:
+        bits.code(*codes[symbol])
+        if symbol > 256:
+            bits.put(1, extra_bits(symbol)).code(0, 1)
+    for padding in (b"", bytes(40)):
+        assert check_raw(bits.to_bytes() + padding, 1, tables)
 
 
 @pytest.mark.parametrize("own", [2, 3, 6, 7, 8, 11, 12, 13, 15])

@@ -328,16 +328,14 @@ def _decode_careful(  # noqa: PLR0911 - one return per outcome
             continue
         far = load32(lit + TO_DIST + 4 * low_bits(bits, DIST_BITS))
         if far & DIST_OTHER:
-            if n < far & 63:
-                return TRUNCATED, at, bits, n, out
             bits = shift_right(bits, far)
             n -= far & 63
             far = _look_up_dist_rest(lit, far, bits)
-        distance = (far >> 16) + shift_right(low_bits(bits, far), (far >> 8) & 15)
-        if far & DIST_OTHER or distance > out - first:
-            return BAD_DISTANCE, at, bits, n, out
         if n < far & 63:
             return TRUNCATED, at, bits, n, out
+        distance = (far >> 16) + shift_right(low_bits(bits, far), far >> 8)
+        if far & DIST_OTHER or distance > out - first:
+            return BAD_DISTANCE, at, bits, n, out
         bits = shift_right(bits, far)
         n -= far & 63
         stop = min(out + length, out_end)
