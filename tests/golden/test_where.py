@@ -205,6 +205,28 @@ def test_floats_of_any_width_equal_their_literals(dtype: type) -> None:
     assert parse("isna(x)").mask(columns).tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("far", [10**39, 10**400, -(10**400)], ids=["1e39", "1e400", "-1e400"])
+def test_floats_beside_numbers_that_they_cannot_hold(dtype: type, far: int) -> None:
+    """As Python compares its own floats; NumPy rounds such numbers to infinity, with a warning, or fails."""
+    stored = np.array([1, np.finfo(dtype).max, np.inf, -np.inf, np.nan], dtype)
+    own = stored.tolist()
+    wanted = {
+        "==": [x == far for x in own],
+        "!=": [x != far for x in own],
+        "<": [x < far for x in own],
+        "<=": [x <= far for x in own],
+        ">": [x > far for x in own],
+        ">=": [x >= far for x in own],
+        "in": [x == far for x in own],
+    }
+    for sign, rows in wanted.items():
+        where = parse(f"x {sign} {f'[{far}]' if sign == 'in' else far}")
+        assert where.holds({"x": ObsColumn(stored)}).tolist() == rows
+    infinite = parse("x in [1e999] or x <= -1e999")
+    assert infinite.holds({"x": ObsColumn(stored)}).tolist() == [False, False, True, True, False]
+
+
 @pytest.mark.parametrize("kind", ["categories", "missing values"])
 def test_pandas_float32_equals_its_literals(kind: str) -> None:
     values: Any = pd.array([0.1, 0.2, None, 0.5], dtype="Float32")
