@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("", ("expression",)),
-        ("  ", ("expression",)),
+        ("", ("expected an expression over columns of obs, for example",)),
+        ("  ", ("expected an expression over columns of obs, for example",)),
         (3, ("expression",)),
         (["a"], ("expression", "sampler=gpuload.Subset(mask)")),
         ([True] * 1000, ("[True, True, ", "sampler=gpuload.Subset(mask)")),

@@ -61,6 +61,13 @@ def same(found: pd.Series, expected: Any) -> bool:
     return [None if pd.isna(x) else x for x in found] == [None if pd.isna(x) else x for x in expected]
 
 
+def test_a_column_without_a_text_for_a_name(files: list[Path], table: pd.DataFrame) -> None:
+    given = table[["count"]].rename(columns={"count": 7})
+    with gpuload.open_loader(files, obs_table=given, obs=["7"], batch_size=16, device="cpu") as loader:
+        for batch in loader:
+            assert batch.obs["7"].tolist() == table["count"].to_numpy()[batch.rows].tolist()
+
+
 @pytest.mark.parametrize("by", ["name", "row"])
 @pytest.mark.parametrize("is_shuffled", [False, True])
 def test_table_rows_are_matched_to_cells(files: list[Path], table: pd.DataFrame, by: str, is_shuffled: bool) -> None:

@@ -61,6 +61,8 @@ EXPRESSIONS = {
     "not flag and notna(flag)": "flag == False",
     "year > 2024": "year.astype('int64') > 2024",
     "year == 2024": None,
+    "2025 >= year": "year.astype('int64') <= 2025",
+    "2025 <= year": "year.astype('int64') >= 2025",
     "year in [2025, 2026]": None,
     "donor == 'zoë' and donor != 'ann'": None,
     "`depth` > 0 and `cell_line` == '`'": "depth > 1e9",
@@ -115,6 +117,7 @@ def test_column_names_are_not_unicode_normalised() -> None:
     """The keyboard's micro sign is kept, although Python's identifiers turn it into a Greek letter."""
     where = parse("dose_\u00b5M > 2 or not isna(\u00b5) and dose_\u03bcM > 2")
     assert parse("`a#` == '#'  # or b").columns == ("a#",)
+    assert parse("b > 1 and `a` < 2 or b < a").columns == ("b", "a")
     assert where.columns == ("dose_\u00b5M", "\u00b5", "dose_\u03bcM")
 
 
