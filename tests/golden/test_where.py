@@ -190,6 +190,8 @@ def test_many_cells_are_compared_in_slices(monkeypatch: pytest.MonkeyPatch) -> N
     values = np.arange(100)
     mask = parse("15 <= x < 40 or x in [99, 3]").mask({"x": ObsColumn(values)})
     np.testing.assert_array_equal(np.flatnonzero(mask), [3, *range(15, 40), 99])
+    columns = {"x": ObsColumn(values), "y": ObsColumn(values[::-1] + 0.5)}
+    np.testing.assert_array_equal(np.flatnonzero(parse("x > y").mask(columns)), range(50, 100))
 
 
 def test_whole_numbers_and_booleans_are_never_missing() -> None:
@@ -226,6 +228,10 @@ def test_floats_beside_numbers_that_they_cannot_hold(dtype: type, far: int) -> N
     for sign, rows in wanted.items():
         where = parse(f"x {sign} {f'[{far}]' if sign == 'in' else far}")
         assert where.holds({"x": ObsColumn(stored)}).tolist() == rows
+    most = float(np.finfo(dtype).max)
+    assert parse(f"x == {most!r} or x in [{-most!r}]").holds({"x": ObsColumn(stored)}).tolist() == [
+        x == most for x in own
+    ]
     infinite = parse("x in [1e999] or x <= -1e999")
     assert infinite.holds({"x": ObsColumn(stored)}).tolist() == [False, False, True, True, False]
 
@@ -245,6 +251,8 @@ def test_pandas_float32_equals_its_literals(kind: str) -> None:
 def test_large_integers_are_compared_exactly(dtype: type) -> None:
     obs = {"barcode": ObsColumn(np.array([2**53, 2**53 + 1, 3], dtype=dtype), None)}
     np.testing.assert_array_equal(parse(f"barcode in [{2**53}, 0.5]").mask(obs), [True, False, False])
+    ends = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max, 3], dtype=dtype)
+    assert parse(f"x in {ends[:2].tolist()}").mask({"x": ObsColumn(ends)}).tolist() == [True, True, False]
     text = f"barcode in [{2**53}, 0.5, 3.0, -1, 1e400, {2**80}]"
     np.testing.assert_array_equal(parse(text).mask(obs), [True, False, True])
 
