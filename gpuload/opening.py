@@ -133,7 +133,11 @@ def check_categories(categories: Any, obs: tuple[str, ...]) -> dict[str, NDArray
         if isinstance(given, (str, Mapping, type)) or not hasattr(given, "__iter__"):
             raise PlanError(f"{said}: expected a list, whose first category has code 0.")
         values = list(given)
-        if len(set(values)) < len(values):
+        try:
+            is_repeated = len(set(values)) < len(values)
+        except TypeError:
+            raise PlanError(f"{said}: a category is text, a number or a boolean; pass such.") from None
+        if is_repeated:
             raise PlanError(f"categories[{name!r}]: a category is given twice; pass each once.")
         found[name] = np.empty(len(values), dtype=object)
         found[name][:] = values

@@ -10,6 +10,7 @@ Missing values compare as in pandas: equal to nothing, unequal to everything, ne
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import re
 from dataclasses import dataclass
@@ -365,7 +366,7 @@ class _Compiler:
         name, column = self._column(left)
         value = _literal(right, self._where)
         self._check_values(name, column, [value], sign)
-        return self._lookup(column, compare, value)
+        return self._lookup(column, lambda found, wanted: compare(*_beside(found, wanted)), value)
 
     def _two_columns(
         self, left: ast.expr, op: ast.cmpop, right: ast.expr, node: ast.expr
@@ -418,7 +419,17 @@ def _is_in(found: Any, wanted: frozenset[Any]) -> Any:
         low, high = np.iinfo(found.dtype).min, np.iinfo(found.dtype).max
         whole = [int(value) for value in wanted if low <= value <= high and value == int(value)]
         return np.isin(found, np.array(whole, dtype=found.dtype))
-    return np.logical_or.reduce([np.zeros(found.size, dtype=bool), *(found == value for value in wanted)])
+    each = (operator.eq(*_beside(found, value)) for value in wanted)
+    return np.logical_or.reduce([np.zeros(found.size, dtype=bool), *each])
+
+
+def _beside(found: Any, value: Any) -> tuple[Any, Any]:
+    """Return values, or one category, and what to compare them with: of floats that cannot hold it, some alike."""
+    if isinstance(found, np.ndarray) and found.dtype.kind == "f":
+        most = float(np.finfo(found.dtype).max)
+        if most < abs(value) != math.inf:  # NumPy would make infinity of it, or fail
+            return np.where(np.isfinite(found), 0, found), 1 if value > 0 else -1
+    return found, value
 
 
 def _is_missing(column: Column, rows: slice) -> NDArray[np.bool_]:

@@ -122,6 +122,21 @@ def test_duplicate_names_within_one_file_are_kept(tmp_path: Path) -> None:
     assert names == ["cell_0", "cell_0", *(f"cell_{i}" for i in range(2, 30)), *two.obs_names]
 
 
+def test_names_kept_in_another_file_are_refused(tmp_path: Path) -> None:
+    """HDF5 reads them as empty where that file is away."""
+    path = written(cells(30, 20), tmp_path / "cells.h5ad")
+    with h5py.File(path, "r+") as file:
+        stored, attrs = file["obs/_index"], dict(file["obs/_index"].attrs)
+        layout = h5py.VirtualLayout(stored.shape, stored.dtype)
+        layout[...] = h5py.VirtualSource(str(tmp_path / "away.h5"), "names", shape=stored.shape)
+        del file["obs/_index"]
+        file.create_virtual_dataset("obs/_index", layout).attrs.update(attrs)
+    with pytest.raises(gpuload.StoreError, match="/obs/_index keeps its bytes in other files; copy it into one file"):
+        gpuload.pack(path, tmp_path / "out.zarr")
+    with pytest.raises(gpuload.StoreError, match="/obs/_index keeps its bytes in other files; copy it into one file"):
+        list(frames.cell_name_pieces(str(path), "X"))
+
+
 def test_row_numbers_go_on_from_piece_to_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a format without names."""
     monkeypatch.setattr(frames, "_PIECE", 100)

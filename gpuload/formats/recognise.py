@@ -259,7 +259,7 @@ def _modality(path: str) -> tuple[str, str]:
     if os.path.exists(path):
         whole, middle = os.path.split(head)
         is_part = os.path.isdir(path) and middle in _WITH_MODALITIES.values() and _group_of(whole) == middle
-        return (whole, tail) if is_part else (path, "")
+        return (whole or os.curdir, tail) if is_part else (path, "")
     for _ in range(2):  # "cells.h5mu/rna" or "cells.h5mu/mod/rna"
         group = _group_of(head) if os.path.isdir(head) else ""
         if os.path.isfile(head) or (group and os.path.basename(head) != group):

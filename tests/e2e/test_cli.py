@@ -218,6 +218,15 @@ def test_what_a_download_left_instead_of_the_file_is_recognised_in_the_error(tmp
     assert message.endswith(f"); {cure}")
 
 
+def test_folder_of_files_of_several_formats_is_refused(tmp_path):
+    for name in ("a.h5ad", "b.npy", "c.h5ad"):
+        (tmp_path / name).touch()
+    with pytest.raises(
+        StoreError, match=r"holds files of several formats \(\.h5ad, \.npy\); pass those you mean as a list"
+    ):
+        open_loader(tmp_path)
+
+
 def test_cell_ranger_folder_is_recognised_in_the_error(tmp_path):
     for name in ("barcodes.tsv.gz", "features.tsv.gz", "matrix.mtx.gz"):
         (tmp_path / name).write_bytes(b"\x1f\x8b\x08")

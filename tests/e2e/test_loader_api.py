@@ -92,6 +92,7 @@ def test_categories_that_cannot_be_used(two: tuple[Path, Path]) -> None:
         ({"type": ["B"]}, r"categories: 'type' is not among obs=\['kind', 'depth'\]; name it there too"),
         ({"kind": "B"}, r"categories\['kind'\]='B': expected a list"),
         ({"kind": ["B", "B"]}, r"categories\['kind'\]: a category is given twice"),
+        ({"kind": [["B"], ["T"]]}, r"categories\['kind'\]=\[.*\]: a category is text, a number or a boolean; pass"),
         (["kind"], r"categories=\['kind'\]: expected a mapping"),
         ({"kind": list}, r"categories\['kind'\]=<class 'list'>: expected a list"),
         ({"kind": 5}, r"categories\['kind'\]=5: expected a list"),

@@ -119,6 +119,7 @@ def test_layers_share_an_index(store_variant: StoreVariant, tmp_path: Path, sear
 @pytest.mark.parametrize("setting", ["folder", "off", "read-only"])
 def test_index_location(setting: str, tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = made(tmp_path)
+    monkeypatch.chdir(tmp_path)
     if setting != "read-only":
         monkeypatch.setenv("GPULOAD_INDEX", "off" if setting == "off" else str(tmp_path / "kept"))
     else:
@@ -129,8 +130,21 @@ def test_index_location(setting: str, tmp_path: Path, searched: list[str], monke
     assert not beside(path).exists()
     place = {"folder": tmp_path / "kept", "off": None, "read-only": tmp_path / "cache" / "gpuload"}[setting]
     assert len(searched) == (4 if place is None else 2)
-    if place is not None:
+    if place is None:
+        assert not list(tmp_path.rglob("*.gpuload-index"))
+    else:
         assert [p.suffix for p in place.iterdir()] == [".gpuload-index"]
+
+
+def test_index_is_written_once_beside_what_a_link_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "links").mkdir()
+    path, link = made(tmp_path), tmp_path / "links" / "other.h5ad"
+    link.symlink_to(path)
+    np.testing.assert_array_equal(values(link), counts().toarray())
+    assert os.listdir(tmp_path / "links") == ["other.h5ad"]
+    written = beside(path).stat()
+    np.testing.assert_array_equal(values(path), counts().toarray())
+    assert beside(path).stat() == written
 
 
 def test_unwritable_index_is_skipped(tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

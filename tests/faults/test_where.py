@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("", ("expression",)),
-        ("  ", ("expression",)),
+        ("", ("expected an expression over columns of obs, for example",)),
+        ("  ", ("expected an expression over columns of obs, for example",)),
         (3, ("expression",)),
         (["a"], ("expression", "sampler=gpuload.Subset(mask)")),
         ([True] * 1000, ("[True, True, ", "sampler=gpuload.Subset(mask)")),
@@ -56,6 +56,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
         ("len(a) > 1", ("len(a)",)),
         ("a + 1 > 2", ("a + 1",)),
         ("a > np.log(10)", ("np.log(10)", "a number")),
+        ("a > np.int64.max(10)", ("np.int64.max(10)", "a number")),
         ("a > -np.str_('x')", ("not supported",)),
         ("(lambda: 1)() == a", ("lambda",)),
         ("[x for x in a]", ("not supported",)),

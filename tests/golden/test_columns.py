@@ -97,6 +97,21 @@ def test_categories_of_anndata_0_6(tmp_path: Path, categories: Any, codes: Any, 
     assert_columns(path, ["line"], obs)
 
 
+@pytest.mark.parametrize("name", ["index", "_index", "cells"])
+def test_index_of_a_compound_table(tmp_path: Path, name: str) -> None:
+    """It goes by its name, or is the first field."""
+    path = tmp_path / "old.h5ad"
+    depth, cells = {"depth": np.array([7, 5, 9])}, {name: np.array([b"x", b"y", b"z"])}
+    with writers.h5py.File(path, "w") as file:
+        file["X"] = np.zeros((3, 2), np.float32)
+        file["obs"] = writers.compound({**cells, **depth} if name == "cells" else {**depth, **cells})
+        file["var"] = writers.compound({"index": np.array([b"g", b"h"])})
+    assert gpuload.obs_names(path).tolist() == ["x", "y", "z"]
+    with gpuload.open_loader(path, obs=["depth"], shuffle=False) as loader:
+        (batch,) = loader
+    assert batch.obs["depth"].tolist() == [7, 5, 9]
+
+
 def test_fixed_length_string_attributes_are_read(tmp_path: Path) -> None:
     """Julia's HDF5.jl writes them this way."""
     path = tmp_path / "fixed.h5ad"

@@ -135,6 +135,14 @@ def test_modality_at_an_address_reads_the_same_as_on_disk(scheme: str, tmp_path:
                 gpuload.open_loader(at, modality="atac", storage_options=options, device="cpu")
 
 
+def test_modality_is_chosen_within_the_folder_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write(tmp_path / "cells.zarr", 3))
+    with gpuload.open_loader("mod/rna", obs=["depth"], shuffle=False, batch_size=N_OBS) as loader:
+        (batch,) = loader
+    np.testing.assert_array_equal(batch.X, counts().toarray())
+    np.testing.assert_array_equal(batch.obs["depth"], cells_frame()["depth"])
+
+
 def test_modalities_together_need_the_same_cells(path: Path, tmp_path: Path) -> None:
     with pytest.raises(gpuload.StoreError, match="need the same cells in the same order"):
         gpuload.open_loader(path, modality=["rna", "prot"], device="cpu")

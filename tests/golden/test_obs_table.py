@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import anndata
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -59,6 +60,13 @@ def loaded(files: Any, table: pd.DataFrame, **settings: Any) -> pd.DataFrame:
 
 def same(found: pd.Series, expected: Any) -> bool:
     return [None if pd.isna(x) else x for x in found] == [None if pd.isna(x) else x for x in expected]
+
+
+def test_a_column_without_a_text_for_a_name(files: list[Path], table: pd.DataFrame) -> None:
+    given = table[["count"]].rename(columns={"count": 7})
+    with gpuload.open_loader(files, obs_table=given, obs=["7"], batch_size=16, device="cpu") as loader:
+        for batch in loader:
+            assert batch.obs["7"].tolist() == table["count"].to_numpy()[batch.rows].tolist()
 
 
 @pytest.mark.parametrize("by", ["name", "row"])
@@ -241,6 +249,34 @@ def test_ambiguous_integer_index_is_refused(tmp_path: Path) -> None:
 def test_duplicate_cell_names_are_refused(files: list[Path], table: pd.DataFrame) -> None:
     with pytest.raises(gpuload.PlanError, match=r"obs_table: 2 cells have the name 'cell-0-.*'; index it by row num"):
         gpuload.open_loader([files[0], files[0]], obs_table=table, obs=["state"], device="cpu")
+
+
+def test_any_one_name_of_two_cells_is_refused(tmp_path: Path) -> None:
+    path = numbered_file(tmp_path / "twice.h5ad", ["a", "b", "c"])
+    with h5py.File(path, "r+") as file:
+        file["obs/_index"][2] = "a"
+    for names in (["a", "b"], ["b", "a"]):
+        with pytest.raises(gpuload.PlanError, match=r"^obs_table: 2 cells have the name 'a'; index it by row numbers"):
+            gpuload.open_loader(path, obs_table=pd.DataFrame({"x": [1, 2]}, names), obs=["x"], device="cpu")
+    assert same(loaded(path, pd.DataFrame({"x": [5]}, ["b"]))["x"], [None, 5, None])
+
+
+def test_columns_of_a_table_that_lacks_cells(tmp_path: Path) -> None:
+    """They are of the types that they have with all cells; whole numbers are exact, or refused."""
+    path = numbered_file(tmp_path / "some.h5ad", ["a", "b", "c"])
+    table = pd.DataFrame({"is_good": [True, True], "none": [None, None], "n": np.uint64([3, 4])}, ["c", "a"])
+    table["none"] = table["none"].astype(object)
+    with gpuload.open_loader(path, obs_table=table, obs=["is_good", "none", "n"], shuffle=False) as loader:
+        (batch,) = loader
+        assert loader.categories["is_good"].tolist() == [False, True]
+    assert batch.obs["is_good"].tolist() == [1, -1, 1]
+    assert batch.obs["none"].tolist() == [-1, -1, -1]
+    np.testing.assert_array_equal(batch.obs["n"], [4, np.nan, 3])
+    for large in (np.int64([2**53 + 1, 0]), np.uint64([2**63 + 1, 0])):
+        with pytest.raises(
+            gpuload.PlanError, match=rf"^obs_table: obs column 'n' holds the whole number {large[0]} and"
+        ):
+            gpuload.open_loader(path, obs_table=pd.DataFrame({"n": large}, ["c", "a"]), obs=["n"], device="cpu")
 
 
 def test_missing_column_error_lists_the_tables_columns(files: list[Path], table: pd.DataFrame) -> None:

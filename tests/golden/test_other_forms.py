@@ -200,6 +200,17 @@ def test_10x_genes_are_selected_by_name_or_id(written: Any, tmp_path: Path) -> N
         np.testing.assert_array_equal(next(iter(loader)).X, X[:, [7, 2, 52]])
 
 
+def test_10x_gene_ids_that_differ_between_files_choose_nothing(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.h5", tmp_path / "two.h5"
+    for path in (one, two):
+        write_tenx(path, {"matrix": counts()}, {})
+    with h5py.File(two, "r+") as file:
+        ids = file["matrix/features/id"]
+        ids[...] = ids[()][::-1]
+    with pytest.raises(gpuload.PlanError, match=r"^genes: 'ENSG00000000002' is not a gene of "):
+        gpuload.open_loader([one, two], genes=["ENSG00000000002"])
+
+
 def test_a_10x_gene_id_that_occurs_twice_chooses_neither(tmp_path: Path) -> None:
     path = tmp_path / "genes.h5"
     write_tenx(path, {"matrix": counts()}, {})

@@ -447,3 +447,17 @@ def test_codecs_can_be_chained() -> None:
         for size in (len(raw) - 4, len(raw) + 4):
             with pytest.raises(codecs.DecodeError):
                 codecs.decode((Filter(first), Filter(second)), 0, stored, size, 4)
+
+
+def test_size_of_a_chunk_whose_inner_filter_was_skipped() -> None:
+    plain = values("u2", 500).view(np.uint8)
+    stored = as_array(imagecodecs.lz4h5_encode(plain.tobytes()))
+    pipeline = (Filter("fletcher32"), Filter("lz4"))
+    np.testing.assert_array_equal(codecs.decode(pipeline, 0b01, stored, plain.size, 2), plain)
+
+
+@pytest.mark.parametrize("n", [7, 9])
+def test_bytes_that_are_not_as_many_as_the_chunk_holds(n: int) -> None:
+    for filters in ((), (Filter("shuffle"),)):
+        with pytest.raises(codecs.DecodeError, match=f"^it decodes to {n} bytes instead of 8$"):
+            codecs.decode(filters, 0, np.arange(n, dtype=np.uint8), 8, 2)
