@@ -280,7 +280,7 @@ def test_resuming_leaves_adam_step_counts_on_the_host(classify: ModuleType, tmp_
 
 @pytest.mark.slow
 def test_killed_run_resumes(screen: Path, tmp_path: Path) -> None:
-    common = (PROGRAM, screen, *SMALL, "--seeds", 1, "--orders", "random", "--epochs", 30, "--save-every", 1)
+    common = (PROGRAM, screen, *SMALL, "--seeds", 1, "--orders", "random", "--epochs", 8, "--save-every", 1)
     common += ("--loader-seconds", 0)
     place = tmp_path / "parts" / "linear-random-0.pt"
     with start(*common, "--out", tmp_path / "parts") as killed:
