@@ -51,6 +51,7 @@ def room(nbytes: int) -> np.ndarray:
 
 def container(data: np.ndarray, codec: str, shuffle: int, blocksize: int, level: int = 5) -> np.ndarray:
     """Return an array as c-blosc encodes it; imagecodecs' own encoder has no element size."""
+    numcodecs.blosc.use_threads = False  # of several, each appends its block when it is done, in any order
     return as_array(numcodecs.Blosc(codec, level, shuffle, blocksize).encode(data))
 
 
