@@ -423,8 +423,20 @@ def test_neither_a_matrix_nor_csr(tmp_path: Path) -> None:
     path = tmp_path / "cube.h5ad"
     write_h5ad(path, lambda f: f.create_dataset("X", data=np.zeros((3, 4, 5))), 3, 4)
     assert_refused("StoreError", path, "/X", "3 dimensions")
+    write_h5ad(path, lambda f: f.create_dataset("layers/images", data=np.zeros((3, 4, 5))), 3, 4)
+    told = f"{path}: /layers/images has 3 dimensions; expected a matrix of cells x genes."
+    assert_refused("StoreError", path, told, layer="images")
     write_h5ad(path, lambda f: f.create_group("X"), 3, 4)
     assert_refused("StoreError", path, "/X", "write_h5ad")
+
+
+@pytest.mark.parametrize("shape", [(10,), (10, 4, 1), 10, "10 x 4", ("10", "genes")])
+def test_the_shape_of_a_sparse_matrix_must_be_two_numbers(tmp_path: Path, shape: Any) -> None:
+    path = tmp_path / "shape.h5ad"
+    write_plain(path)
+    with h5py.File(path, "r+") as file:
+        file["X"].attrs["shape"] = shape
+    assert_refused("StoreError", path, f"{path}: /X is neither a dense nor a CSR matrix; rewrite the file with")
 
 
 # --- matrices that cannot be read

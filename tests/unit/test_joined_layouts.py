@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -10,6 +10,9 @@ import pytest
 from gpuload.joined import join_files
 from gpuload.layout import ArrayLayout, Filter
 from gpuload.source import FileSource
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TABLES = ("chunk_offset", "chunk_nbytes", "chunk_mask", "verified")
 
