@@ -154,6 +154,28 @@ def test_minibatches_beyond_memory_are_refused(monkeypatch: pytest.MonkeyPatch) 
     assert_refused("PlanError", cells, "batch_size=1000", *parts, batch_size=1000, **settings)
 
 
+@pytest.mark.parametrize(
+    ("matrices", "needed", "fetch_factor", "told"),
+    [
+        ("X", 3 * 40 * 4000, 2, "fetch_factor=2: 3 fetches of 40 cells take .* has 0.0 GB; use fetch_factor=1 or"),
+        (["X", "other"], 2 * 3 * 40 * 4000, 9, "fetch_factor=9: 3 fetches of 40 cells .* use fetch_factor=4 or less."),
+    ],
+)
+def test_fetches_beyond_memory_are_refused(
+    monkeypatch: pytest.MonkeyPatch, matrices: Any, needed: int, fetch_factor: int, told: str
+) -> None:
+    """Two are read ahead while one is handed over, of all matrices, and none has more cells than there are."""
+    X = np.ones((40, 1000), np.float32)
+    cells = anndata.AnnData(X, layers={"other": X})
+    settings: dict[str, Any] = {"fetch_factor": fetch_factor, "layer": matrices, "prefetch": 2, "device": "cpu"}
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: needed)
+    with gpuload.open_loader(cells, batch_size=1000, **settings) as loader:
+        assert sum(map(len, loader)) == 40
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: needed - 1)
+    with pytest.raises(gpuload.PlanError, match=f"^{told}"):
+        gpuload.open_loader(cells, batch_size=1000, **settings)
+
+
 def test_no_more_large_minibatches_are_in_memory_than_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuload.backends.base.AHEAD_NBYTES", 0)
     cells, nbytes = counts(480, 10_000), 40 * 10_000 * 4
