@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -64,5 +65,53 @@ def test_joined_layouts_are_like_those_of_their_files(tmp_path: Path, lengths: t
         assert layout.verified[0] == 1
         first += n_chunks
     assert array.layout.name == "X/data"
+    for layout in layouts:
+        layout.source.close()
+
+
+LEVELS = {"filters": (Filter("deflate", (9,)),)}
+SHUFFLED = {"filters": (Filter("shuffle", (4,)), Filter("deflate", (4,)))}
+BLOSC = {"filters": (Filter("blosc", (2, 2, 4)),)}
+WIDE = {"shape": (40, 5), "chunk_shape": (10, 5)}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "n_groups"),
+    [
+        ({}, {}, 1),
+        ({}, LEVELS, 1),
+        ({}, {"chunk_shape": (11,)}, 1),
+        ({"fill_value": np.nan}, {"fill_value": np.nan}, 1),
+        (WIDE, WIDE, 1),
+        ({}, {"dtype": np.dtype("<i4")}, 2),
+        ({}, {"dtype": np.dtype(">f4")}, 2),
+        ({}, {"fill_value": 1}, 2),
+        ({}, {"filters": ()}, 2),
+        ({}, {"filters": (Filter("zstd", (4,)),)}, 2),
+        ({}, SHUFFLED, 2),
+        (SHUFFLED, {"filters": (Filter("shuffle", (8,)), Filter("deflate", (4,)))}, 2),
+        (BLOSC, BLOSC, 1),
+        (BLOSC, {"filters": (Filter("blosc", (2, 2, 8)),)}, 2),
+        (BLOSC, {**BLOSC, "chunk_shape": (11,)}, 2),  # a decoder is made for one length
+        (WIDE, {"shape": (40, 6), "chunk_shape": (10, 6)}, 2),
+        (WIDE, {"shape": (40, 5), "chunk_shape": (11, 5)}, 2),
+        (WIDE, {"shape": (40, 5), "chunk_shape": (10, 3)}, 2),
+        (WIDE, {"shape": (40, 5, 1), "chunk_shape": (10, 5, 1)}, 2),
+        ({"shape": (40, 0), "chunk_shape": (10, 0)}, {"shape": (40, 0), "chunk_shape": (10, 0)}, 2),
+        ({"edges": np.array([0, 10, 20, 30, 40])}, {"edges": np.array([0, 10, 20, 30, 40])}, 2),
+    ],
+)
+def test_only_arrays_that_decode_alike_are_joined(
+    tmp_path: Path, one: dict[str, Any], other: dict[str, Any], n_groups: int
+) -> None:
+    layouts = [replace(layout_of(tmp_path / str(k), "/X", 40, 10, 4), **of) for k, of in enumerate((one, other))]
+    joined, parts = join_files([(layout,) for layout in layouts])
+    assert len(joined.groups) == n_groups
+    assert joined.group.tolist() == [0, n_groups - 1]
+    assert joined.place.tolist() == [0, 2 - n_groups]
+    assert joined.is_of(parts)
+    assert not joined.is_of(parts[:1])
+    assert not joined.is_of(parts[::-1])
+    assert len(joined.sources) == 2 - n_groups
     for layout in layouts:
         layout.source.close()
