@@ -65,6 +65,23 @@ def test_joined_layouts_are_like_those_of_their_files(tmp_path: Path, lengths: t
         assert layout.verified[0] == 1
         first += n_chunks
     assert array.layout.name == "X/data"
+    starts = np.cumsum([0] + [-(-size // length) * length for size, length in zip(sizes, lengths, strict=True)])
+    chunks = np.cumsum([0] + [-(-size // length) for size, length in zip(sizes, lengths, strict=True)])
+    assert array.layout.shape == (starts[-1],)
+    assert array.layout.chunk_shape == (max(lengths),)
+    assert (array.start.tolist(), array.first_chunk.tolist()) == (starts[:-1].tolist(), chunks[:-1].tolist())
+    edges = np.concatenate([np.arange(a, b, n) for a, b, n in zip(starts, starts[1:], lengths, strict=False)])
+    if len(set(lengths)) > 1:
+        assert array.layout.edges is not None
+        assert array.layout.edges.tolist() == [*edges.tolist(), starts[-1]]
+    files, at, size = array.layout.source.locate(np.array(base) + 7)
+    assert (files.tolist(), at.tolist()) == ([0, 1, 2], [7, 7, 7])
+    assert size.tolist() == [layout.source.nbytes for layout in layouts]
+    one_of_each = np.array([[1, 2], [3, 4], [5, 6]])
+    read = array.plan_read(np.arange(3), one_of_each, np.arange(3), "indices", np.array([11, 22, 33]))
+    assert read.chunk_id.tolist() == chunks[:-1].tolist()
+    assert read.chunk_offset.tolist() == base
+    assert read.chunk_limit.tolist() == [11, 22, 33]
     for layout in layouts:
         layout.source.close()
 
@@ -72,6 +89,7 @@ def test_joined_layouts_are_like_those_of_their_files(tmp_path: Path, lengths: t
 LEVELS = {"filters": (Filter("deflate", (9,)),)}
 SHUFFLED = {"filters": (Filter("shuffle", (4,)), Filter("deflate", (4,)))}
 BLOSC = {"filters": (Filter("blosc", (2, 2, 4)),)}
+BITSHUFFLE = {"filters": (Filter("bitshuffle", (0, 4, 4, 0, 0)),)}
 WIDE = {"shape": (40, 5), "chunk_shape": (10, 5)}
 
 
@@ -93,7 +111,11 @@ WIDE = {"shape": (40, 5), "chunk_shape": (10, 5)}
         (BLOSC, BLOSC, 1),
         (BLOSC, {"filters": (Filter("blosc", (2, 2, 8)),)}, 2),
         (BLOSC, {**BLOSC, "chunk_shape": (11,)}, 2),  # a decoder is made for one length
+        (BITSHUFFLE, BITSHUFFLE, 1),
+        (BITSHUFFLE, {"filters": (Filter("bitshuffle", (0, 4, 4, 64, 0)),)}, 2),
+        (BITSHUFFLE, {**BITSHUFFLE, "chunk_shape": (11,)}, 2),
         (WIDE, {"shape": (40, 6), "chunk_shape": (10, 6)}, 2),
+        ({"shape": (40, 5), "chunk_shape": (10, 3)}, {"shape": (40, 6), "chunk_shape": (10, 3)}, 2),
         (WIDE, {"shape": (40, 5), "chunk_shape": (11, 5)}, 2),
         (WIDE, {"shape": (40, 5), "chunk_shape": (10, 3)}, 2),
         (WIDE, {"shape": (40, 5, 1), "chunk_shape": (10, 5, 1)}, 2),
@@ -113,5 +135,19 @@ def test_only_arrays_that_decode_alike_are_joined(
     assert not joined.is_of(parts[:1])
     assert not joined.is_of(parts[::-1])
     assert len(joined.sources) == 2 - n_groups
+    for layout in layouts:
+        layout.source.close()
+
+
+def test_rows_in_several_chunks_of_joined_files(tmp_path: Path) -> None:
+    """Files of 40 and 25 rows of 5 values, in chunks of 10 rows and 3 values."""
+    layouts = [layout_of(tmp_path / str(k), "/X", n, 5, 4) for k, n in enumerate((40, 30))]
+    layouts = [replace(layout, shape=(n, 5), chunk_shape=(10, 3)) for layout, n in zip(layouts, (40, 25), strict=True)]
+    joined, _ = join_files([(layout,) for layout in layouts])
+    ((array,),) = joined.groups
+    assert array.start.tolist() == [0, 40]
+    assert array.layout.shape == (70, 5)
+    read = array.plan_read(np.array([0, 1]), np.array([[39, 40], [24, 25]]), np.array([0, 5]), "X", None)
+    assert read.chunk_id.tolist() == [6, 7, 12, 13]
     for layout in layouts:
         layout.source.close()
