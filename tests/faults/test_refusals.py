@@ -155,25 +155,43 @@ def test_minibatches_beyond_memory_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("matrices", "needed", "fetch_factor", "told"),
+    ("matrices", "needed", "sizes", "n_cells", "cure"),
     [
-        ("X", 3 * 40 * 4000, 2, "fetch_factor=2: 3 fetches of 40 cells take .* has 0.0 GB; use fetch_factor=1 or"),
-        (["X", "other"], 2 * 3 * 40 * 4000, 9, "fetch_factor=9: 3 fetches of 40 cells .* use fetch_factor=4 or less."),
+        ("X", 3 * 40 * 4000, (1000, 2), 40, {"fetch_factor": 1, "batch_size": 19}),
+        (["X", "other"], 2 * 3 * 40 * 4000, (4, 9000), 40, {"fetch_factor": 4}),
+        ("X", 3 * 30 * 4000, (5, 6), 30, {"fetch_factor": 2}),
+        ("X", 3 * 40 * 4000, (20, 2), 40, {"fetch_factor": 1}),  # a little less than the whole memory
     ],
 )
 def test_fetches_beyond_memory_are_refused(
-    monkeypatch: pytest.MonkeyPatch, matrices: Any, needed: int, fetch_factor: int, told: str
+    monkeypatch: pytest.MonkeyPatch,
+    matrices: Any,
+    needed: int,
+    sizes: tuple[int, int],
+    n_cells: int,
+    cure: dict[str, int],
 ) -> None:
-    """Two are read ahead while one is handed over, of all matrices, and none has more cells than there are."""
+    """Two are read ahead while one is handed over, of all matrices, and none has more cells than there are.
+
+    Those proposed take at most half of the memory, or are the fewest of this batch_size.
+    """
     X = np.ones((40, 1000), np.float32)
     cells = anndata.AnnData(X, layers={"other": X})
-    settings: dict[str, Any] = {"fetch_factor": fetch_factor, "layer": matrices, "prefetch": 2, "device": "cpu"}
+    settings: dict[str, Any] = {"layer": matrices, "prefetch": 2, "device": "cpu"}
+    settings["batch_size"], settings["fetch_factor"] = sizes
     monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: needed)
-    with gpuload.open_loader(cells, batch_size=1000, **settings) as loader:
+    with gpuload.open_loader(cells, **settings) as loader:
         assert sum(map(len, loader)) == 40
     monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: needed - 1)
-    with pytest.raises(gpuload.PlanError, match=f"^{told}"):
-        gpuload.open_loader(cells, batch_size=1000, **settings)
+    with pytest.raises(gpuload.PlanError) as caught:
+        gpuload.open_loader(cells, **settings)
+    said = ", ".join(f"{name}={value}" for name, value in cure.items())
+    assert str(caught.value) == (
+        f"fetch_factor={sizes[1]}: 3 fetches of {n_cells} cells take 0.0 GB but this machine has 0.0 GB; use {said} or "
+        "less."
+    )
+    with gpuload.open_loader(cells, **settings | cure) as loader:
+        assert sum(map(len, loader)) == 40
 
 
 def test_no_more_large_minibatches_are_in_memory_than_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
