@@ -470,7 +470,7 @@ def test_neither_a_matrix_nor_csr(tmp_path: Path) -> None:
     assert_refused("StoreError", path, "/X", "write_h5ad")
 
 
-@pytest.mark.parametrize("shape", [(10,), (10, 4, 1), 10, "10 x 4", ("10", "genes")])
+@pytest.mark.parametrize("shape", [(10,), (10, 4, 1), 10, "10 x 4", ("10", "genes"), (np.inf, 4.0)])
 def test_the_shape_of_a_sparse_matrix_must_be_two_numbers(tmp_path: Path, shape: Any) -> None:
     path = tmp_path / "shape.h5ad"
     write_plain(path)
@@ -680,6 +680,23 @@ def test_matrix_arrays_must_be_one_dimensional(tmp_path: Path, name: str) -> Non
         del file["X"][name]
         file["X"][name] = values[None]
     assert_refused("StoreError", path, f"{path}: ", f"X/{name} has 2 dimensions; expected one")
+
+
+@pytest.mark.parametrize("name", ["indices", "indptr"])
+def test_places_of_values_must_be_integers(tmp_path: Path, name: str) -> None:
+    """Floats of as many bytes would be taken for other numbers."""
+    path = broken(tmp_path, name, lambda values: values.astype("f4"))
+    assert_refused("StoreError", path, f"{path}: /X/{name} has dtype float32; expected integers.")
+
+
+def test_texts_of_fixed_length_in_attributes(tmp_path: Path) -> None:
+    """As libraries of other languages write them."""
+    path = tmp_path / "fixed.h5ad"
+    X = write_plain(path)
+    with h5py.File(path, "r+") as file:
+        file["X"].attrs["encoding-type"] = np.bytes_(b"csr_matrix")
+    with gpuload.open_loader(path, shuffle=False, batch_size=1000) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).X, X.toarray())
 
 
 def test_raw_without_a_matrix(tmp_path: Path) -> None:
