@@ -151,3 +151,24 @@ def test_rows_in_several_chunks_of_joined_files(tmp_path: Path) -> None:
     assert read.chunk_id.tolist() == [6, 7, 12, 13]
     for layout in layouts:
         layout.source.close()
+
+
+def test_only_column_numbers_are_bounded_each_by_its_file(tmp_path: Path) -> None:
+    """The second of three files is of another type, and so not joined."""
+    types = [np.dtype(name) for name in ("<i4", "<i8", "<i4")]
+    layouts = [
+        tuple(
+            replace(layout_of(tmp_path / f"{k}-{name}", f"/X/{name}", 40, 10, 4), dtype=dtype)
+            for name in ("data", "indices")
+        )
+        for k, dtype in enumerate(types)
+    ]
+    joined, _ = join_files(layouts)
+    ranges, limits = np.array([[5, 6], [15, 16], [25, 26]]), np.array([11, 22, 33])
+    reads = joined.plan_reads(np.arange(3), ranges, np.arange(3), ("data", "indices"), limits)
+    assert [read.target for read in reads] == ["data", "indices"] * 2
+    assert [read.chunk_id.tolist() for read in reads] == [[0, 6], [0, 6], [1], [1]]
+    assert [read.chunk_limit.tolist() for read in reads] == [[-1, -1], [11, 33], [-1], [22]]
+    for of_file in layouts:
+        for layout in of_file:
+            layout.source.close()
