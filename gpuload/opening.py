@@ -49,10 +49,13 @@ def check_memory(stores: Sequence[Store], backend: Backend, batch_size: int, fet
     wanted = int(n_rows * n_held * sum(store.nbytes_per_row for store in stores))
     there, where = _memory_of(backend)
     if wanted > there:
+        n_most = n_rows * there // wanted  # n_rows may be far fewer than batch_size * fetch_factor
+        less = f"fetch_factor={max(1, n_most // 2 // batch_size)}"
+        if n_most < batch_size:
+            less = f"fetch_factor=1, batch_size={max(1, n_most // 2)}"
         raise PlanError(
             f"fetch_factor={fetch_factor}: {n_held} fetches of {n_rows} cells take {wanted / 1e9:.1f} GB but "
-            f"{where} has {there / 1e9:.1f} GB; "
-            f"use fetch_factor={max(1, fetch_factor * there // (2 * wanted))} or less."
+            f"{where} has {there / 1e9:.1f} GB; use {less} or less."
         )
 
 

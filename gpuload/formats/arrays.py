@@ -145,13 +145,12 @@ def checked_indptr(
     """
     if given.shape != (n_rows + 1,):
         raise CorruptDataError(f"{where} has {given.size} entries for {n_rows} rows; expected {n_rows + 1}. {cure}")
-    indptr = np.ascontiguousarray(given, dtype=np.int64)
-    if indptr[0] != 0 or np.any(indptr[1:] < indptr[:-1]):
-        at = 0 if indptr[0] else int(np.argmax(indptr[1:] < indptr[:-1])) + 1
-        raise CorruptDataError(f"{where} does not rise from 0: entry {at} is {indptr[at]}. {cure}")
-    if nnz != (indptr[-1], indptr[-1]):
-        raise CorruptDataError(f"{where} ends at {indptr[-1]} but there are {nnz[0]} data and {nnz[1]} indices. {cure}")
-    return indptr
+    if given[0] != 0 or np.any(given[1:] < given[:-1]):
+        at = 0 if given[0] else int(np.argmax(given[1:] < given[:-1])) + 1
+        raise CorruptDataError(f"{where} does not rise from 0: entry {at} is {given[at]}. {cure}")
+    if nnz != (given[-1], given[-1]):
+        raise CorruptDataError(f"{where} ends at {given[-1]} but there are {nnz[0]} data and {nnz[1]} indices. {cure}")
+    return np.ascontiguousarray(given, dtype=np.int64)  # cast only now: uint64 holds more
 
 
 def check_filter(path: str, error: Exception) -> None:

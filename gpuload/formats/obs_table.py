@@ -66,7 +66,7 @@ def _places_by_row(index: pd.Index, n_obs: int) -> NDArray[np.int64]:
         )
     if index.hasnans:
         raise PlanError("obs_table: a row number is missing in its index; drop that row.")
-    rows = index.to_numpy(dtype=np.int64)
+    rows = index.to_numpy()  # cast only once they are known to fit
     outside = np.flatnonzero((rows < 0) | (rows >= n_obs))
     if outside.size:
         raise PlanError(
@@ -74,7 +74,7 @@ def _places_by_row(index: pd.Index, n_obs: int) -> NDArray[np.int64]:
             f"{n_obs - 1}; index it by row numbers, or by the names of the cells."
         )
     place = np.full(n_obs, -1, dtype=np.int64)
-    place[rows] = np.arange(rows.size)
+    place[rows.astype(np.int64)] = np.arange(rows.size)
     return place
 
 

@@ -365,13 +365,28 @@ def test_row_offsets_of_many_rows_are_summed_in_steps(n: int) -> None:
     np.testing.assert_array_equal(index.indptr_of(rows), np.concatenate([[0], np.cumsum(rows, dtype=np.int64)]))
 
 
-def test_numbers_below_0_are_kept_as_they_are(tmp_path: Path) -> None:
-    wanted = np.array([-1, 0, 300], dtype=np.int32)
+def test_arrays_are_kept_as_they_are_but_narrower(tmp_path: Path) -> None:
+    """Numbers below 0, fractions and no numbers have no narrower type; each array is aligned, whatever is beside it."""
+    kept = {
+        "bytes": (np.array([255, 3, 0], dtype=np.int64), "u1"),
+        "two bytes": (np.array([5, 256, 7], dtype=np.uint64), "u2"),
+        "large": (np.array([2**32, 2**63], dtype=np.uint64), "u8"),
+        "below 0": (np.array([-1, 0, 300], dtype=np.int32), "i4"),
+        "fractions": (np.array([0.5, 2.25]), "f8"),
+        "none": (np.array([], dtype=np.int64), "i8"),
+        "last": (np.array([70_000]), "u4"),
+    }
     with closing(FileSource(made(tmp_path))) as source:
         one, other = index.Index(source), index.Index(source)
-        one.keep("some", wanted)
+        for name, (wanted, _) in kept.items():
+            one.keep(name, wanted)
         one.save()
-        np.testing.assert_array_equal(other.get("some"), wanted)
+        for name, (wanted, dtype) in kept.items():
+            found = other.get(name)
+            assert found is not None
+            assert found.dtype == np.dtype(dtype), name
+            assert found.flags.aligned
+            assert found.tolist() == wanted.tolist()
 
 
 def test_memory_is_nine_bytes_per_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

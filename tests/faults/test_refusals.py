@@ -154,6 +154,46 @@ def test_minibatches_beyond_memory_are_refused(monkeypatch: pytest.MonkeyPatch) 
     assert_refused("PlanError", cells, "batch_size=1000", *parts, batch_size=1000, **settings)
 
 
+@pytest.mark.parametrize(
+    ("matrices", "needed", "sizes", "n_cells", "cure"),
+    [
+        ("X", 3 * 40 * 4000, (1000, 2), 40, {"fetch_factor": 1, "batch_size": 19}),
+        (["X", "other"], 2 * 3 * 40 * 4000, (4, 9000), 40, {"fetch_factor": 4}),
+        ("X", 3 * 30 * 4000, (5, 6), 30, {"fetch_factor": 2}),
+        ("X", 3 * 40 * 4000, (20, 2), 40, {"fetch_factor": 1}),  # a little less than the whole memory
+    ],
+)
+def test_fetches_beyond_memory_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    matrices: Any,
+    needed: int,
+    sizes: tuple[int, int],
+    n_cells: int,
+    cure: dict[str, int],
+) -> None:
+    """Two are read ahead while one is handed over, of all matrices, and none has more cells than there are.
+
+    Those proposed take at most half of the memory, or are the fewest of this batch_size.
+    """
+    X = np.ones((40, 1000), np.float32)
+    cells = anndata.AnnData(X, layers={"other": X})
+    settings: dict[str, Any] = {"layer": matrices, "prefetch": 2, "device": "cpu"}
+    settings["batch_size"], settings["fetch_factor"] = sizes
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: needed)
+    with gpuload.open_loader(cells, **settings) as loader:
+        assert sum(map(len, loader)) == 40
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: needed - 1)
+    with pytest.raises(gpuload.PlanError) as caught:
+        gpuload.open_loader(cells, **settings)
+    said = ", ".join(f"{name}={value}" for name, value in cure.items())
+    assert str(caught.value) == (
+        f"fetch_factor={sizes[1]}: 3 fetches of {n_cells} cells take 0.0 GB but this machine has 0.0 GB; use {said} or "
+        "less."
+    )
+    with gpuload.open_loader(cells, **settings | cure) as loader:
+        assert sum(map(len, loader)) == 40
+
+
 def test_no_more_large_minibatches_are_in_memory_than_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuload.backends.base.AHEAD_NBYTES", 0)
     cells, nbytes = counts(480, 10_000), 40 * 10_000 * 4
@@ -423,8 +463,20 @@ def test_neither_a_matrix_nor_csr(tmp_path: Path) -> None:
     path = tmp_path / "cube.h5ad"
     write_h5ad(path, lambda f: f.create_dataset("X", data=np.zeros((3, 4, 5))), 3, 4)
     assert_refused("StoreError", path, "/X", "3 dimensions")
+    write_h5ad(path, lambda f: f.create_dataset("layers/images", data=np.zeros((3, 4, 5))), 3, 4)
+    told = f"{path}: /layers/images has 3 dimensions; expected a matrix of cells x genes."
+    assert_refused("StoreError", path, told, layer="images")
     write_h5ad(path, lambda f: f.create_group("X"), 3, 4)
     assert_refused("StoreError", path, "/X", "write_h5ad")
+
+
+@pytest.mark.parametrize("shape", [(10,), (10, 4, 1), 10, "10 x 4", ("10", "genes"), (np.inf, 4.0)])
+def test_the_shape_of_a_sparse_matrix_must_be_two_numbers(tmp_path: Path, shape: Any) -> None:
+    path = tmp_path / "shape.h5ad"
+    write_plain(path)
+    with h5py.File(path, "r+") as file:
+        file["X"].attrs["shape"] = shape
+    assert_refused("StoreError", path, f"{path}: /X is neither a dense nor a CSR matrix; rewrite the file with")
 
 
 # --- matrices that cannot be read
@@ -628,6 +680,23 @@ def test_matrix_arrays_must_be_one_dimensional(tmp_path: Path, name: str) -> Non
         del file["X"][name]
         file["X"][name] = values[None]
     assert_refused("StoreError", path, f"{path}: ", f"X/{name} has 2 dimensions; expected one")
+
+
+@pytest.mark.parametrize("name", ["indices", "indptr"])
+def test_places_of_values_must_be_integers(tmp_path: Path, name: str) -> None:
+    """Floats of as many bytes would be taken for other numbers."""
+    path = broken(tmp_path, name, lambda values: values.astype("f4"))
+    assert_refused("StoreError", path, f"{path}: /X/{name} has dtype float32; expected integers.")
+
+
+def test_texts_of_fixed_length_in_attributes(tmp_path: Path) -> None:
+    """As libraries of other languages write them."""
+    path = tmp_path / "fixed.h5ad"
+    X = write_plain(path)
+    with h5py.File(path, "r+") as file:
+        file["X"].attrs["encoding-type"] = np.bytes_(b"csr_matrix")
+    with gpuload.open_loader(path, shuffle=False, batch_size=1000) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).X, X.toarray())
 
 
 def test_raw_without_a_matrix(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from scipy.sparse import csr_matrix, vstack
 
 import gpuload
 from tests.variants import LAYOUTS, VARIANTS, read_anndata
-from tests.writers import write_dense, write_h5ad
+from tests.writers import compound, counts, write_dense, write_h5ad, write_old_compound
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -225,3 +225,18 @@ def test_blocks_of_several_chunks_merge_single_chunk_blocks(store_variant: Store
         )
     assert np.isin(triple, single).all()
     assert single.size > triple.size > 3
+
+
+def test_raw_as_old_versions_of_anndata_wrote_it(tmp_path: Path) -> None:
+    path, raw = tmp_path / "old.h5ad", counts(n_vars=20, seed=1)
+    write_old_compound(path, counts())
+    with h5py.File(path, "r+") as file:
+        group = file.create_group("raw.X")
+        group.attrs.update({"h5sparse_format": "csr", "h5sparse_shape": np.array(raw.shape)})
+        for name in ("data", "indices", "indptr"):
+            group[name] = getattr(raw, name)
+        names = np.array([f"raw_{i}" for i in range(20)], dtype="S20")
+        file["raw.var"] = compound({"index": names})
+    with gpuload.open_loader(path, layer="raw.X", shuffle=False, batch_size=1000) as loader:
+        assert loader.var_names.tolist() == [f"raw_{i}" for i in range(20)]
+        np.testing.assert_array_equal(next(iter(loader)).X, raw.toarray())

@@ -191,6 +191,13 @@ def with_room() -> sparse.csr_matrix:
     return X
 
 
+def strided() -> sparse.csr_matrix:
+    """Return a matrix whose arrays are every other element of larger ones."""
+    X = counts().copy()
+    X.data, X.indices = np.repeat(X.data, 2)[::2], np.repeat(X.indices, 2)[::2]
+    return X
+
+
 def of_index_dtype(dtype: str) -> sparse.csr_matrix:
     X = counts().copy()
     X.indices, X.indptr = X.indices.astype(dtype), X.indptr.astype(dtype)
@@ -208,6 +215,7 @@ MATRICES = {
     "csr_array": lambda: sparse.csr_array(counts()),
     "read-only": counts,
     "with room": with_room,
+    "strided": strided,
     "int64 indices": lambda: of_index_dtype("i8"),
     "ndarray": dense,
     "np.matrix": lambda: np.matrix(dense()),

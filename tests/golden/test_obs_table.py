@@ -205,6 +205,10 @@ def test_arrow_dtypes(files: list[Path], table: pd.DataFrame, where: str) -> Non
         (lambda t: t.reset_index(drop=True)[:-1], "obs_table: it has 199 rows but there are 200 cells; pass one for"),
         (lambda t: t.set_axis(np.arange(1, 201)), "obs_table: its index has the row number 200, but the cells are"),
         (lambda t: t.set_axis(np.arange(-1, 199)), "obs_table: its index has the row number -1, but the cells are"),
+        (
+            lambda t: t.set_axis(np.arange(2**64 - 200, 2**64, dtype=np.uint64)),
+            "obs_table: its index has the row number 18446744073709551416, but the cells are numbered from 0 to 199;",
+        ),
         (lambda t: t.set_axis([f"c{i}" for i in range(200)]), "obs_table: none of its 200 names, such as 'c0', is the"),
         (
             lambda t: t.set_axis(pd.Index([*range(199), None], dtype="Int64")),

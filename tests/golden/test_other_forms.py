@@ -109,8 +109,10 @@ def test_names_and_columns(form: Form) -> None:
                     assert found == [None if w != w else w for w in wanted]
 
 
-def test_obs_of_scdl_in_several_tables(tmp_path: Path) -> None:
-    """As SCDL keeps it of data sets that were joined."""
+def test_obs_of_scdl_in_several_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SCDL keeps it of data sets that were joined; a folder may be listed in any order."""
+    found = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda *folder: sorted(found(*folder), reverse=True))
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     write_scdl(tmp_path, counts())
     depth, donor = np.arange(N_OBS, dtype=np.int64), [f"donor {i % 7}" for i in range(N_OBS)]
