@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import gpuload
+from gpuload.backends import host
 from tests.writers import counts, write_dense, write_h5ad
 from tests.zarr_writers import written
 
@@ -93,6 +94,21 @@ def test_a_chunk_that_skipped_its_codec_has_the_size_of_its_elements(
         pytest.raises(gpuload.CorruptDataError, match=r"chunk 0 of /X at byte .*its decoded size is wrong"),
     ):
         loader.take([1])
+
+
+def test_a_bad_chunk_is_named_in_whichever_part_of_a_fetch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(host, "TASK_NBYTES", 1)
+    path, wide = tmp_path / "later.h5ad", np.random.default_rng(0).normal(size=(4, 300_000)).astype(np.float32)
+    write_h5ad(
+        path, lambda file: write_dense(file, "X", wide, chunks=(1, 300_000), compression="gzip"), *wide.shape
+    )  # each chunk is too long to be read together with others
+    with h5py.File(path, "r+") as file:
+        file["X"].id.write_direct_chunk((2, 0), b"no deflate", 0)
+    with (
+        gpuload.open_loader(path, device="cpu", batch_size=4, shuffle=False) as loader,
+        pytest.raises(gpuload.CorruptDataError, match="chunk 2 of /X "),
+    ):
+        list(loader)
 
 
 def test_the_last_rows_of_a_chunk_that_was_shuffled_before_a_codec_of_blocks(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from scipy.sparse import csr_matrix
 
 import gpuload
 from gpuload.backends import host
+from tests.unit.test_gathering import MARK, Guarded
 from tests.writers import write_csr, write_dense, write_h5ad
 
 if TYPE_CHECKING:
@@ -141,3 +142,19 @@ def test_chunks_never_written_are_filled(tmp_path: Path) -> None:
         stored[200:] = expected[200:]
     expected[100:200] = 7
     check(path, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (32, N_VARS)}], ids=["contiguous", "chunked"])
+@pytest.mark.parametrize("dtype", ["i2", "f8"])
+def test_decoding_stays_within_its_working_memory(
+    options: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    marks: list[np.ndarray] = []
+    monkeypatch.setattr(host, "Workspace", lambda _: Guarded(marks))
+    X = np.random.default_rng(2).integers(-9, 9, (N_OBS, N_VARS)).astype(dtype)
+    path = dense(tmp_path / "cells.h5ad", X, **options)
+    with gpuload.open_loader(path, batch_size=N_OBS, fetch_factor=1, shuffle=False) as loader:
+        (batch,) = loader
+    np.testing.assert_array_equal(batch.X, X.astype(np.float32))
+    assert marks
+    assert all((behind == MARK).all() for behind in marks)

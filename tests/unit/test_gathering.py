@@ -25,16 +25,16 @@ NO_MAP = np.empty(0, dtype=np.int64)
 
 
 class Guarded(Workspace):
-    """Working memory with marks behind it."""
+    """Working memory of each thread, with marks behind it, which are put in a list."""
 
-    def __init__(self) -> None:
+    def __init__(self, behind: list[NDArray[np.uint8]]) -> None:
         super().__init__()
-        self.behind: list[NDArray[np.uint8]] = []
+        self._behind = behind
 
     def memory(self, name: str, n: int, dtype: Any = np.uint8, *, is_zeroed: bool = False) -> NDArray[Any]:
         nbytes = n * np.dtype(dtype).itemsize
         whole = np.full(nbytes + 4096, MARK, dtype=np.uint8)
-        self.behind.append(whole[nbytes:])
+        self._behind.append(whole[nbytes:])
         whole[:nbytes] = 0 if is_zeroed else 255
         return whole[:nbytes].view(dtype)
 
@@ -54,13 +54,14 @@ def test_nothing_is_written_behind_the_working_memory(is_dense: bool, output: st
     else:
         indptr, indices = X.indptr.astype(np.int64), X.indices.astype(np.uint16)
         resident = HostResident(6, indptr, NO_MAP, indices, X.data)
-    scratch, positions = Guarded(), np.array([0, 4, 1, 5], dtype=np.int32)
+    positions = np.array([0, 4, 1, 5], dtype=np.int32)
+    marks: list[NDArray[np.uint8]] = []
     kind, dtype = ("csr", "float32") if output == "csr" else ("dense", "float16" if output == "float16" else "float32")
     form = Form(kind, dtype, 40, columns, transform)
-    gatherer = Gatherer(BufferPool(max_idle=1), scratch)
+    gatherer = Gatherer(BufferPool(max_idle=1), Guarded(marks))
     found = gatherer.csr(resident, positions, form) if kind == "csr" else gatherer.dense(resident, positions, form)
-    assert scratch.behind
-    assert all((behind == MARK).all() for behind in scratch.behind)
+    assert marks
+    assert all((behind == MARK).all() for behind in marks)
     expected = X.toarray().astype(np.float64)
     if transform is not None:
         expected = np.log1p(expected * (100 / expected.sum(axis=1, keepdims=True)))
