@@ -118,3 +118,19 @@ def test_the_last_rows_of_a_chunk_that_was_shuffled_before_a_codec_of_blocks(tmp
     with gpuload.open_loader(path, device="cpu", verify="never") as loader:
         for row in (63, 0, 31):
             np.testing.assert_array_equal(loader.take([row]).X, X[[row]])
+
+
+def test_chunks_that_were_compressed_twice(tmp_path: Path) -> None:
+    def twice(file: h5py.File) -> None:
+        plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plan.set_chunk((16, 53))
+        plan.set_deflate(1)
+        plan.set_filter(h5py.h5z.FILTER_LZF, h5py.h5z.FLAG_OPTIONAL, ())
+        h5py.h5d.create(file.id, b"X", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple(X.shape), plan)
+        file["X"][:] = X
+        file["X"].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+
+    path = tmp_path / "twice.h5ad"
+    write_h5ad(path, twice, *X.shape)
+    with gpuload.open_loader(path, device="cpu") as loader:
+        np.testing.assert_array_equal(loader.take([40, 3]).X, X[[40, 3]])
