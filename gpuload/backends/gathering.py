@@ -84,7 +84,7 @@ class Gatherer:
         nnz = rows.count_csr(positions, resident.indptr, resident.indices, resident.map_start, columns, indptr)
         check_fits_csr(nnz)
         whole = self._outputs.array((round_up(nnz, 16) + nnz,), np.int32)  # one lease; both cache-line aligned
-        indices, data = whole[:nnz], whole[-nnz or whole.size :].view(np.float32)
+        indices, data = whole[:nnz], whole[whole.size - nnz :].view(np.float32)
         is_canonical = rows.gather_csr(*stored, columns, target_sum, log1p, indices, data)
         is_sorted = is_canonical or bool(columns.size)
         if is_sorted and not is_canonical:

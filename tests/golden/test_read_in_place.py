@@ -11,6 +11,7 @@ from scipy.sparse import csr_matrix
 
 import gpuload
 from gpuload.backends import host
+from tests.unit.test_gathering import MARK, Guarded
 from tests.writers import write_csr, write_dense, write_h5ad
 
 if TYPE_CHECKING:
@@ -75,6 +76,35 @@ def test_values_stored_as_float32_are_not_decoded(
     assert decoded == []
 
 
+def test_compressed_values_of_float32_are_decoded(decoded: list[str], tmp_path: Path) -> None:
+    """Though one chunk is one piece, and its stored bytes are many."""
+    check(dense(tmp_path / "cells.h5ad", values(), chunks=(BLOCK, N_VARS), compression="gzip"), values())
+    assert set(decoded) == {"X"}
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (32, N_VARS)}, {"chunks": (32, N_VARS), "compression": "gzip"}])
+def test_a_fetch_in_many_parts(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each part lands behind the one before, as if all were one."""
+    monkeypatch.setattr(host, "TASK_NBYTES", 1)
+    check(dense(tmp_path / "cells.h5ad", values(), **options), values())
+
+
+def test_column_numbers_of_int32_are_checked(tmp_path: Path) -> None:
+    """They are stored as a fetch holds them, but may lie outside the matrix."""
+    X = csr_matrix((np.ones(40_000, np.float32), np.tile(np.arange(1000) * 70, 40), np.arange(41) * 1000), (40, 70_000))
+    path = tmp_path / "cells.h5ad"
+    write_h5ad(path, lambda file: write_csr(file, "X", X), *X.shape)
+    with gpuload.open_loader(path, device="cpu") as loader:
+        np.testing.assert_array_equal(loader.take([3]).X, X[[3]].toarray())
+    with h5py.File(path, "r+") as file:
+        file["X/indices"][12_345] = 70_000
+    with (
+        gpuload.open_loader(path, device="cpu", shuffle=False, batch_size=40) as loader,
+        pytest.raises(gpuload.CorruptDataError, match="it holds a column number outside the matrix"),
+    ):
+        list(loader)
+
+
 def test_several_files(decoded: list[str], tmp_path: Path) -> None:
     paths = [dense(tmp_path / f"{seed}.h5ad", values(seed)) for seed in range(3)]
     check(paths, np.concatenate([values(seed) for seed in range(3)]))
@@ -112,3 +142,19 @@ def test_chunks_never_written_are_filled(tmp_path: Path) -> None:
         stored[200:] = expected[200:]
     expected[100:200] = 7
     check(path, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (32, N_VARS)}], ids=["contiguous", "chunked"])
+@pytest.mark.parametrize("dtype", ["i2", "f8"])
+def test_decoding_stays_within_its_working_memory(
+    options: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    marks: list[np.ndarray] = []
+    monkeypatch.setattr(host, "Workspace", lambda _: Guarded(marks))
+    X = np.random.default_rng(2).integers(-9, 9, (N_OBS, N_VARS)).astype(dtype)
+    path = dense(tmp_path / "cells.h5ad", X, **options)
+    with gpuload.open_loader(path, batch_size=N_OBS, fetch_factor=1, shuffle=False) as loader:
+        (batch,) = loader
+    np.testing.assert_array_equal(batch.X, X.astype(np.float32))
+    assert marks
+    assert all((behind == MARK).all() for behind in marks)
