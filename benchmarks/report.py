@@ -131,7 +131,7 @@ HEADLINE = (
 ALSO = ("shuffled, dense float32", "shuffled, CSR")
 """The tasks of which the README tells the results of the other runs."""
 
-OTHER_RUNS = "Other runs, on the same kind of files ([all arms](benchmarks/README.md#rivals)):"
+OTHER_RUNS = "Other runs, on the same kind of files ([all arms](benchmarks/README.md#the-latest-figures)):"
 
 LIMITS = (
     ("gpuload/overlap/chunk", "overlap_ratio", 1.15),
@@ -307,7 +307,7 @@ def other_run(records: Sequence[dict[str, Any]]) -> str:
                 if other in by_name
             ]
             told.append(f"{task[0].upper()}{task[1:]}: {rate:,.0f} cells/s ({', '.join(ratios)}).")
-    return f"- {_machine(records)}; {_commits(records)}. {' '.join(told)}"
+    return f"- {_machine(_last(records))}; {_commits(records)}. {' '.join(told)}"
 
 
 def _times(rate: float, other: Summary | None) -> str:
@@ -377,7 +377,7 @@ def _number(value: float | None, form: str) -> str:
 
 def conditions(records: list[dict[str, Any]]) -> str:
     """Return one sentence on what the numbers were measured with, where, and in which state."""
-    last = next(record for record in reversed(records) if "error" not in record)
+    last = _last(records)
     file = last["file"]
     arms = [record for record in records if record["arm"].get("rival", "").startswith("gpuload")]
     modes = ", ".join(sorted({record["io_mode"] for record in arms})) or "none"
@@ -386,14 +386,19 @@ def conditions(records: list[dict[str, Any]]) -> str:
     n_rounds = sorted({timed.count(name) for name in timed}) or [1]
     return (
         f"{file['n_obs']:,} cells x {file['n_vars']:,} genes, {nnz_per_cell:,.0f} stored values a cell, "
-        f"{file['compression']}, {file['nbytes'] / 1e6:,.0f} MB; {_machine(records)}; "
+        f"{file['compression']}, {file['nbytes'] / 1e6:,.0f} MB; {_machine(last)}; "
         f"page cache {last['cache']}; io_mode {modes}; {_commits(records)}; "
         f"{' to '.join(map(str, dict.fromkeys((n_rounds[0], n_rounds[-1]))))} rounds an arm, medians."
     )
 
 
-def _machine(records: Sequence[dict[str, Any]]) -> str:
-    machine = next(record["machine"] for record in reversed(records) if "error" not in record)
+def _last(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the last record that is no failure's."""
+    return next(record for record in reversed(records) if "error" not in record)
+
+
+def _machine(record: dict[str, Any]) -> str:
+    machine = record["machine"]
     return f"{machine['cores']} cores of {machine['cpu']}"
 
 
