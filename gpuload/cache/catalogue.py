@@ -89,7 +89,10 @@ class Catalogue(Database):
             return number
 
     def add_listed(self, number: int, found: Sequence[RemoteObject]) -> None:
-        """Record objects found by a listing. One whose content changed is cleared of its failures."""
+        """Record objects found by a listing. One whose content changed is cleared of its failures.
+
+        A later listing may have found one already; it stays that one's, else the end of that would call it gone.
+        """
         with self.transaction() as db:
             db.executemany(
                 "INSERT INTO keys (key, etag, nbytes, digest, place, listing) VALUES (?, ?, ?, ?, ?, ?)"
@@ -98,7 +101,7 @@ class Catalogue(Database):
                 " is_too_large = etag = excluded.etag AND is_too_large,"
                 " n_failed = CASE WHEN etag = excluded.etag THEN n_failed ELSE 0 END,"
                 " etag = excluded.etag, nbytes = excluded.nbytes, digest = excluded.digest,"
-                " listing = excluded.listing, is_gone = 0",
+                " listing = max(listing, excluded.listing), is_gone = 0",
                 [(o.key, o.etag, o.nbytes, o.digest, _place(o.key), number) for o in found],
             )
 

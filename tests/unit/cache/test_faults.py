@@ -102,6 +102,27 @@ def test_samples_gone_from_the_remote_are_forgotten(tmp_path: Path) -> None:
         assert (coverage.n_known, coverage.n_held, coverage.n_visited, coverage.unique) == (8, 8, 8, 1.0)
 
 
+def test_a_replaced_sample_stays_known_while_the_remote_is_listed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = CountingRemote(fill(tmp_path / "remote", 5))
+    with opened(tmp_path, remote, n_held=N, relist_s=0.0, fetch=False) as store:
+        catalogue, add = store._catalogue, store._catalogue.add_listed
+        assert fetcher_of(store).list_remote()
+        fill(tmp_path / "remote", 5)  # all of it is other now
+
+        def listed_before(number: int, found: list[RemoteObject]) -> None:
+            again = catalogue.begin_listing("another", 0.0, lambda _: True)
+            assert again == number + 1
+            add(again, list(remote.list()))
+            add(number, found)
+            catalogue.end_listing(again, is_whole=True)
+
+        monkeypatch.setattr(catalogue, "add_listed", listed_before)
+        assert fetcher_of(store).fetch_one()
+        assert catalogue.n_known() == 5
+
+
 class Gated(CountingRemote):
     """A folder that returns nothing until it is opened."""
 
