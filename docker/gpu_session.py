@@ -137,7 +137,7 @@ def run(todo: list[Step], results: Path, budget_s: float) -> list[tuple[str, str
     environment |= {"GPULOAD_PYTHON": sys.executable, "PYTHONFAULTHANDLER": "1"}
     outcomes: list[tuple[str, str, float]] = []
     end, lacking, beside = time.monotonic() + budget_s, "", dict[str, Future[None]]()
-    telling, running = threading.Lock(), set[int]()
+    telling, running = threading.Lock(), _Running()
 
     def carry_out(step: Step) -> None:
         nonlocal lacking
@@ -169,13 +169,12 @@ def run(todo: list[Step], results: Path, budget_s: float) -> list[tuple[str, str
                 else:
                     carry_out(step)
         except BaseException:  # an interrupt: those beside would be waited for
-            for process in tuple(running):
-                _kill(process)
+            running.end()
             raise
     return outcomes
 
 
-def _outcome(step: Step, limit_s: float, log: IO[str], environment: dict[str, str], running: set[int]) -> str:
+def _outcome(step: Step, limit_s: float, log: IO[str], environment: dict[str, str], running: _Running) -> str:
     """Run a step with all processes that it starts, and end them with it; it is one of `running` meanwhile."""
     try:
         process = subprocess.Popen(  # noqa: S603 - of our own making
@@ -204,7 +203,31 @@ def _outcome(step: Step, limit_s: float, log: IO[str], environment: dict[str, st
     finally:
         _kill(process.pid)
         process.wait()
-        running.discard(process.pid)
+        running.remove(process.pid)
+
+
+class _Running:
+    """The processes of the steps under way, each the leader of a session."""
+
+    def __init__(self) -> None:
+        self._leaders = set[int]()
+        self._is_over = False
+
+    def add(self, leader: int) -> None:
+        """Note a process; after `end`, end it: it may have been on its way."""
+        self._leaders.add(leader)
+        if self._is_over:
+            _kill(leader)
+
+    def remove(self, leader: int) -> None:
+        """Forget a process that has ended."""
+        self._leaders.discard(leader)
+
+    def end(self) -> None:
+        """End all of them, and whatever is added later."""
+        self._is_over = True
+        for leader in tuple(self._leaders):
+            _kill(leader)
 
 
 def _kill(leader: int) -> None:

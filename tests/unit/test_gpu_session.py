@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -144,15 +145,24 @@ def test_a_step_beside_others_is_awaited_by_those_that_come_after_it(session: An
     ]
 
 
-def test_an_interrupt_ends_a_step_beside_others(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pid, popen = tmp_path / "pid", subprocess.Popen
+@pytest.mark.parametrize("is_on_its_way", [False, True])
+def test_an_interrupt_ends_a_step_beside_others(
+    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_on_its_way: bool
+) -> None:
+    pid, popen, add, end = tmp_path / "pid", subprocess.Popen, session._Running.add, session._Running.end
+    added, ended = threading.Event(), threading.Event()
 
     def interrupted(*args: Any, **options: Any) -> Any:
         if args[0] == ("interrupted",):
             wait_for(pid)
+            assert is_on_its_way or added.wait(30)
             raise KeyboardInterrupt
-        return popen(*args, **options)
+        process = popen(*args, **options)
+        assert not is_on_its_way or ended.wait(30)
+        return process
 
+    monkeypatch.setattr(session._Running, "add", lambda *given: (add(*given), added.set()))
+    monkeypatch.setattr(session._Running, "end", lambda running: (end(running), ended.set()))
     monkeypatch.setattr(session.subprocess, "Popen", interrupted)
     beside = session.Step(
         "file", ("sh", "-c", f"echo $$ > {pid}.new; mv {pid}.new {pid}; sleep 600"), 600, is_beside=True
@@ -344,9 +354,9 @@ def test_a_failed_hung_or_crashed_arm_shows_where(capfd: pytest.CaptureFixture[s
         def crashed(options): os.abort()
         run_gpu.n_gpus, run_gpu.ARMS = lambda: 1, {arm.__name__: arm for arm in (broken, stuck, crashed)}
         run_gpu.main(sys.argv[1:])"""
-    command = [sys.executable, "-c", program, "--file", "none", "--timeout", "1", "--arm"]
+    command = [sys.executable, "-c", program, "--file", "none", "--arm"]
     assert run_gpu._measured([*command, "broken"], 60) == {"error": "RuntimeError: no such kernel"}
-    assert run_gpu._measured([*command, "stuck"], 60) == {"error": "longer than 60 s"}
+    assert run_gpu._measured([*command, "stuck", "--timeout", "1"], 60) == {"error": "longer than 60 s"}
     assert run_gpu._measured([*command, "crashed"], 60) == {"error": "exit status -6"}
     said = capfd.readouterr().err
     assert all(f" in {name}\n" in said for name in ("broken", "stuck", "crashed"))
