@@ -77,12 +77,14 @@ class Fetcher:
         """
         self._stop.set()
         deadline = time.monotonic() + PATIENCE_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        with self._lock:
-            for name, download in self._under_way.items():
-                download.close()
-                self._folders.remove(name, is_unfinished=True)  # one that has been renamed is complete
+        try:
+            for thread in self._threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        finally:  # also if interrupted
+            with self._lock:
+                for name, download in self._under_way.items():
+                    download.close()
+                    self._folders.remove(name, is_unfinished=True)  # one that has been renamed is complete
 
     def longest_busy_s(self) -> float:
         """Return for how long the slowest active thread has made no progress."""
@@ -254,7 +256,7 @@ class Fetcher:
             else:
                 max_failures = 1
         retry_at = time.time() + random.uniform(0.5, 1) * wait_s  # noqa: S311
-        if self._catalogue.fail(file.key_id, reason, retry_at, max_failures):
+        if self._catalogue.fail(file.key_id, file.wanted.etag, reason, retry_at, max_failures):
             _log.warning("%s is in quarantine: %s", file.wanted.key, reason)
 
     def _is_other_now(self, file: File) -> bool | None:
@@ -304,7 +306,13 @@ class Fetcher:
             _log.warning("%s is gone from %s; its copy is kept", file.wanted.key, self._remote.name)
             self._catalogue.put_back(file, self._lease, is_gone=True)
             return 0
-        self._folders.remove(file.name)
+        with self._lock:
+            is_over = self._stop.is_set()  # then the lease may have ended, and the file be in use again
+            if not is_over:
+                self._folders.remove(file.name)
+        if is_over:
+            self._catalogue.put_back(file, self._lease, is_gone=False)
+            return 0
         self._catalogue.let_go(file)
         return file.cost
 

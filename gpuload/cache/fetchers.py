@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, cast
 
 from gpuload.cache.catalogue import Catalogue
@@ -268,15 +268,16 @@ class Fetchers:
 
     def close(self) -> None:
         """Stop fetching; may be called twice."""
-        self._stop.set()
-        if self.thread_fetcher is not None:
-            self.thread_fetcher.stop()
-        if self._keeper is not None:
-            self._keeper.join()
-        for process in self.processes:
-            process.tell_to_end()
-        for process in self.processes:
-            process.close()
+        with ExitStack() as each:  # also what follows a step that is interrupted; the last one comes first
+            for process in self.processes:
+                each.callback(process.close)
+            for process in self.processes:
+                each.callback(process.tell_to_end)
+            if self._keeper is not None:
+                each.callback(self._keeper.join)
+            if self.thread_fetcher is not None:
+                each.callback(self.thread_fetcher.stop)
+            self._stop.set()
 
 
 def _keep(processes: list[FetcherProcess], stop: threading.Event) -> None:

@@ -223,14 +223,15 @@ class SampleStore:
 
     def _check_remote(self) -> None:
         name = self.remote.name.encode(errors="backslashreplace").decode()  # of a folder: it need not be UTF-8
-        known = self._catalogue.meta("remote")
-        if known and isinstance(self.remote, FolderRemote):
-            known = os.path.abspath(known)
-        if known and known != name:
-            raise StoreError(
-                f"{self.root}: it holds samples of {known}, not of {name}; use a separate folder for each."
-            )
-        self._catalogue.set_meta(remote=name)
+        with self._catalogue.transaction() as db:  # of those that open a new store at once, only one names its remote
+            known = self._catalogue.meta("remote")
+            if known and isinstance(self.remote, FolderRemote):
+                known = os.path.abspath(known)
+            if known and known != name:
+                raise StoreError(
+                    f"{self.root}: it holds samples of {known}, not of {name}; use a separate folder for each."
+                )
+            db.execute("UPDATE meta SET value = ? WHERE name = 'remote'", (name,))
 
     def close(self) -> None:
         """Close its snapshots, stop fetching and release everything; may be called twice. Downloads are kept.
@@ -472,7 +473,8 @@ class SampleStore:
 
     def quarantine_sample(self, sample: Sample, reason: str, *, may_pass: bool = False) -> None:
         """Put a sample in quarantine; if its fault may pass, only after as many as a download may have."""
-        self._catalogue.fail(sample.key_id, reason, time.time(), self._settings.max_failures if may_pass else 1)
+        most = self._settings.max_failures if may_pass else 1
+        self._catalogue.fail(sample.key_id, sample.etag, reason, time.time(), most)
 
     # --- what it says of itself ---
 
@@ -551,7 +553,8 @@ def _opened(root: str) -> tuple[Folders, Catalogue, Lease]:
 
 
 def _close(stop: threading.Event, fetchers: Fetchers, lease: Lease, catalogue: Catalogue) -> None:
-    stop.set()
-    fetchers.close()
-    catalogue.close()
-    lease.release()
+    with ExitStack() as each:  # also what follows one that is interrupted, for this is called once
+        each.callback(lease.release)
+        each.callback(catalogue.close)
+        each.callback(fetchers.close)
+        stop.set()
