@@ -320,31 +320,38 @@ class SampleStore:
         if check_int64("min_samples", min_samples, 0):
             min_samples = max(min_samples, world_size)
         pin = -1
-        if generation is None:
-            generation, pin, ids, visits = self._take(min_samples, wait_s)
-        else:
-            ids, visits = self._catalogue.open_snapshot(generation)
-        chosen = visiting_order(
-            visits, settings["mode"], settings["seed"], generation, settings["n_samples"], settings["echo_max"]
-        )
+        with ExitStack() as undo:  # what fails would leave samples pinned, and the set would never change again
+            if generation is None:
+                generation, pin, ids, visits = self._take(min_samples, wait_s)
+                undo.callback(self._catalogue.unpin, pin)
+            else:
+                ids, visits = self._catalogue.open_snapshot(generation)
+            ids = ids[self._chosen(visits, generation, settings)]
+            if position > ids.size:
+                raise PlanError(
+                    f"state: position={position}: expected at most {ids.size}, the samples of generation {generation}."
+                )
+            if pin < 0:
+                pin = self._catalogue.pin(generation, self._lease.name, ids[position:])
+            else:
+                self._catalogue.keep_pinned(pin, ids)
+            snapshot = Snapshot(self, self._catalogue, generation, pin, ids, settings, position)
+            self._snapshots.add(snapshot)
+            undo.pop_all()
+        return snapshot
+
+    def _chosen(self, visits: NDArray[np.int64], generation: int, settings: dict[str, Any]) -> NDArray[np.int64]:
+        """Return which samples of a generation a rank visits, in order."""
+        mode, seed, n_samples, echo_max = (settings[name] for name in ("mode", "seed", "n_samples", "echo_max"))
+        rank, world_size = settings["rank"], settings["world_size"]
+        chosen = visiting_order(visits, mode, seed, generation, n_samples, echo_max)
         per_rank = chosen.size // world_size
         if not per_rank and visits.size >= world_size:
             self.warn_once(
-                f"echo_max={settings['echo_max']}: of the {visits.size} samples that are here, {chosen.size} were used "
-                f"less often, so an epoch of world_size={world_size} has none; raise it, or wait until others are here."
+                f"echo_max={echo_max}: of the {visits.size} samples that are here, {chosen.size} were used less often, "
+                f"so an epoch of world_size={world_size} has none; raise it, or wait until others are here."
             )
-        ids = ids[chosen[rank::world_size][:per_rank]]
-        if position > ids.size:
-            raise PlanError(
-                f"state: position={position}: expected at most {ids.size}, the samples of generation {generation}."
-            )
-        if pin < 0:
-            pin = self._catalogue.pin(generation, self._lease.name, ids[position:])
-        else:
-            self._catalogue.keep_pinned(pin, ids)
-        snapshot = Snapshot(self, self._catalogue, generation, pin, ids, settings, position)
-        self._snapshots.add(snapshot)
-        return snapshot
+        return chosen[rank::world_size][:per_rank]
 
     def _take(self, min_samples: int, wait_s: float | None) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
         """Wait until so many samples are here; return what `Catalogue.take_snapshot` returns."""
