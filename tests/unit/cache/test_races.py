@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import subprocess
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from gpuload.cache import SampleStore, fetch, leases
+from gpuload.cache import SampleStore, fetch, fetchers, leases
 from gpuload.cache.catalogue import Catalogue
-from gpuload.errors import ReadError, StoreError
+from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, RemoteObject
 from tests.remotes import CountingRemote, fill
-from tests.sample_stores import COST, N, fetcher_of, full, opened, train
+from tests.sample_stores import COST, N, fetcher_of, full, opened, train, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -158,3 +160,265 @@ def test_a_block_that_is_read_while_the_remote_is_listed_is_not_gone(tmp_path: P
         assert catalogue.reserve_known(block, lease, COST) is not None
         catalogue.end_listing(again, is_whole=True)
         assert catalogue.rows("SELECT is_gone FROM keys WHERE key = 'a#0'") == [(0,)]
+
+
+def fork_that_lives() -> tuple[int, int]:
+    """Fork; return the number of the fork, and what it waits for to be closed."""
+    theirs, ours = os.pipe()
+    is_there, begun = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(ours)
+        os.write(begun, b".")  # after what is done at each fork
+        os.read(theirs, 1)
+        os._exit(0)
+    assert os.read(is_there, 1)
+    for fd in (theirs, is_there, begun):
+        os.close(fd)
+    return pid, ours
+
+
+@pytest.mark.parametrize("is_held", [True, False], ids=["as it is taken", "as it is looked at"])
+def test_a_fork_made_meanwhile_does_not_keep_a_lease_alive(
+    tmp_path: Path, is_held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker forked by another thread lives for long, and what a dead process had pinned would stay so."""
+    lock, forks = fcntl.flock, list[tuple[int, int]]()
+    dead = None if is_held else leases.Lease(str(tmp_path))
+    if dead is not None:
+        dead.forget()  # as the kernel does when its process ends
+
+    def forked_between(fd: int, how: int) -> None:
+        lock(fd, how)
+        if not forks:
+            forks.append(fork_that_lives())
+
+    monkeypatch.setattr(fcntl, "flock", forked_between)
+    try:
+        if dead is None:
+            dead = leases.Lease(str(tmp_path))
+            dead.forget()
+        else:
+            assert not leases.is_alive(str(tmp_path), dead.name)
+        assert not leases.is_alive(str(tmp_path), dead.name)
+    finally:
+        for pid, until in forks:
+            os.close(until)
+            os.waitpid(pid, 0)
+    assert len(forks) == 1
+
+
+def test_two_who_look_at_a_dead_lease_both_find_it_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease, lock, found = leases.Lease(str(tmp_path)), fcntl.flock, list[bool]()
+    lease.forget()
+
+    def looked_at_between(fd: int, how: int) -> None:
+        lock(fd, how)
+        if len(found) < 1:
+            found.append(True)
+            found.append(leases.is_alive(str(tmp_path), lease.name))
+
+    monkeypatch.setattr(fcntl, "flock", looked_at_between)
+    assert not leases.is_alive(str(tmp_path), lease.name)
+    assert found == [True, False]
+
+
+def test_a_copy_evicted_while_another_store_opens_is_not_called_damaged(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        train(store)
+        published, evicted = Catalogue.published, list[int]()
+
+        def evicted_between(self: Catalogue) -> Any:
+            found = published(self)
+            if self is not store._catalogue and not evicted:
+                evicted.extend(file.id for file in found[:3])
+                store.copies.evict(evicted)
+            return found
+
+        monkeypatch.setattr(Catalogue, "published", evicted_between)
+        with opened(tmp_path, remote, n_held=N, fetch=False):
+            pass
+        assert len(evicted) == 3
+        assert store.stats()["n_evicted"] == 3
+    assert "on disk" not in caplog.text
+
+
+def test_an_iteration_ended_while_it_waits_does_not_move_the_snapshot(tmp_path: Path, remote: CountingRemote) -> None:
+    is_waiting, may_go_on, told = threading.Event(), threading.Event(), list[str]()
+
+    def decode(whole: Any) -> int:
+        if not is_waiting.is_set():
+            is_waiting.set()
+            may_go_on.wait(60)
+        return int(whole[128:132].view(np.float32)[0])
+
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        with store.snapshot() as snapshot:
+
+            def iterate() -> None:
+                try:
+                    next(iter(snapshot.batches(4, decode=decode)))
+                except PlanError as error:
+                    told.append(str(error))
+
+            thread = threading.Thread(target=iterate)
+            thread.start()
+            assert is_waiting.wait(60)
+            later = snapshot.batches(3, decode=decode)
+            used = list(next(iter(later)).data)
+            may_go_on.set()
+            thread.join(60)
+            assert len(told) == 1
+            assert told[0].startswith("this iteration was ended by a later batches()")
+            assert snapshot.position == 3
+            used.extend(number for batch in later for number in batch.data)
+            assert sorted(used) == list(range(N))
+        assert store.coverage().n_visits == N
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_an_iteration_interrupted_as_it_begins_leaves_no_thread(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        start, started = threading.Thread.start, list[threading.Thread]()
+
+        def start_interrupted(self: threading.Thread) -> None:
+            start(self)
+            if self.name == "gpuload-uses":
+                started.append(self)
+                raise KeyboardInterrupt
+
+        with store.snapshot() as snapshot:
+            with monkeypatch.context() as patched:
+                patched.setattr(threading.Thread, "start", start_interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    next(iter(snapshot.batches(3)))
+            started[0].join(60)
+            assert not started[0].is_alive()
+
+
+def test_a_signal_handler_may_close_a_store_whose_batch_is_handed_over(tmp_path: Path, remote: CountingRemote) -> None:
+    class Interrupted(list[int]):
+        def extend(self, some: Any) -> None:
+            store.close()  # as a handler of SIGTERM may, in the same thread
+            super().extend(some)
+
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        snapshot = store.snapshot()
+        snapshot._used = Interrupted()
+        batches = iter(snapshot.batches(3))
+        assert len(next(batches)) == 3
+        with pytest.raises(PlanError, match="the snapshot was closed"):
+            next(batches)
+
+
+def test_a_snapshot_that_fails_leaves_nothing_pinned(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ReadError("another process has held it")
+
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+        monkeypatch.setattr(store._catalogue, "keep_pinned", fail)
+        with pytest.raises(ReadError, match="another process"):
+            store.snapshot()
+        assert store._catalogue.rows("SELECT count(*) FROM pins") == [(0,)]
+        assert store._catalogue.rows("SELECT count(*) FROM pinned") == [(0,)]
+
+
+class Cancelled(BaseException):
+    """No Exception, as asyncio's for a task that was cancelled."""
+
+
+@pytest.mark.parametrize("step", ["list", "head", "get"])
+def test_a_fetcher_survives_whatever_its_remote_raises(tmp_path: Path, step: str) -> None:
+    remote = CountingRemote(fill(tmp_path / "remote", 5))
+    right, left = getattr(remote, step), [None] * 8
+
+    def cancelled(*arguments: Any) -> Any:
+        if left:
+            left.pop()
+            raise Cancelled("it was cancelled")
+        return right(*arguments)
+
+    setattr(remote, step, cancelled)
+    with opened(tmp_path, remote, n_held=N, in_flight=2, longest_wait_s=0.01, max_failures=9) as store:
+        full(store, 5)
+        assert not left
+        assert not store.quarantine()
+
+
+def test_an_object_that_always_ends_in_no_exception_is_quarantined(tmp_path: Path) -> None:
+    remote = CountingRemote(fill(tmp_path / "remote", 5))
+    right = remote.get
+
+    def cancelled(wanted: RemoteObject, start: int, stop: int) -> Any:
+        if wanted.key == "0003.npy":
+            raise Cancelled
+        return right(wanted, start, stop)
+
+    remote.get = cancelled  # type: ignore[method-assign]
+    with opened(tmp_path, remote, n_held=N, in_flight=2, longest_wait_s=0.01) as store:
+        full(store, 4)
+        until(store.quarantine)
+        assert store.quarantine() == {"0003.npy": "Cancelled"}
+
+
+class Large(FolderRemote):
+    """A folder whose pickle does not fit into a pipe."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.ballast = bytes(1 << 20)
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_fetcher_process_that_never_reads_its_orders_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetchers, "_START", "import time; time.sleep(600)")
+    with opened(tmp_path, Large(fill(tmp_path / "remote", 1)), n_processes=2) as store:
+        processes = [process._process for process in store._fetchers.processes]
+        assert [process.poll() for process in processes] == [None, None]
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_orders_that_do_not_fit_into_a_pipe_arrive(tmp_path: Path) -> None:
+    with opened(tmp_path, Large(fill(tmp_path / "remote", N)), n_held=N, n_processes=1) as store:
+        full(store, N)
+
+
+@pytest.mark.parametrize("n_started", [1, 2])
+@pytest.mark.usefixtures("no_leaks")
+def test_a_fetcher_process_whose_start_is_interrupted_ends(
+    tmp_path: Path, n_started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen, begun, start, started = subprocess.Popen, list[Any](), threading.Thread.start, list[threading.Thread]()
+
+    def noted(*arguments: Any, **settings: Any) -> Any:
+        begun.append(popen(*arguments, **settings))
+        return begun[-1]
+
+    def start_interrupted(self: threading.Thread) -> None:
+        start(self)
+        started.append(self)
+        if len(started) == n_started:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    monkeypatch.setattr(threading.Thread, "start", start_interrupted)
+    remote = Large(fill(tmp_path / "remote", 1))
+    with pytest.raises(KeyboardInterrupt), opened(tmp_path, remote, n_processes=1):
+        pass
+    assert begun[0].poll() is not None
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
