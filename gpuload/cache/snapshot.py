@@ -69,6 +69,7 @@ class Snapshot:
         self._used: list[int] = []
         self._lock = threading.RLock()  # a signal's handler may close the store
         self._noting = threading.Lock()  # held while uses are written, so that `close` waits for them
+        self._closing = threading.RLock()
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -266,12 +267,15 @@ class Snapshot:
 
     def close(self) -> None:
         """Release the unread samples; may be called twice. In a forked process it does nothing."""
-        if not self._is_closed and self._catalogue.is_of_this_process:
-            self._is_closed = True
-            try:
-                self.flush()
-            finally:
-                self._catalogue.unpin(self._pin)
+        if not self._catalogue.is_of_this_process:
+            return
+        with self._closing:  # who closes the store meanwhile waits, else the last uses could not be written
+            if not self._is_closed:
+                self._is_closed = True
+                try:
+                    self.flush()
+                finally:
+                    self._catalogue.unpin(self._pin)
 
     def __enter__(self) -> Self:
         return self

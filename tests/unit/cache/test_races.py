@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from gpuload.cache import SampleStore, fetch, fetchers, leases
+from gpuload.cache import snapshot as snapshot_module
 from gpuload.cache.catalogue import Catalogue
 from gpuload.errors import PlanError, ReadError, StoreError
 from gpuload.remote import FolderRemote, RemoteObject
@@ -278,6 +279,36 @@ def test_an_iteration_ended_while_it_waits_does_not_move_the_snapshot(tmp_path: 
             used.extend(number for batch in later for number in batch.data)
             assert sorted(used) == list(range(N))
         assert store.coverage().n_visits == N
+
+
+def test_a_store_closed_while_a_snapshot_is_loses_no_uses(
+    tmp_path: Path, remote: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_NOTE_S", 60.0)  # nothing is written on the way
+    with opened(tmp_path, remote, n_held=N) as store:
+        full(store, N)
+    store = SampleStore(tmp_path / "store", remote, N * COST, min_free=0, fetch=False)
+    snapshot, visited, is_closed = store.snapshot(), store._catalogue.visited, threading.Event()
+    close, closing = store._catalogue.close, threading.Thread(target=store.close)
+
+    def closed() -> None:
+        close()
+        is_closed.set()
+
+    def closed_between(*arguments: Any) -> None:
+        closing.start()
+        is_closed.wait(0.5)  # in vain, if that waits for this
+        visited(*arguments)
+
+    monkeypatch.setattr(store._catalogue, "close", closed)
+    monkeypatch.setattr(store._catalogue, "visited", closed_between)
+    batches = snapshot.batches(7, prefetch=1)
+    next(batches)
+    snapshot.close()
+    closing.join(60)
+    assert is_closed.wait(60)
+    with opened(tmp_path, remote, n_held=N, fetch=False) as again:
+        assert again.coverage().n_visits == 7
 
 
 @pytest.mark.usefixtures("no_leaks")
