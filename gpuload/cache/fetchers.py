@@ -297,6 +297,9 @@ def _keep(processes: list[FetcherProcess], stop: threading.Event) -> None:
     while not stop.wait(0.5):
         for process in processes:
             try:
-                process.check()
+                if not stop.is_set():
+                    process.check()
             except Exception as error:  # noqa: BLE001 - no memory, no process available: it may pass
                 _log.warning("a fetcher could not be started (%s); trying again", error)
+    for process in processes:  # also one just replaced, should who closes them be interrupted as it waits for that
+        process.tell_to_end()

@@ -422,6 +422,25 @@ def test_a_fetcher_process_that_never_reads_its_orders_holds_nobody_up(
     assert all(process.poll() is not None for process in processes)
 
 
+def test_a_fetcher_process_replaced_as_the_store_closes_ends() -> None:
+    """Who closes the store waits for that, but may be interrupted."""
+    stop, told = threading.Event(), list[str]()
+
+    class Process:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def check(self) -> None:
+            told.append(f"{self.name} is checked")
+            stop.set()
+
+        def tell_to_end(self) -> None:
+            told.append(f"{self.name} is to end")
+
+    fetchers._keep([Process("one"), Process("other")], stop)  # type: ignore[list-item]
+    assert told == ["one is checked", "one is to end", "other is to end"]
+
+
 def test_orders_that_do_not_fit_into_a_pipe_arrive(tmp_path: Path) -> None:
     with opened(tmp_path, Large(fill(tmp_path / "remote", N)), n_held=N, n_processes=1) as store:
         full(store, N)
