@@ -183,7 +183,7 @@ class SampleStore:
         self._stop = threading.Event()
         self._window = Window(in_flight)
         self._fetchers = Fetchers(self._local, self.remote)
-        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+        self._snapshots: weakref.WeakValueDictionary[int, Snapshot] = weakref.WeakValueDictionary()  # by their pins
         self._waited_s = 0.0
         self._warned: set[str] = set()
         self._may_have_strays = True
@@ -247,8 +247,9 @@ class SampleStore:
             return
         with ExitStack() as stack:
             stack.callback(self._closer)
-            for snapshot in list(self._snapshots):
-                stack.callback(snapshot.close)
+            for found in self._snapshots.valuerefs():  # all at once: another thread may be taking one
+                if (snapshot := found()) is not None:
+                    stack.callback(snapshot.close)
 
     def __enter__(self) -> Self:
         return self
@@ -336,7 +337,7 @@ class SampleStore:
             else:
                 self._catalogue.keep_pinned(pin, ids)
             snapshot = Snapshot(self, self._catalogue, generation, pin, ids, settings, position)
-            self._snapshots.add(snapshot)
+            self._snapshots[pin] = snapshot
             undo.pop_all()
         return snapshot
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -309,6 +310,30 @@ def test_a_store_closed_while_a_snapshot_is_loses_no_uses(
     assert is_closed.wait(60)
     with opened(tmp_path, remote, n_held=N, fetch=False) as again:
         assert again.coverage().n_visits == 7
+
+
+def test_a_store_may_be_closed_while_a_snapshot_is_taken(tmp_path: Path, remote: CountingRemote) -> None:
+    store = SampleStore(tmp_path / "store", remote, N * COST, n_processes=0, min_free=0)
+    full(store, N)
+    taken, looks = [store.snapshot() for _ in range(3)], list[str]()
+
+    def take_another(frame: Any, *_: Any) -> None:
+        """Take a snapshot in another thread once `close` has looked at the first of those that there are."""
+        if frame.f_back.f_code is SampleStore.close.__code__ and len(taken) == 3:
+            name = frame.f_code.co_name
+            looks.extend([name] if name in ("__iter__", "valuerefs") else [])
+            if len(looks) == 2 or (looks and name == "callback"):
+                thread = threading.Thread(target=lambda: taken.append(store.snapshot()))
+                thread.start()
+                thread.join(60)
+
+    before = sys.gettrace()
+    sys.settrace(take_another)
+    try:
+        store.close()
+    finally:
+        sys.settrace(before)
+    assert len(taken) == 4
 
 
 @pytest.mark.usefixtures("no_leaks")
