@@ -346,7 +346,7 @@ def _carry_out(future: Future[Any], function: Callable[..., Any], args: tuple[An
         future.set_exception(error)
     else:
         future.set_result(result)
-    del future  # an error's traceback holds this frame, and the future holds the error
+    del future, function, args  # an error's traceback holds this frame, and the future, or an argument, the error
 
 
 def _close_aside(process: int, close: Callable[..., object], *args: Any) -> None:

@@ -304,12 +304,16 @@ class BlockCache:
 
     def _pause(self, error: OSError) -> None:
         _log.warning("%s: no blocks are kept for the next %d s: %s", self._store.root, _PAUSE_S, error)
+        self._is_full = False  # as far as is known
         self._paused_until = time.monotonic() + _PAUSE_S
 
     def _keep(self, block: RemoteObject, whole: NDArray[np.uint8]) -> None:
         try:
             if self._store.copies.keep(block, whole) is None:
-                self._is_full = not self._store.copies.has_room(block.nbytes)
+                self._is_full = True  # before looking: another thread may make room meanwhile
+                if self._store.copies.has_room(block.nbytes):
+                    self._is_full = False
+                    self._current.discard((_parts(block.key)[0], block.etag))  # a late copy of other content is there
                 return
         except OSError as error:  # a full disk, a busy catalogue: the data can be returned all the same
             self._pause(error)
@@ -354,11 +358,11 @@ class BlockCache:
             self.n_dropped += 1
             if self._copies.get((block.key, block.etag)) is copy:
                 self._copies.pop((block.key, block.etag), None)
-            self._is_full = False
         try:
             self._store.copies.drop(sample, fault)
         except OSError as error:
             self._pause(error)
+        self._is_full = False  # not before: another thread would find it full, until the next copy is dropped
 
 
 def _crcs(*parts: NDArray[np.uint8]) -> NDArray[np.uint32]:

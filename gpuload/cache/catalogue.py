@@ -154,7 +154,8 @@ class Catalogue(Database):
             db.execute(
                 "INSERT INTO keys (key, etag, nbytes, digest, place, listing)"
                 " VALUES (?, ?, ?, ?, ?, (SELECT value FROM meta WHERE name = 'listing'))"
-                " ON CONFLICT (key) DO UPDATE SET etag = excluded.etag, nbytes = excluded.nbytes, is_gone = 0",
+                " ON CONFLICT (key) DO UPDATE SET etag = excluded.etag, nbytes = excluded.nbytes,"
+                " listing = excluded.listing, is_gone = 0",
                 (wanted.key, wanted.etag, wanted.nbytes, wanted.digest, _place(wanted.key)),
             )
             (key_id,) = db.execute("SELECT id FROM keys WHERE key = ?", (wanted.key,)).fetchone()
@@ -180,13 +181,15 @@ class Catalogue(Database):
             db.execute("UPDATE files SET state = 3 WHERE id = ? AND state = 0 AND lease = ?", (file.id, lease))
             db.execute("DELETE FROM files WHERE id = ? AND state = 3", (file.id,))
 
-    def fail(self, key_id: int, reason: str, retry_at: float, max_failures: int) -> bool:
-        """Record a failed download; return whether the object is now in quarantine."""
+    def fail(self, key_id: int, etag: str, reason: str, retry_at: float, max_failures: int) -> bool:
+        """Record a failed download; return whether the object is now in quarantine: not if its content is other now."""
+        of = {"id": key_id, "etag": etag, "reason": reason, "at": retry_at, "most": max_failures}
         with self.transaction() as db:
-            db.execute("UPDATE keys SET n_failed = n_failed + 1, retry_at = ? WHERE id = ?", (retry_at, key_id))
+            db.execute("UPDATE keys SET n_failed = n_failed + 1, retry_at = :at WHERE id = :id AND etag = :etag", of)
             changed = db.execute(
-                "UPDATE keys SET fault = ?, is_too_large = 0 WHERE id = ? AND n_failed >= ?",
-                (reason, key_id, max_failures),
+                "UPDATE keys SET fault = :reason, is_too_large = 0"
+                " WHERE id = :id AND etag = :etag AND n_failed >= :most",
+                of,
             )
             return bool(changed.rowcount)
 

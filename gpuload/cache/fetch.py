@@ -77,12 +77,14 @@ class Fetcher:
         """
         self._stop.set()
         deadline = time.monotonic() + PATIENCE_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        with self._lock:
-            for name, download in self._under_way.items():
-                download.close()
-                self._folders.remove(name, is_unfinished=True)  # one that has been renamed is complete
+        try:
+            for thread in self._threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        finally:  # also if interrupted
+            with self._lock:
+                for name, download in self._under_way.items():
+                    download.close()
+                    self._folders.remove(name, is_unfinished=True)  # one that has been renamed is complete
 
     def longest_busy_s(self) -> float:
         """Return for how long the slowest active thread has made no progress."""
@@ -110,7 +112,7 @@ class Fetcher:
         """Do one step; return whether there was anything to do."""
         try:
             return self.fetch_one()
-        except Exception as error:  # noqa: BLE001 - nobody would notice if a thread ended
+        except BaseException as error:  # noqa: BLE001 - nobody would notice if a thread ended
             is_full = isinstance(error, OSError) and error.errno in DISK_FULL
             if not is_full and not self._stop.is_set() and time.monotonic() > self._quiet_until:
                 self._quiet_until = time.monotonic() + _QUIET_S
@@ -132,7 +134,7 @@ class Fetcher:
                     self._drop_outdated()
                     repair(self._local, is_opening=False)
                     repaired_at = time.monotonic()
-            except Exception as error:  # noqa: BLE001 - as in `_attempt`
+            except BaseException as error:  # noqa: BLE001 - as in `_attempt`
                 if not self._stop.is_set() and str(error) != said:
                     _log.warning("%s", error)
                 said = str(error)
@@ -173,7 +175,9 @@ class Fetcher:
         """Yield what the remote lists; tell waiters why it cannot."""
         try:
             yield from self._remote.list()
-        except Exception as error:
+        except GeneratorExit:
+            raise
+        except BaseException as error:
             if not self._stop.is_set():
                 is_of_system = isinstance(error, OSError) and not isinstance(error, GpuloadError)
                 may_pass = isinstance(error, BUSY) or is_of_system
@@ -204,9 +208,9 @@ class Fetcher:
             if isinstance(error, OSError) and error.errno in DISK_FULL:  # others fill it too
                 self._catalogue.count(n_disk_full=1)
                 return self.make_room(file.cost) > 0  # if nothing can be removed, wait
-            if not isinstance(error, Exception):
-                raise
             self._note_failure(file, error)
+            if not isinstance(error, Exception):  # as asyncio's for a task that was cancelled
+                raise
             return True
         finally:
             with self._lock:
@@ -242,7 +246,7 @@ class Fetcher:
             download.close()
         return download.crc
 
-    def _note_failure(self, file: File, error: Exception) -> None:
+    def _note_failure(self, file: File, error: BaseException) -> None:
         reason, settings = str(error) or type(error).__name__, self._settings
         wait_s, max_failures = min(settings.longest_wait_s, settings.first_wait_s * 8), settings.max_failures
         if isinstance(error, ReadError) and not isinstance(error, BusyError):
@@ -254,7 +258,7 @@ class Fetcher:
             else:
                 max_failures = 1
         retry_at = time.time() + random.uniform(0.5, 1) * wait_s  # noqa: S311
-        if self._catalogue.fail(file.key_id, reason, retry_at, max_failures):
+        if self._catalogue.fail(file.key_id, file.wanted.etag, reason, retry_at, max_failures):
             _log.warning("%s is in quarantine: %s", file.wanted.key, reason)
 
     def _is_other_now(self, file: File) -> bool | None:
@@ -304,7 +308,13 @@ class Fetcher:
             _log.warning("%s is gone from %s; its copy is kept", file.wanted.key, self._remote.name)
             self._catalogue.put_back(file, self._lease, is_gone=True)
             return 0
-        self._folders.remove(file.name)
+        with self._lock:
+            is_over = self._stop.is_set()  # then the lease may have ended, and the file be in use again
+            if not is_over:
+                self._folders.remove(file.name)
+        if is_over:
+            self._catalogue.put_back(file, self._lease, is_gone=False)
+            return 0
         self._catalogue.let_go(file)
         return file.cost
 

@@ -19,8 +19,8 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from contextlib import ExitStack, suppress
+from typing import IO, TYPE_CHECKING, cast
 
 from gpuload.cache.catalogue import Catalogue
 from gpuload.cache.fetch import Fetcher
@@ -159,7 +159,10 @@ class FetcherProcess:
 
     def tell_to_end(self) -> None:
         """Let the process end, without waiting."""
-        if self._process.stdin is not None and not self._process.stdin.closed:
+        if self._feeder.is_alive():  # the process does not read its orders, so that its input cannot be closed
+            self._process.kill()
+            self._feeder.join(PATIENCE_S)
+        if self._process.stdin is not None and not self._process.stdin.closed and not self._feeder.is_alive():
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
 
@@ -183,20 +186,22 @@ class FetcherProcess:
             [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         listener = threading.Thread(target=self._listen, args=(process,), daemon=True)
+        feeder = threading.Thread(target=_feed, args=(process, self._orders), daemon=True)
         try:
             listener.start()
+            feeder.start()
         except BaseException:
             process.kill()
-            process.communicate()  # waits, and closes its pipes
+            process.wait()
+            if not listener.is_alive() and process.stdout is not None:  # else it closes that
+                process.stdout.close()
+            with suppress(BrokenPipeError):
+                cast("IO[bytes]", process.stdin).close()
             raise
-        self._process, self._listener = process, listener
+        self._process, self._listener, self._feeder = process, listener, feeder
         self._start_at = None  # not before: a start that failed is tried again
         self._busy_s = 0.0
         self._heard_at = time.monotonic() + 30.0  # time to import what the remote needs
-        assert self._process.stdin is not None  # noqa: S101
-        with suppress(BrokenPipeError):  # it is already dead, which `check` will report
-            self._process.stdin.write(self._orders)
-            self._process.stdin.flush()
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None  # noqa: S101
@@ -211,6 +216,14 @@ class FetcherProcess:
                 if text:
                     self._last_words.append(text)
                     _log.warning("%s", text)
+
+
+def _feed(process: subprocess.Popen[bytes], orders: bytes) -> None:
+    """Send a process its orders, which it reads once it has imported what it needs; they may not fit into a pipe."""
+    assert process.stdin is not None  # noqa: S101
+    with suppress(BrokenPipeError):  # it is already dead, which `check` will report
+        process.stdin.write(orders)
+        process.stdin.flush()
 
 
 class Fetchers:
@@ -268,21 +281,25 @@ class Fetchers:
 
     def close(self) -> None:
         """Stop fetching; may be called twice."""
-        self._stop.set()
-        if self.thread_fetcher is not None:
-            self.thread_fetcher.stop()
-        if self._keeper is not None:
-            self._keeper.join()
-        for process in self.processes:
-            process.tell_to_end()
-        for process in self.processes:
-            process.close()
+        with ExitStack() as each:  # also what follows a step that is interrupted; the last one comes first
+            for process in self.processes:
+                each.callback(process.close)
+            for process in self.processes:
+                each.callback(process.tell_to_end)
+            if self._keeper is not None:
+                each.callback(self._keeper.join)
+            if self.thread_fetcher is not None:
+                each.callback(self.thread_fetcher.stop)
+            self._stop.set()
 
 
 def _keep(processes: list[FetcherProcess], stop: threading.Event) -> None:
     while not stop.wait(0.5):
         for process in processes:
             try:
-                process.check()
+                if not stop.is_set():
+                    process.check()
             except Exception as error:  # noqa: BLE001 - no memory, no process available: it may pass
                 _log.warning("a fetcher could not be started (%s); trying again", error)
+    for process in processes:  # also one just replaced, should who closes them be interrupted as it waits for that
+        process.tell_to_end()

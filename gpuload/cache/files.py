@@ -229,7 +229,9 @@ def repair(local: Local, *, is_opening: bool) -> None:
     if is_opening:
         for file in catalogue.published():
             size = _size(folders.path(file.name))
-            if size != file.wanted.nbytes:
+            if size == file.wanted.nbytes:
+                continue
+            if catalogue.take_leaving(file.id, local.lease, is_damaged=True):  # else another process has removed it
                 _log.warning("%s: %s bytes on disk, %d wanted; dropped", file.wanted.key, size, file.wanted.nbytes)
                 folders.remove(file.name)
                 catalogue.let_go(file, is_evicted=False)

@@ -27,10 +27,11 @@ class Lease:
         self.name = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._path = os.path.join(folder, self.name)
         new = os.path.join(folder, f".{self.name}")
+        self._fd = -1
+        _held.add(self)  # before it is opened: another thread may fork at any moment
         self._fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         os.rename(new, self._path)  # invisible to others until it is locked
-        _held.add(self)
 
     def release(self) -> None:
         """End the lease; may be called twice."""
@@ -68,10 +69,11 @@ def is_alive(folder: str, name: str) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared with others who look, whom it would seem alive to else
     except BlockingIOError:
         return True
     else:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked by another thread meanwhile has the file too
         return False
     finally:
         os.close(fd)

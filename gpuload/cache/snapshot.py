@@ -67,8 +67,9 @@ class Snapshot:
         """Samples skipped because they could not be read."""
         self._n_begun = 0  # iterations: a later one ends those before it
         self._used: list[int] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close the store
         self._noting = threading.Lock()  # held while uses are written, so that `close` waits for them
+        self._closing = threading.RLock()
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -152,17 +153,18 @@ class Snapshot:
         self, reader: SampleReader, last: int, batch_size: int, prefetch: int, num_threads: int, limit: int
     ) -> Generator[SampleBatch, None, None]:
         """Yield the batches that begin between the position and `last`."""
-        self._n_begun += 1
-        number_of_this = self._n_begun
+        with self._lock:
+            self._n_begun += 1
+            number_of_this, position = self._n_begun, self.position
         stats = self._store.reads
         pending: deque[_Pending] = deque()
-        left = iter(range(self.position, last + 1, batch_size))
+        left = iter(range(position, last + 1, batch_size))
         # One thread looks up and allocates, which spares the consumer's thread both; the others read.
         planner, readers = DaemonThreads(1, "gpuload-plan"), DaemonThreads(num_threads, "gpuload-read")
         is_over = threading.Event()
         clerk = threading.Thread(target=self._note_uses, args=(is_over,), name="gpuload-uses", daemon=True)
-        clerk.start()
         try:
+            clerk.start()
             while True:
                 self._catalogue.check_process()
                 while len(pending) < prefetch + 1 and (start := next(left, None)) is not None:
@@ -172,16 +174,12 @@ class Snapshot:
                     return
                 if self._is_closed:  # what is left is no longer protected
                     raise PlanError(_CLOSED)
-                if self._n_begun != number_of_this:
-                    raise PlanError(
-                        "this iteration was ended by a later batches() of its snapshot; only one can run at a time: "
-                        "take another snapshot, with generation= for the same samples."
-                    )
+                self._check_latest(number_of_this)
                 with stats.waiting():
                     batch, samples, outcomes = pending[0].result()
                 pending.popleft()
                 ready = self._checked(batch, samples, outcomes, limit)
-                self._hand_over(samples)
+                self._hand_over(samples, number_of_this)
                 del batch, outcomes
                 if len(ready):
                     yield ready
@@ -193,7 +191,8 @@ class Snapshot:
                 is_over.set()
                 planner.close(PATIENCE_S / 2)
                 readers.close(PATIENCE_S / 2)
-                if clerk is not threading.current_thread():  # it is, if the garbage collector ends this in that thread
+                # It is this thread, if the garbage collector ends this in that one.
+                if clerk.is_alive() and clerk is not threading.current_thread():
                     clerk.join(PATIENCE_S)
                 stats.peak_nbytes = max(stats.peak_nbytes, reader.peak_nbytes)
 
@@ -224,10 +223,20 @@ class Snapshot:
             self._store.quarantine_sample(samples[i], str(outcome), may_pass=isinstance(outcome, BusyError))
         return assemble(batch, decoded, [sample.key for sample in samples], kept)
 
-    def _hand_over(self, samples: list[Sample]) -> None:
-        self.position += len(samples)
+    def _check_latest(self, number: int) -> None:
+        """Raise PlanError if an iteration is no longer the latest."""
+        if self._n_begun != number:
+            raise PlanError(
+                "this iteration was ended by a later batches() of its snapshot; only one can run at a time: take "
+                "another snapshot, with generation= for the same samples."
+            )
+
+    def _hand_over(self, samples: list[Sample], number: int) -> None:
+        used = [sample.key_id for sample in samples]
         with self._lock:
-            self._used.extend(sample.key_id for sample in samples)
+            self._check_latest(number)  # again: another thread may have begun one while this one waited
+            self.position += len(used)
+            self._used.extend(used)
 
     def _note_uses(self, is_over: threading.Event) -> None:
         """Write uses to the catalogue until an iteration is over, or the store is closed."""
@@ -258,12 +267,15 @@ class Snapshot:
 
     def close(self) -> None:
         """Release the unread samples; may be called twice. In a forked process it does nothing."""
-        if not self._is_closed and self._catalogue.is_of_this_process:
-            self._is_closed = True
-            try:
-                self.flush()
-            finally:
-                self._catalogue.unpin(self._pin)
+        if not self._catalogue.is_of_this_process:
+            return
+        with self._closing:  # who closes the store meanwhile waits, else the last uses could not be written
+            if not self._is_closed:
+                self._is_closed = True
+                try:
+                    self.flush()
+                finally:
+                    self._catalogue.unpin(self._pin)
 
     def __enter__(self) -> Self:
         return self

@@ -183,7 +183,7 @@ class SampleStore:
         self._stop = threading.Event()
         self._window = Window(in_flight)
         self._fetchers = Fetchers(self._local, self.remote)
-        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+        self._snapshots: weakref.WeakValueDictionary[int, Snapshot] = weakref.WeakValueDictionary()  # by their pins
         self._waited_s = 0.0
         self._warned: set[str] = set()
         self._may_have_strays = True
@@ -223,14 +223,15 @@ class SampleStore:
 
     def _check_remote(self) -> None:
         name = self.remote.name.encode(errors="backslashreplace").decode()  # of a folder: it need not be UTF-8
-        known = self._catalogue.meta("remote")
-        if known and isinstance(self.remote, FolderRemote):
-            known = os.path.abspath(known)
-        if known and known != name:
-            raise StoreError(
-                f"{self.root}: it holds samples of {known}, not of {name}; use a separate folder for each."
-            )
-        self._catalogue.set_meta(remote=name)
+        with self._catalogue.transaction() as db:  # of those that open a new store at once, only one names its remote
+            known = self._catalogue.meta("remote")
+            if known and isinstance(self.remote, FolderRemote):
+                known = os.path.abspath(known)
+            if known and known != name:
+                raise StoreError(
+                    f"{self.root}: it holds samples of {known}, not of {name}; use a separate folder for each."
+                )
+            db.execute("UPDATE meta SET value = ? WHERE name = 'remote'", (name,))
 
     def close(self) -> None:
         """Close its snapshots, stop fetching and release everything; may be called twice. Downloads are kept.
@@ -246,8 +247,9 @@ class SampleStore:
             return
         with ExitStack() as stack:
             stack.callback(self._closer)
-            for snapshot in list(self._snapshots):
-                stack.callback(snapshot.close)
+            for found in self._snapshots.valuerefs():  # all at once: another thread may be taking one
+                if (snapshot := found()) is not None:
+                    stack.callback(snapshot.close)
 
     def __enter__(self) -> Self:
         return self
@@ -319,31 +321,38 @@ class SampleStore:
         if check_int64("min_samples", min_samples, 0):
             min_samples = max(min_samples, world_size)
         pin = -1
-        if generation is None:
-            generation, pin, ids, visits = self._take(min_samples, wait_s)
-        else:
-            ids, visits = self._catalogue.open_snapshot(generation)
-        chosen = visiting_order(
-            visits, settings["mode"], settings["seed"], generation, settings["n_samples"], settings["echo_max"]
-        )
+        with ExitStack() as undo:  # what fails would leave samples pinned, and the set would never change again
+            if generation is None:
+                generation, pin, ids, visits = self._take(min_samples, wait_s)
+                undo.callback(self._catalogue.unpin, pin)
+            else:
+                ids, visits = self._catalogue.open_snapshot(generation)
+            ids = ids[self._chosen(visits, generation, settings)]
+            if position > ids.size:
+                raise PlanError(
+                    f"state: position={position}: expected at most {ids.size}, the samples of generation {generation}."
+                )
+            if pin < 0:
+                pin = self._catalogue.pin(generation, self._lease.name, ids[position:])
+            else:
+                self._catalogue.keep_pinned(pin, ids)
+            snapshot = Snapshot(self, self._catalogue, generation, pin, ids, settings, position)
+            self._snapshots[pin] = snapshot
+            undo.pop_all()
+        return snapshot
+
+    def _chosen(self, visits: NDArray[np.int64], generation: int, settings: dict[str, Any]) -> NDArray[np.int64]:
+        """Return which samples of a generation a rank visits, in order."""
+        mode, seed, n_samples, echo_max = (settings[name] for name in ("mode", "seed", "n_samples", "echo_max"))
+        rank, world_size = settings["rank"], settings["world_size"]
+        chosen = visiting_order(visits, mode, seed, generation, n_samples, echo_max)
         per_rank = chosen.size // world_size
         if not per_rank and visits.size >= world_size:
             self.warn_once(
-                f"echo_max={settings['echo_max']}: of the {visits.size} samples that are here, {chosen.size} were used "
-                f"less often, so an epoch of world_size={world_size} has none; raise it, or wait until others are here."
+                f"echo_max={echo_max}: of the {visits.size} samples that are here, {chosen.size} were used less often, "
+                f"so an epoch of world_size={world_size} has none; raise it, or wait until others are here."
             )
-        ids = ids[chosen[rank::world_size][:per_rank]]
-        if position > ids.size:
-            raise PlanError(
-                f"state: position={position}: expected at most {ids.size}, the samples of generation {generation}."
-            )
-        if pin < 0:
-            pin = self._catalogue.pin(generation, self._lease.name, ids[position:])
-        else:
-            self._catalogue.keep_pinned(pin, ids)
-        snapshot = Snapshot(self, self._catalogue, generation, pin, ids, settings, position)
-        self._snapshots.add(snapshot)
-        return snapshot
+        return chosen[rank::world_size][:per_rank]
 
     def _take(self, min_samples: int, wait_s: float | None) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
         """Wait until so many samples are here; return what `Catalogue.take_snapshot` returns."""
@@ -472,7 +481,8 @@ class SampleStore:
 
     def quarantine_sample(self, sample: Sample, reason: str, *, may_pass: bool = False) -> None:
         """Put a sample in quarantine; if its fault may pass, only after as many as a download may have."""
-        self._catalogue.fail(sample.key_id, reason, time.time(), self._settings.max_failures if may_pass else 1)
+        most = self._settings.max_failures if may_pass else 1
+        self._catalogue.fail(sample.key_id, sample.etag, reason, time.time(), most)
 
     # --- what it says of itself ---
 
@@ -551,7 +561,8 @@ def _opened(root: str) -> tuple[Folders, Catalogue, Lease]:
 
 
 def _close(stop: threading.Event, fetchers: Fetchers, lease: Lease, catalogue: Catalogue) -> None:
-    stop.set()
-    fetchers.close()
-    catalogue.close()
-    lease.release()
+    with ExitStack() as each:  # also what follows one that is interrupted, for this is called once
+        each.callback(lease.release)
+        each.callback(catalogue.close)
+        each.callback(fetchers.close)
+        stop.set()

@@ -31,6 +31,15 @@ TOO_MANY, SERVER_FAILED = 429, 500
 
 _asking = threading.Lock()
 
+
+def _after_fork() -> None:
+    """Replace a lock that another thread of the parent may have held, and that would never be released here."""
+    global _asking  # noqa: PLW0603
+    _asking = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 _KINDS = {"datasets/": "dataset", "spaces/": "space", "": "model"}
 
 

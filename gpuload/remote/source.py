@@ -6,6 +6,7 @@ returns the content as of opening, or raises an error.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 
-from gpuload.errors import ReadError
+from gpuload.errors import PlanError, ReadError
 from gpuload.remote.errors import check_length
 from gpuload.remote.patience import LOOK_S, OUTAGE_S, Patience
 from gpuload.source import find_files, locate_byte
@@ -91,6 +92,7 @@ class Requests:
         self._pool = DaemonThreads(IN_FLIGHT, "gpuload-request")
         self._patience = Patience(at_least_s=OUTAGE_S)
         self._ended = threading.Event()
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._usual_s = 0.0
         self._n_answers = 0
@@ -102,6 +104,7 @@ class Requests:
 
     def map(self, function: Callable[[Any], T], values: Iterable[Any]) -> list[T]:
         """Apply a function to each value, many concurrently, and return the results in order."""
+        self._check_process()
         return self._pool.map(lambda value: self.ask(partial(function, value)), values)
 
     def fill(
@@ -119,6 +122,7 @@ class Requests:
         ranges
             For each, the object, its first byte, and the buffer to fill.
         """
+        self._check_process()
         errand, pieces = _Errand(remote), [_Piece(*each) for each in ranges]
         n_left, look_at = len(pieces), time.monotonic() + self._slow_s() / 2
         try:
@@ -143,6 +147,14 @@ class Requests:
         self._ended.set()
         self._pool.close()
 
+    def _check_process(self) -> None:
+        """Raise PlanError in a forked process: fork does not copy threads, so no response would ever arrive."""
+        if os.getpid() != self._process:
+            raise PlanError(
+                "the loader was opened before this process was forked, and the threads that read for it are not here; "
+                "open it in this process."
+            )
+
     def _send(self, errand: _Errand, piece: _Piece) -> None:
         piece.n_asked += 1
         try:
@@ -157,10 +169,11 @@ class Requests:
             return
         answer: Any
         try:
-            answer = self._patience.ask(lambda: self._get(errand.remote, piece), errand.over)
+            answer = self._patience.ask(partial(self._get, errand.remote, piece), errand.over)
         except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
             answer = error
         errand.answers.put((piece, answer))
+        del answer, errand, piece  # an error's traceback holds this frame, and the errand the error
 
     def _get(self, remote: Remote, piece: _Piece) -> Any:
         piece.began_at = start = time.monotonic()
@@ -182,7 +195,10 @@ class Requests:
         if isinstance(answer, BaseException):
             if piece.n_asked:
                 return 0  # the other request may succeed
-            raise answer
+            try:
+                raise answer
+            finally:
+                del answer  # as above
         np.copyto(piece.out, np.frombuffer(answer, dtype=np.uint8))
         piece.is_there = True
         return 1
@@ -212,6 +228,10 @@ class _Shared:
     """The requests of this process, kept while any source is open."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Let a forked process have requests of its own: no thread of the others is there, and the lock may be held."""
         self._lock = threading.Lock()
         self._requests: Requests | None = None
         self._n_users = 0
@@ -223,9 +243,11 @@ class _Shared:
             self._requests = self._requests or Requests()
             return self._requests
 
-    def give_back(self) -> None:
-        """End the requests if nobody else uses them."""
+    def give_back(self, taken: Requests) -> None:
+        """End the requests if nobody else uses them; those of the process that this is a fork of are not ended."""
         with self._lock:
+            if taken is not self._requests:
+                return
             self._n_users -= 1
             if self._n_users:
                 return
@@ -235,6 +257,7 @@ class _Shared:
 
 
 _shared = _Shared()
+os.register_at_fork(after_in_child=_shared.forget)
 
 
 class RemoteSource:
@@ -355,4 +378,4 @@ class RemoteSource:
         self.end()
         if not self._is_closed:
             self._is_closed = True
-            _shared.give_back()
+            _shared.give_back(self.requests)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.backends.buffers import BufferPool
-    from gpuload.errors import GpuloadError
     from gpuload.samples.sampleset import SampleSet
     from gpuload.stats import Stats
 
@@ -85,8 +84,8 @@ class Batch:
             if not self._n_left:
                 self._is_there.set()
 
-    def result(self, most_faults: int) -> tuple[Any, dict[Any, GpuloadError]]:
-        """Wait for all samples; return (X, y), or the result of the user's function, and what was left out.
+    def result(self, most_faults: int) -> tuple[Any, dict[Any, str]]:
+        """Wait for all samples; return (X, y), or the result of the user's function, and why others were left out.
 
         If no sample is available, the batch is None.
 
@@ -96,16 +95,25 @@ class Batch:
             More samples than allowed are not available.
         """
         self._is_there.wait()
-        faults: dict[Any, GpuloadError] = {}
-        for row, fault in sorted(self._faults.items()):
-            if not isinstance(fault, (ReadError, CorruptDataError)) or len(faults) == most_faults:
-                raise fault
-            faults[self.ids[row]] = fault
-        kept = [row for row in range(len(self.ids)) if row not in self._faults]
+        left_out: dict[Any, str] = {}
+        faults = self._faults
+        self.forget()
+        for row in sorted(faults):
+            if not isinstance(faults[row], (ReadError, CorruptDataError)) or len(left_out) == most_faults:
+                try:
+                    raise faults[row]
+                finally:
+                    del faults  # the traceback holds this frame too
+            left_out[self.ids[row]] = str(faults[row])
+        kept = [row for row in range(len(self.ids)) if row not in faults]
         if not kept:
-            return None, faults
+            return None, left_out
         with self._stats.timed("take_s", batch=self.number):
-            return self._assembled([self._whole[row] for row in kept], kept), faults
+            return self._assembled([self._whole[row] for row in kept], kept), left_out
+
+    def forget(self) -> None:
+        """Drop the errors: their tracebacks hold the batch, which would keep its memory."""
+        self._faults = {}
 
     def _assembled(self, whole: list[Any], kept: list[int]) -> Any:
         """Return a batch of the samples of some rows; those that are None are already in the batch's memory."""

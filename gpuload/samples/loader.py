@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from functools import cached_property
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gpuload.errors import GpuloadError
     from gpuload.samples.sampleset import SampleSet
 
 _log = logging.getLogger("gpuload.samples")
@@ -120,6 +120,7 @@ class SampleLoader:
         self._prefetch = prefetch or max(2, -(-in_flight // batch_size))
         self._collate_fn = collate_fn
         self._n_begun = 0  # iterations, and what ends them
+        self._lock = threading.RLock()  # an iteration may be ended while it waits for its next batch
         self._start_at(0, 0)
         self._buffers = BufferPool(self._prefetch + 1)
         self.stats = Stats(min(num_workers, usable_cores()))
@@ -141,8 +142,9 @@ class SampleLoader:
 
     def _start_at(self, epoch: int, step: int) -> None:
         """Set the position, which is also that of the next iteration; end the one that runs."""
-        self._n_begun += 1
-        self._epoch, self._step = self._next = epoch, step
+        with self._lock:
+            self._n_begun += 1
+            self._epoch, self._step = self._next = epoch, step
 
     @cached_property
     def _digest_of_ids(self) -> str:
@@ -211,13 +213,14 @@ class SampleLoader:
         return OneAtATime(self._batches(), cure="make a second loader")
 
     def _batches(self) -> Generator[Any, None, None]:
-        self._start_at(*self._next)
-        number_of_this = self._n_begun
-        self._next = self._epoch + 1, 0
-        order = self.order(self._epoch)
-        batches = iter(range(self._step, len(self)))
+        with self._lock:
+            self._start_at(*self._next)
+            number_of_this, epoch, step = self._n_begun, self._epoch, self._step
+            self._next = epoch + 1, 0
+        order = self.order(epoch)
+        batches = iter(range(step, len(self)))
         under_way: deque[Batch] = deque()
-        n_skipped, n_before = 0, self.stats.n_batches - self._step
+        n_skipped, n_before = 0, self.stats.n_batches - step
         crew = Crew(min(self._n_requests, order.size), self._n_threads)
         try:
             while True:
@@ -229,11 +232,7 @@ class SampleLoader:
                     del batch
                 if not under_way:
                     break
-                if self._n_begun != number_of_this:
-                    raise PlanError(
-                        "this iteration was ended by a later iter(), set_epoch() or load_state_dict() of its loader; "
-                        "only one can run at a time: make a second loader."
-                    )
+                self._check_latest(number_of_this)
                 start = time.perf_counter()
                 ready, faults = under_way[0].result(self._limit - n_skipped)
                 done = under_way.popleft()
@@ -242,16 +241,29 @@ class SampleLoader:
                 del done
                 n_skipped += len(faults)
                 self._note(faults)
-                self._step += 1
+                with self._lock:
+                    self._check_latest(number_of_this)
+                    self._step += 1
                 if ready is not None:
                     yield ready
                 del ready
-            if self._n_begun == number_of_this:
-                self._epoch, self._step = self._next
+            with self._lock:
+                if self._n_begun == number_of_this:
+                    self._epoch, self._step = self._next
         finally:
             crew.close()
+            while under_way:  # no loop variable: an error's traceback holds this frame
+                under_way.popleft().forget()
 
-    def _note(self, faults: dict[Any, GpuloadError]) -> None:
+    def _check_latest(self, number: int) -> None:
+        """Raise PlanError if an iteration is no longer the latest."""
+        if self._n_begun != number:
+            raise PlanError(
+                "this iteration was ended by a later iter(), set_epoch() or load_state_dict() of its loader; only one "
+                "can run at a time: make a second loader."
+            )
+
+    def _note(self, faults: dict[Any, str]) -> None:
         for id_, fault in faults.items():
-            self.skipped[id_] = str(fault)
+            self.skipped[id_] = fault
             _log.warning("sample %r is skipped: %s", id_, fault)

@@ -168,6 +168,48 @@ def test_dropped_copies_free_their_space(tmp_path: Path, big: CountingRemote) ->
         assert store.held_nbytes == 2 * BLOCK, "the space of dropped copies was not reused"
 
 
+def test_space_of_a_copy_that_is_being_dropped_is_reused(
+    tmp_path: Path, big: CountingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread that finds no room before the copy is gone is not the last to look."""
+    with store_of(tmp_path, big, budget=2 * BLOCK) as store:
+        cache, drop = BlockCache(store), store.copies.drop
+        read(cache, 0, NBYTES)
+        flip(copies(tmp_path)[0], 0.5)
+
+        def drop_late(*arguments: Any) -> None:
+            read(cache, 4 * BLOCK, 10)
+            drop(*arguments)
+
+        monkeypatch.setattr(store.copies, "drop", drop_late)
+        read(cache, 0, 2 * BLOCK)
+        assert cache.n_dropped == 1
+        assert store.held_nbytes == 2 * BLOCK
+
+
+def test_late_response_of_former_content_is_no_lasting_obstacle(tmp_path: Path, big: CountingRemote) -> None:
+    get, other = big.get, np.random.default_rng(1).bytes(NBYTES - 1)
+    with store_of(tmp_path, big) as store:
+        cache = BlockCache(store)
+        former = cache.head("big")
+        assert former is not None
+
+        def replaced_meanwhile(*arguments: Any) -> Any:
+            body = get(*arguments)
+            big.get = get  # type: ignore[method-assign]
+            (tmp_path / "remote" / "big").write_bytes(other)
+            assert read(cache, 3 * BLOCK, 10) == other[3 * BLOCK :][:10]
+            return body
+
+        big.get = replaced_meanwhile  # type: ignore[method-assign]
+        cache.get(former, 0, 10)
+        for _ in range(2):
+            assert read(cache, 0, NBYTES - 1) == other
+        n = cache.n_remote_nbytes
+        assert read(cache, 0, NBYTES - 1) == other
+        assert cache.n_remote_nbytes == n, "a copy of the former content stays in the way"
+
+
 def test_copies_from_an_earlier_run_can_be_forgotten(tmp_path: Path, big: CountingRemote) -> None:
     with store_of(tmp_path, big) as store:
         read(BlockCache(store), 0, NBYTES)

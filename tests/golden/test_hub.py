@@ -26,6 +26,7 @@ from gpuload.cache import BlockRemote, SampleStore
 from gpuload.cli import main
 from gpuload.errors import BusyError, PlanError, ReadError
 from gpuload.remote import hub, open_remote
+from tests.forks import status_of_fork
 from tests.golden.test_addresses import assert_same, batches
 from tests.other_forms import FORMS
 
@@ -228,6 +229,12 @@ def test_reads_stay_on_the_first_resolved_commit(
         assert [file.key for file in each.list()] == ["cells.h5ad"]
         assert [*each.list("nowhere")] == []
         assert each.reach("cells.h5ad") is None
+
+
+def test_fork_does_not_wait_for_a_question_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_commit_of", lambda *_: "1" * 40)
+    asked = hub.Repository("hf://datasets/some/cells")
+    assert status_of_fork(lambda: asked.commit == "1" * 40, [hub._asking]) == 0
 
 
 def test_folder_serves_as_a_remote(repository: Callable[[str], Path]) -> None:

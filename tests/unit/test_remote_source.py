@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import threading
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from gpuload.remote import source as remote_source
 from gpuload.remote.file import MissingError, RemoteFile
 from gpuload.remote.object_store import aws_profile
 from gpuload.remote.source import RemoteSource, Requests, _Piece
+from tests.forks import status_of_fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -120,6 +123,50 @@ def test_a_source_reads_on_after_another_was_closed(no_leaks: None) -> None:
     one.close()
     assert read(other, [7], [10]) == [DATA[7:17]]
     other.close()
+
+
+def test_a_fork_has_requests_of_its_own(no_leaks: None) -> None:
+    source = source_of(FakeRemote({"a": DATA}))
+    assert read(source, [5], [10]) == [DATA[5:15]]
+
+    def work() -> bool:
+        own = source_of(FakeRemote({"a": DATA}))
+        for refused in (lambda: read(source, [5], [10]), lambda: source.check_same([0])):
+            with pytest.raises(PlanError, match=r"^the loader was opened before this process was forked, and the thr"):
+                refused()
+        source.close()
+        is_right = read(own, [7], [10]) == [DATA[7:17]]
+        own.close()
+        return is_right and remote_source._shared._requests is None
+
+    assert status_of_fork(work, [remote_source._shared._lock]) == 0
+    assert read(source, [9], [10]) == [DATA[9:19]]
+    source.close()
+
+
+def test_what_cannot_be_read_is_let_go_at_once(no_leaks: None) -> None:
+    """Not by the garbage collector, which does not see how much memory an error's traceback holds."""
+
+    class Buffer(np.ndarray[Any, Any]):
+        pass
+
+    def fail(number: int, data: bytes) -> bytes:
+        raise ReadError(f"fake://bucket/a: request {number} is refused.")
+
+    source = source_of(FakeRemote({"a": DATA}, fail))
+    gc.collect()
+    gc.disable()
+    try:
+        buffer = np.zeros(100, dtype=np.uint8).view(Buffer)
+        left = weakref.ref(buffer)
+        offset = np.arange(0, 500_000, 100_000)
+        with suppress(ReadError):
+            source.read_many(offset, np.full(5, 20), np.arange(0, 100, 20), buffer)
+        del buffer
+        source.close()  # waits for the other requests
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_copies_are_forgotten_of_the_object_that_was_damaged(no_leaks: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -434,13 +435,12 @@ def test_a_failed_sample_raises_after_the_batches_before_it(data: Path) -> None:
 
 
 def test_of_several_failed_samples_the_first_is_named_however_threads_race(data: Path) -> None:
-    batch = Batch(SampleSet(IDS, LABELS, data), np.arange(3), BufferPool(1), None, Stats(1), 0)
-    for row in (2, 0, 1):
-        batch.note_fault(row, ReadError(f"row {row}"))
-    with pytest.raises(ReadError, match="row 0"):
-        batch.result(0)
-    with pytest.raises(ReadError, match="row 2"):
-        batch.result(2)
+    for most_faults in (0, 2):
+        batch = Batch(SampleSet(IDS, LABELS, data), np.arange(3), BufferPool(1), None, Stats(1), 0)
+        for row in (2, 0, 1):
+            batch.note_fault(row, ReadError(f"row {row}"))
+        with pytest.raises(ReadError, match=f"row {most_faults}"):
+            batch.result(most_faults)
 
 
 @pytest.mark.parametrize("decode", ["pt", "collated"])
@@ -626,6 +626,68 @@ def test_each_iteration_is_a_whole_epoch_and_only_one_runs(data: Path) -> None:
     state = last.state_dict()
     assert next(one, None) is None
     assert last.state_dict() == state, "the end of an earlier iteration is not that of the later one"
+
+
+@pytest.mark.parametrize("ended_by", ["iter", "set_epoch", "load_state_dict"])
+def test_an_iteration_ended_while_it_waits_does_not_move_the_later_one(data: Path, ended_by: str) -> None:
+    is_waiting, may_go_on = threading.Event(), threading.Event()
+
+    def decode(values: Any) -> Any:
+        if not is_waiting.is_set():
+            is_waiting.set()
+            may_go_on.wait(60)
+        return torch.zeros(1)
+
+    loader = SampleLoader(SampleSet(IDS, LABELS, data, decode, suffix=".npy"), batch_size=4, num_workers=2)
+    state, told = loader.state_dict(), list[str]()
+
+    def iterate() -> None:
+        try:
+            next(iter(loader))
+        except PlanError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=iterate)
+    thread.start()
+    assert is_waiting.wait(60)
+    if ended_by == "iter":
+        later = iter(loader)
+        next(later)
+        wanted = 1, 1
+    elif ended_by == "set_epoch":
+        loader.set_epoch(5)
+        wanted = 5, 0
+    else:
+        loader.load_state_dict({**state, "step": 3})
+        wanted = 0, 3
+    may_go_on.set()
+    thread.join(60)
+    assert len(told) == 1
+    assert told[0].startswith("this iteration was ended by a later iter()")
+    found = loader.state_dict()
+    assert (found["epoch"], found["step"]) == wanted
+
+
+@pytest.mark.parametrize("is_raised", [False, True])
+def test_the_memory_of_a_batch_with_failed_samples_is_freed_at_once(data: Path, is_raised: bool) -> None:
+    """Not by the garbage collector, which does not see that it is much."""
+    for i in range(0, N, 5):
+        (data / f"id-{i}.npy").write_bytes(b"no sample")
+    samples = SampleSet(IDS, LABELS, data, "npy")
+    settings = {} if is_raised else {"on_error": "skip", "max_skipped": 0.5}
+    loader = SampleLoader(samples, batch_size=5, prefetch=1, **settings)  # type: ignore[arg-type]
+    gc.collect()
+    gc.disable()
+    try:
+        if is_raised:
+            with suppress(CorruptDataError):
+                next(iter(loader))
+        else:
+            assert sum(len(y) for _, y in loader) == N - 10
+        left = [found for found in gc.get_objects() if type(found) is Batch]
+    finally:
+        gc.enable()
+    assert not left
 
 
 def test_a_second_thread_in_an_iteration_is_refused(data: Path) -> None:

@@ -191,11 +191,12 @@ def test_an_epoch_leaves_no_more_out_than_it_can(rows: Catalogue) -> None:
 
 
 def test_failures_are_those_of_one_content(rows: Catalogue) -> None:
-    assert [rows.fail(1, "denied", 0.0, 4) for _ in range(3)] == [False] * 3
+    assert [rows.fail(1, "1", "denied", 0.0, 4) for _ in range(3)] == [False] * 3
     rows.add_listed(2, [RemoteObject("a", 5, "2")])
-    assert [rows.fail(1, "denied", 0.0, 4) for _ in range(3)] == [False] * 3
+    assert [rows.fail(1, "2", "denied", 0.0, 4) for _ in range(3)] == [False] * 3
     rows.add_listed(3, [RemoteObject("a", 5, "2")])
-    assert rows.fail(1, "denied", 0.0, 4)
+    assert not rows.fail(1, "1", "denied", 0.0, 1)
+    assert rows.fail(1, "2", "denied", 0.0, 4)
     rows.add_listed(4, [RemoteObject("a", 5, "2")])
     assert rows.n_bad() == (1, 3)
     rows.add_listed(5, [RemoteObject("a", 5, "3")])

@@ -62,6 +62,9 @@ def test_a_fetcher_that_fails_to_start_is_started_later(caplog: Any) -> None:
                 raise BlockingIOError("Resource temporarily unavailable")
             stop.set()
 
+        def tell_to_end(self) -> None:
+            pass
+
     _keep([Process()], stop)  # type: ignore[list-item]
     assert calls == [0, 1]
     assert "could not be started (Resource temporarily unavailable)" in caplog.text
