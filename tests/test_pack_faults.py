@@ -378,6 +378,29 @@ def test_target_created_during_packing_is_not_replaced(
     assert not list(target.iterdir())
 
 
+@pytest.mark.parametrize("moment", ["sync_folders", "check_target"])
+def test_target_created_during_publication_is_not_replaced(
+    moment: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, plain, publish = tmp_path / "out.zarr", getattr(workplace, moment), workplace.publish
+    gpuload.pack(source, tmp_path / "other.zarr", keep_order=True)
+
+    def appear(*args: Any, **settings: Any) -> None:
+        plain(*args, **settings)
+        shutil.copytree(tmp_path / "other.zarr", target)
+
+    def publish_late(*args: Any, **settings: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(workplace, moment, appear)
+            publish(*args, **settings)
+
+    monkeypatch.setattr(workplace, "publish", publish_late)
+    found = {"sync_folders": "it exists already", "check_target": "Directory not empty"}[moment]
+    with pytest.raises(gpuload.GpuloadError, match=found):
+        gpuload.pack(source, target)
+    assert contents(target) == contents(tmp_path / "other.zarr")
+
+
 def test_source_changed_during_packing_is_an_error(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,8 +182,7 @@ def pack(
                 raise ReadError(
                     f"{file}: it was changed while it was packed; pack again when nothing is writing to it."
                 )
-        workplace.check_target(target, files, overwrite=overwrite)  # it may exist by now
-        workplace.publish(folder, target)
+        workplace.publish(folder, target, files, overwrite=overwrite)
     told(1.0)
     return packed
 

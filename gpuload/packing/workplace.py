@@ -190,11 +190,12 @@ def clear(folder: str) -> None:
             os.remove(path)
 
 
-def publish(folder: str, target: str) -> None:
-    """Publish the target, replacing an existing one, and remove the folder."""
+def publish(folder: str, target: str, files: Sequence[str], *, overwrite: bool) -> None:
+    """Publish the target, replacing an existing one if that is wanted, and remove the folder."""
     store = os.path.join(folder, STORE)
     sync_folders(store)
-    if os.path.lexists(target):
+    check_target(target, files, overwrite=overwrite)  # it may exist by now; after the sync, which may take long
+    if overwrite and os.path.lexists(target):
         os.rename(target, os.path.join(folder, REPLACED))
     os.rename(store, target)
     sync_folder(os.path.dirname(target))
