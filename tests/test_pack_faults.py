@@ -850,6 +850,70 @@ def test_second_pack_to_the_same_target_is_refused(source: Path, tmp_path: Path)
         gpuload.pack(source, tmp_path / "out.zarr")
 
 
+@pytest.mark.parametrize("is_another_there", [False, True])
+def test_a_lock_that_is_removed_while_it_is_taken_is_not_held(
+    is_another_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a run that ends; the next one would lock the file that is there by then."""
+    lock, flock = tmp_path / "lock", files.fcntl.flock
+
+    def late(file: Any, operation: int) -> None:
+        lock.unlink()
+        if is_another_there:
+            lock.touch()
+        flock(file, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.fcntl, "flock", late)
+        with pytest.raises(gpuload.ReadError, match="another gpuload pack is writing there"), files.locked(str(lock)):
+            pytest.fail("it is held")
+    with files.locked(str(lock)):
+        pass
+
+
+def test_a_folder_removed_while_it_is_locked_is_reported(tmp_path: Path) -> None:
+    with (
+        pytest.raises(gpuload.ReadError, match=r"out\.zarr\.packing: another gpuload pack is writing there"),
+        files.locked(str(tmp_path / "out.zarr.packing" / "lock")),
+    ):
+        pytest.fail("it is held")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python's, of the fork
+def test_a_lock_ends_though_a_process_was_forked_meanwhile(tmp_path: Path) -> None:
+    lock = str(tmp_path / "lock")
+    read, write = os.pipe()
+    with files.locked(lock):
+        pid = os.fork()
+        if not pid:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+    try:
+        with files.locked(lock):
+            pass
+    finally:
+        os.close(read)
+        os.close(write)
+        os.waitpid(pid, 0)
+
+
+def test_a_run_that_begins_while_another_removes_the_folder_disturbs_neither(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rmdir = tmp_path / "out.zarr.packing", os.rmdir
+
+    def late(path: Any, **settings: Any) -> None:
+        if str(path) == str(folder):
+            (folder / "lock").touch()
+        rmdir(path, **settings)
+
+    monkeypatch.setattr(os, "rmdir", late)
+    gpuload.pack(source, tmp_path / "out.zarr")
+    assert os.listdir(folder) == ["lock"]
+    assert_same_rows(tmp_path / "out.zarr", source)
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -72,14 +72,24 @@ def locked(path: str) -> Iterator[None]:
     Raises
     ------
     ReadError
-        Another process holds it.
+        Another process holds it; or has held it until now, and has removed the file.
     """
-    with open(path, "w") as file:
+    with ExitStack() as opened:
         try:
+            file = opened.enter_context(open(path, "w"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ReadError(
-                f"{os.path.dirname(path)}: another gpuload pack is writing there; wait for it to end, or choose "
-                "another target."
-            ) from error
-        yield
+            is_it = os.path.samestat(os.fstat(file.fileno()), os.stat(path))  # others lock the file that is there
+        except (BlockingIOError, FileNotFoundError) as error:
+            raise _is_locked(path) from error
+        if not is_it:
+            raise _is_locked(path)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open too
+
+
+def _is_locked(path: str) -> ReadError:
+    return ReadError(
+        f"{os.path.dirname(path)}: another gpuload pack is writing there; wait for it to end, or choose another target."
+    )

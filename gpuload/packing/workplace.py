@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from gpuload.errors import GpuloadError, PlanError, ReadError, StoreError, shown
@@ -214,7 +214,10 @@ def remove_remains(folder: str) -> None:
 def _remove(folder: str) -> None:
     """Remove the folder, its lock last: whenever that is cut short, the remains are known as such."""
     clear(folder)
-    shutil.rmtree(folder)
+    with suppress(FileNotFoundError):
+        os.remove(os.path.join(folder, LOCK))
+    with suppress(OSError):  # another run may have begun there since
+        os.rmdir(folder)
 
 
 def size_of(folder: str) -> int:
