@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -31,6 +31,15 @@ def write_whole(path: str, pieces: Iterable[Any]) -> int:
         os.fsync(file.fileno())
     os.replace(passing, path)
     return nbytes
+
+
+def make_folders(folder: str, top: str) -> None:
+    """Make a folder below `top`, and those between them; raise FileNotFoundError if `top` is not there."""
+    if folder == top or os.path.isdir(folder):
+        return
+    make_folders(os.path.dirname(folder), top)
+    with suppress(FileExistsError):
+        os.mkdir(folder)
 
 
 def sync_folders(folder: str) -> None:
@@ -62,7 +71,8 @@ def remove_partial(folder: str) -> None:
     for at, _, names in os.walk(folder):
         for name in names:
             if name.endswith(PARTIAL):
-                os.remove(os.path.join(at, name))
+                with suppress(FileNotFoundError):  # a task that an interrupted run left under way may end
+                    os.remove(os.path.join(at, name))
 
 
 @contextmanager
