@@ -168,7 +168,7 @@ def _put_back(folder: str, target: str) -> None:
 
 def _has_store(folder: str) -> bool:
     """Return whether there is a target in the folder that has not been published."""
-    return any(os.path.isdir(os.path.join(folder, name, STORE)) for name in os.listdir(folder))
+    return any(os.path.isdir(os.path.join(folder, name, STORE)) for name in os.listdir(folder) if name != REPLACED)
 
 
 def _is_of(own: str, plan: bytes) -> bool:
