@@ -255,6 +255,33 @@ def test_chunk_that_fails_on_the_device_is_decoded_on_the_host(
     assert said.startswith(f"{plain.path}: chunk ")
 
 
+def test_what_the_host_verifies_in_place_of_the_device_is_verified_again_by_another_load(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant
+) -> None:
+    """It may begin while this one still waits for the host, and the device may get the same chunks wrong again."""
+    stored = store_variant("csr-gzip4")
+    opened = open_fake(stored.path, fail_at=0, prefetch=1, **SMALL)
+    on_host: Any = opened.loader._backend._loads._host  # type: ignore[attr-defined]
+    (matrix,) = opened.loader.store.matrices
+    start, marks = on_host.start, list[int]()
+
+    def finished(read: Any, *args: Any) -> Any:
+        tasks = start(read, *args)
+        for task in tasks:
+            task.result()
+        layout = getattr(matrix, read.target)
+        assert layout.name == read.layout.name
+        marks.extend(layout.verified[read.chunk_id].tolist())
+        return tasks
+
+    on_host.start = finished
+    for batch in opened.epoch():
+        np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+    assert marks
+    assert not any(marks)
+    assert matrix.data.verified.any()  # by the device
+
+
 @pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-lz4", "csr-blosc-lz4-shuffle"])
 def test_a_stream_without_an_nvcomp_status_is_not_taken_for_decoded(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str
