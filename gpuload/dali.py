@@ -221,7 +221,8 @@ class CellIterator:
     with StopIteration, and `reset` (also called by a new ``iter()``) starts the next; a last, short minibatch is
     delivered. A tensor that you keep is never overwritten.
 
-    Take the state from here, not from the loader: a pipeline prefetches minibatches.
+    Take the state from here, not from the loader: a pipeline prefetches minibatches. After an error, or an interrupt
+    while it makes a minibatch, it can only be asked for its state, for a new iterator to resume from.
 
     Parameters
     ----------
@@ -271,6 +272,7 @@ class CellIterator:
         self._loader = loader
         self._start: dict[str, Any] | None = None  # the loader's state at the start of the epoch, once it has begun
         self._n_received = 0
+        self._is_cut_off = False  # in the middle of a minibatch, which may be lost
         self._iterator: Any
         self._is_whole = False
         if as_tensor is not None:
@@ -302,34 +304,51 @@ class CellIterator:
 
     def __next__(self) -> list[dict[str, Any]]:
         """Return the next minibatch: a list of one dict of tensors."""
+        self._check_whole()
         before, is_first = _starts.get(self._loader), self._start is None
+        self._is_cut_off = True  # until it is counted, whatever comes between
         try:
             batch: list[dict[str, Any]] = next(self._iterator)
         except StopIteration:
-            self._has_ended = True
+            self._has_ended, self._is_cut_off = True, False
             raise
         finally:
             if is_first:  # not the loader's state before `next`: an epoch that was cut short is not resumed
                 self._start = _starts.get(self._loader)
         if is_first and self._start is before:
-            self._start = None
+            self._start, self._is_cut_off = None, False
             raise PlanError(
                 "pipeline: its minibatches are not of this loader, or it was run before; define a new one with "
                 "gpuload.dali.cells(loader)."
             )
         self._n_received += 1
+        self._is_cut_off = False
         if self._is_whole:
             return [{name: tensor[0] for name, tensor in outputs.items()} for outputs in batch]
         return batch
 
     def reset(self) -> None:
         """Start the next epoch after StopIteration; before that, do nothing."""
-        if self._has_ended:
-            before = _starts.get(self._loader)
+        self._check_whole()
+        if not self._has_ended:
+            return
+        before = _starts.get(self._loader)
+        self._is_cut_off = True
+        try:
             self._iterator.reset()
+        finally:
             begun = _starts.get(self._loader)
             self._start, self._n_received = None if begun is before else begun, 0  # a pipeline prefetches on reset
             self._has_ended = False
+        self._is_cut_off = False
+
+    def _check_whole(self) -> None:
+        """Raise PlanError after an error: pipelines end all further epochs at once, and a minibatch may be lost."""
+        if self._is_cut_off:
+            raise PlanError(
+                "CellIterator: an error or interrupt came while a minibatch was made, and DALI cannot go on after it; "
+                "load the state_dict() of this one into a new CellIterator, with a new pipeline if it had one."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position up to which you have received minibatches, regardless of what the pipeline prefetched.

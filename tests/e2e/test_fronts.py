@@ -740,6 +740,55 @@ def test_dali_tensors_are_taken_without_dropping_interrupts(plain: Stored, dali:
     assert "__getattr__" not in called
 
 
+@pytest.mark.parametrize("has_pipeline", [False, True])
+@pytest.mark.parametrize("moment", ["made", "given", "reset"])
+@pytest.mark.parametrize("error", [gpuload.ReadError, KeyboardInterrupt])
+def test_dali_iterator_is_resumed_after_an_error_but_not_continued(
+    plain: Stored,
+    dali: Any,
+    has_pipeline: bool,
+    moment: str,
+    error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pipeline would end all further epochs at once, and the minibatch that was under way is lost."""
+
+    def opened() -> Any:
+        return dali.CellIterator(loader, dali.cell_pipeline(loader) if has_pipeline else None)
+
+    def fail(*_: Any) -> None:
+        raise error("planted")
+
+    def given(call: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: (call(), fail())
+
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        expected = [batch.rows.tolist() for _ in range(2) for batch in loader]
+        loader.set_epoch(0)
+        cells, taken = opened(), []
+        for batch in [next(cells) for _ in range(3)] if moment != "reset" else cells:
+            taken.append(batch[0]["rows"].tolist())
+        with monkeypatch.context() as patch:
+            if moment == "made":
+                patch.setattr("gpuload.engine.Engine._hand_over", fail)
+            else:
+                name = "__next__" if moment == "given" else "reset"
+                call = getattr(cells._iterator, name)
+                patch.setattr(cells, "_iterator", type("", (), {name: lambda _: given(call)()})())
+            with pytest.raises(error, match="planted"):
+                taken.extend(batch["rows"].tolist() for (batch,) in iter(lambda: next(iter(cells)), None))
+        for call in (lambda: next(cells), lambda: iter(cells), cells.reset):
+            with pytest.raises(gpuload.PlanError, match=r"an error or interrupt came while a minibatch was made"):
+                call()
+        state, again = cells.state_dict(), opened()
+        again.load_state_dict(state)
+        taken += [batch[0]["rows"].tolist() for batch in again]
+        if moment == "reset":
+            assert taken == expected
+        else:
+            assert taken == expected[: len(expected) // 2]
+
+
 def test_dali_refuses_a_pipeline_that_does_not_fit(plain: Stored, dali: Any) -> None:
     from nvidia.dali import pipeline_def
 
