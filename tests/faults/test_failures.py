@@ -333,6 +333,28 @@ def closed_in_another_thread(patch: pytest.MonkeyPatch, loader: Loader) -> None:
     other.join()
 
 
+def test_of_two_iterations_begun_at_once_the_first_is_ended(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    end_live = Loader._end_live
+
+    def end_late(loader: Loader) -> None:
+        end_live(loader)
+        if threading.current_thread() is threading.main_thread():
+            other.start()
+            other.join(0.5)
+
+    with loader_over(store, FakeBackend()) as loader:
+        other = threading.Thread(target=lambda: begun.append(iter(loader)))
+        with monkeypatch.context() as patch:
+            patch.setattr(Loader, "_end_live", end_late)
+            begun.append(iter(loader))
+        other.join()
+        first, second = begun
+        with pytest.raises(gpuload.PlanError, match=r"^this iteration was ended by a later iter\(\)"):
+            next(first)
+        assert next(second).rows.size == 8
+
+
 class Watched:
     """A slot of a loader; calls a function before it is written, or after it was read."""
 
