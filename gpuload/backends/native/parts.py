@@ -28,13 +28,13 @@ T = TypeVar("T")
 _FOLDER = config.CACHE_DIR
 """Folder of the compiled kernels, which numba is told of only while this package is imported."""
 
-_choosing = threading.Lock()
+_choosing = threading.RLock()
 """Held while numba is told of the folder again."""
 
-_making = threading.Lock()
+_making = threading.RLock()
 """Held while a `Native` function is made a kernel."""
 
-compiling = threading.Lock()
+compiling = threading.RLock()
 """Held while a `Callback` is compiled: a second compilation would replace code that another thread is calling."""
 
 IS_TRIED = (0, 61) <= version_info[:2] <= (0, 68)
@@ -48,7 +48,7 @@ class _Forks(threading.local):
         self._held: list[Any] = []
 
     def hold(self) -> None:
-        """Take all locks; before another, one that is held while that is taken."""
+        """Take all locks, in the order in which a thread takes several; it may have some, if a log handler forks."""
         for lock in (compiling, _making, _choosing, global_compiler_lock):
             lock.acquire()
             self._held.append(lock)
