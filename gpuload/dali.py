@@ -18,6 +18,7 @@ import logging
 import sys
 import weakref
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -221,7 +222,8 @@ class CellIterator:
     with StopIteration, and `reset` (also called by a new ``iter()``) starts the next; a last, short minibatch is
     delivered. A tensor that you keep is never overwritten.
 
-    Take the state from here, not from the loader: a pipeline prefetches minibatches.
+    Take the state from here, not from the loader: a pipeline prefetches minibatches. After an error, or an interrupt
+    while it makes a minibatch, it can only be asked for its state, for a new iterator to resume from.
 
     Parameters
     ----------
@@ -269,8 +271,10 @@ class CellIterator:
             raise PlanError(f"output_names={names!r}: expected {n_outputs} names, one for each output.")
         as_tensor = _dynamic_mode(dict.fromkeys(dtypes)) if pipeline is None and loader.device == "cpu" else None
         self._loader = loader
-        self._start: dict[str, Any] | None = None  # the loader's state at the start of the epoch, once it has begun
-        self._n_received = 0
+        # The loader's state at the start of the epoch, and the minibatches received since; None between epochs. While
+        # the first is made: the start of an earlier epoch, and -1. Another thread may ask for the state at any time.
+        self._position: tuple[Any, int] | None = None
+        self._is_cut_off = False  # in the middle of a minibatch, which may be lost
         self._iterator: Any
         self._is_whole = False
         if as_tensor is not None:
@@ -302,43 +306,74 @@ class CellIterator:
 
     def __next__(self) -> list[dict[str, Any]]:
         """Return the next minibatch: a list of one dict of tensors."""
-        before, is_first = _starts.get(self._loader), self._start is None
+        self._check_whole()
+        self._is_cut_off = True  # until it is counted, whatever comes between
         try:
-            batch: list[dict[str, Any]] = next(self._iterator)
+            with self._beginning():
+                batch: list[dict[str, Any]] = next(self._iterator)
         except StopIteration:
-            self._has_ended = True
+            self._position, self._has_ended, self._is_cut_off = None, True, False
             raise
-        finally:
-            if is_first:  # not the loader's state before `next`: an epoch that was cut short is not resumed
-                self._start = _starts.get(self._loader)
-        if is_first and self._start is before:
-            self._start = None
+        if self._position is None:
+            self._is_cut_off = False
             raise PlanError(
                 "pipeline: its minibatches are not of this loader, or it was run before; define a new one with "
                 "gpuload.dali.cells(loader)."
             )
-        self._n_received += 1
+        start, n_received = self._position
+        self._position = start, n_received + 1
+        self._is_cut_off = False
         if self._is_whole:
             return [{name: tensor[0] for name, tensor in outputs.items()} for outputs in batch]
         return batch
 
     def reset(self) -> None:
         """Start the next epoch after StopIteration; before that, do nothing."""
-        if self._has_ended:
-            before = _starts.get(self._loader)
+        self._check_whole()
+        if not self._has_ended:
+            return
+        self._has_ended, self._is_cut_off = False, True
+        with self._beginning():  # a pipeline prefetches on reset
             self._iterator.reset()
+        self._is_cut_off = False
+
+    @contextmanager
+    def _beginning(self) -> Iterator[None]:
+        """Record the start of an epoch if one begins in the with-block, and none has before."""
+        if self._position is not None:
+            yield
+            return
+        before = _starts.get(self._loader)
+        self._position = before, -1
+        try:
+            yield
+        finally:
             begun = _starts.get(self._loader)
-            self._start, self._n_received = None if begun is before else begun, 0  # a pipeline prefetches on reset
-            self._has_ended = False
+            self._position = None if begun is before else (begun, 0)
+
+    def _check_whole(self) -> None:
+        """Raise PlanError after an error: pipelines end all further epochs at once, and a minibatch may be lost."""
+        if self._is_cut_off:
+            raise PlanError(
+                "CellIterator: an error or interrupt came while a minibatch was made, and DALI cannot go on after it; "
+                "load the state_dict() of this one into a new CellIterator, with a new pipeline if it had one."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position up to which you have received minibatches, regardless of what the pipeline prefetched.
 
         States of a loader, this iterator and `gpuload.torch.CellDataset` are interchangeable. See `Loader.state_dict`.
         """
-        if self._start is None or self._has_ended:
-            return self._loader.state_dict()
-        return {**copy.deepcopy(self._start), "step": self._start["step"] + self._n_received}
+        position = self._position
+        if position is None or position[1] < 0:
+            state = self._loader.state_dict()
+            begun: Any = _starts.get(self._loader)
+            position = self._position  # again, as an epoch may begin meanwhile
+            if position is None or (position[1] < 0 and begun is position[0]):
+                return state
+            position = position if position[1] >= 0 else (begun, 0)
+        start, n_received = position
+        return {**copy.deepcopy(start), "step": start["step"] + n_received}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state, at the first minibatch not yet received when it was taken.
@@ -348,7 +383,7 @@ class CellIterator:
         PlanError
             As `Loader.load_state_dict`; or minibatches of this epoch are already in the pipeline.
         """
-        if self._start is not None and not self._has_ended:
+        if self._position is not None:
             raise PlanError(
                 "state: DALI cannot discard the minibatches that are already in the pipeline; load the state "
                 "into a new CellIterator, before its first minibatch, or after the end of an epoch."

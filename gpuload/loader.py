@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 import weakref
 from contextlib import contextmanager
 from dataclasses import replace
@@ -63,6 +64,7 @@ class Loader:
     __slots__ = (
         "__weakref__",
         "_backend",
+        "_beginning",
         "_closer",
         "_engine",
         "_fingerprint",
@@ -97,6 +99,7 @@ class Loader:
         self._next = Place(plan)
         self._now: Place | None = None  # of the live iteration, or of the last if it was left early
         self._live: weakref.ref[_Iteration] | None = None
+        self._beginning = threading.RLock()  # of an iteration: two that begin at once would not end each other
         self._is_closed = False
         self._process = os.getpid()
         self._closer = Closer(self, _close, backend, [table.store for table in tables.values()])
@@ -426,10 +429,12 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         """Start the next epoch, or resume from a loaded state."""
         self._check_usable()
-        self._end_live()
-        self._now = None
-        batches = _Iteration(self._epoch(self._next), self._next)
-        self._live = weakref.ref(batches)
+        with self._beginning:
+            self._end_live()
+            self._now = None
+            batches = _Iteration(self._epoch(self._next), self._next)
+            self._live = weakref.ref(batches)
+        self._check_usable()  # again: had another thread closed the loader before, nothing would end this iteration
         return batches
 
     def close(self) -> None:
@@ -456,7 +461,8 @@ class Loader:
         live = self._live() if self._live is not None else None
         if live is not None and live.is_fresh:  # its epoch is fixed, whatever `set_epoch` says of the next
             return live.start
-        return self._now or self._next
+        upcoming = self._next  # before `_now`, which is set first: another thread may be starting an epoch
+        return self._now or upcoming
 
     @property
     def _whole(self) -> Plan:
@@ -483,10 +489,11 @@ class Loader:
 
     def _epoch(self, start: Place) -> Generator[Batch, None, None]:
         """Yield the minibatches from a position on, tracking the consumer's position."""
-        if self._next is start:  # an iterator that is never advanced does not use up an epoch
-            self._next = self._start_of(start.plan.epoch + 1)
-        self._now = now = Place(start.plan, start.step)
+        now = Place(start.plan, start.step)
         try:
+            self._now = now
+            if self._next is start:  # an iterator that is never advanced does not use up an epoch
+                self._next = self._start_of(start.plan.epoch + 1)
             with _clear_frames_on_memory_error():
                 yield from self._engine.batches(now)
         finally:

@@ -80,8 +80,9 @@ class Mapped(Generic[Made]):
         self._function = function
         self._num_threads = check_whole("num_threads", num_threads, 1)
         self._ahead = self._num_threads + 1 if ahead is None else check_whole("ahead", ahead, 1)
-        self._start: dict[str, Any] | None = None  # of the iteration under way, or of the last if it was left early
-        self._n_received = 0  # results since then
+        # The loader's state at the start of the iteration under way, or of the last if it was left early, and results
+        # received since: replaced together, as another thread may ask for the state.
+        self._position: tuple[dict[str, Any], int] | None = None
         self._live: object = None
 
     def __len__(self) -> int:
@@ -92,26 +93,30 @@ class Mapped(Generic[Made]):
         """Set the epoch of the next iteration; see `Loader.set_epoch`."""
         self._loader.set_epoch(epoch)
         if self._live is None:
-            self._start = None
+            self._position = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position up to which the consumer has received results; see `Loader.state_dict`.
 
         States of this object and of its loader are interchangeable.
         """
-        if self._start is None:
-            return self._loader.state_dict()
-        return {**copy.deepcopy(self._start), "step": self._start["step"] + self._n_received}
+        position = self._position
+        if position is None:
+            state, position = self._loader.state_dict(), self._position  # again, as an iteration may begin meanwhile
+            if position is None:
+                return state
+        start, n_received = position
+        return {**copy.deepcopy(start), "step": start["step"] + n_received}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume the next iteration from a state; see `Loader.load_state_dict`."""
         self._loader.load_state_dict(state)
-        self._start = self._live = None
+        self._position = self._live = None
 
     def __iter__(self) -> Iterator[Made]:
         """Start the loader's next epoch."""
         batches, start = iter(self._loader), self._loader.state_dict()
-        self._start, self._live = None, object()
+        self._position, self._live = None, object()
         return OneAtATime(self._made(batches, start, self._live))
 
     def __getitem__(self, _: object) -> Made:
@@ -121,7 +126,7 @@ class Mapped(Generic[Made]):
 
     def _made(self, batches: Iterator[Any], start: dict[str, Any], live: object) -> Generator[Made, None, None]:
         self._check_live(live)
-        self._start, self._n_received = start, 0
+        self._position, n_received = (start, 0), 0
         waiting: deque[Future[Made]] = deque()
         with ThreadPoolExecutor(self._num_threads, thread_name_prefix="gpuload-mapped") as threads:
             try:
@@ -141,7 +146,9 @@ class Mapped(Generic[Made]):
                     if not waiting:
                         break
                     made = waiting.popleft().result()
-                    self._n_received += 1
+                    n_received += 1
+                    if self._live is live:
+                        self._position = start, n_received
                     yield made
                     del made
                     self._check_live(live)
@@ -153,7 +160,7 @@ class Mapped(Generic[Made]):
                 waiting.clear()
                 if self._live is live:
                     self._live = None
-        self._start = None
+        self._position = None
 
     def _check_live(self, live: object) -> None:
         if self._live is not live:

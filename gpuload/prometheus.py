@@ -11,6 +11,7 @@ collector, because a metric may occur only once in the exposition text.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Self
@@ -76,7 +77,7 @@ class Export:
     """An active export, returned by `export`. Use it in a with-statement, or call `close`."""
 
     def __init__(self, collector: _Collector, joined: dict[str, weakref.ref[Any]]) -> None:
-        self._collector, self._joined = collector, joined
+        self._collector, self._joined, self._process = collector, joined, os.getpid()
         self._server: tuple[Any, threading.Thread] | None = None
         self.port: int | None = None
         """Port on which the metrics are served, or None."""
@@ -93,9 +94,17 @@ class Export:
         self.port = self._server[0].server_port
 
     def close(self) -> None:
-        """End the export and stop the server; may be called twice."""
+        """End the export and stop the server; may be called twice.
+
+        In a fork of the process that began it, the export goes on in that process.
+        """
+        server, self._server = self._server, None
+        if os.getpid() != self._process:  # a fork does not copy threads, so the server's would never end
+            if server is not None:
+                server[0].server_close()
+            return
         self._collector.leave(self._joined)
-        server, self._server, self._joined = self._server, None, {}  # others may use the names from now on
+        self._joined = {}  # others may use the names from now on
         if server is not None:
             server[0].shutdown()
             server[0].server_close()

@@ -91,14 +91,15 @@ class Stats:
 
     def reset(self) -> None:
         """Reset all totals to 0."""
-        for name in COUNTERS:
-            setattr(self, name, 0)
-        for name in TIMERS:
-            setattr(self, name, 0.0)
-        self._waits.clear()
-        self._waited_s = 0.0
-        self._asked_s: float | None = None  # start of the first wait for a minibatch; `_given_s`: end of the last
-        self._given_s = 0.0
+        with self._lock:
+            for name in COUNTERS:
+                setattr(self, name, 0)
+            for name in TIMERS:
+                setattr(self, name, 0.0)
+            self._waits.clear()
+            self._waited_s = 0.0
+            self._asked_s: float | None = None  # start of the first wait for a minibatch; `_given_s`: end of the last
+            self._given_s = 0.0
 
     def add(self, **amounts: float) -> None:
         """Add to totals by name; thread-safe."""

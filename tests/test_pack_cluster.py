@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Barrier, Event
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -179,6 +179,33 @@ def test_what_a_cancelled_task_reads_stays_open_until_it_ends(tmp_path: Path, no
     with pytest.raises(CancelledError), cluster._at_work("run"):
         cluster._kept("run", "sources", opened)
     assert not cluster._KEPT
+
+
+def test_a_run_is_let_go_while_a_task_opens_files() -> None:
+    """That is done in the worker's event loop, without which the scheduler takes the worker for lost."""
+    from gpuload.packing import cluster
+
+    begins, go_on, both = Event(), Event(), Barrier(2)
+
+    def open_files() -> str:
+        begins.set()
+        assert go_on.wait(10)
+        return "files"
+
+    def work() -> str:
+        with cluster._at_work("opening"):
+            both.wait(10)
+            return cluster._kept("opening", "sources", open_files)
+
+    with ThreadPoolExecutor(3) as threads:
+        tasks = [threads.submit(work), threads.submit(work)]
+        assert begins.wait(10)
+        try:
+            threads.submit(cluster._let_go, "opening").result(5)
+        finally:
+            go_on.set()
+        assert [task.result() for task in tasks] == ["files"] * 2
+    assert not any(kept[0] == "opening" for kept in (*cluster._KEPT, *cluster._OPENING))
 
 
 def test_missing_scheduler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,11 +27,11 @@ from scipy.sparse import csc_matrix, csr_matrix
 
 import gpuload
 from gpuload import packing
-from gpuload.packing import columns, files, passes, rows, shards, tables, work, workplace, zarr_files
+from gpuload.packing import columns, files, parts, passes, rows, shards, tables, work, workplace, zarr_files
 from tests.test_pack import MEMORY, assert_same_rows, cells, written
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[1]
 
@@ -88,17 +90,24 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(cells(3_000, 200), tmp_path_factory.mktemp("faults") / "cells.h5ad")
 
 
+def work_on(target: Path) -> Path:
+    """Return the folder in which an unfinished target is made."""
+    (plan,) = Path(f"{target}.packing").glob("*/plan.json")
+    return plan.parent
+
+
 def contents(store: Path) -> dict[str, bytes]:
     return {str(path.relative_to(store)): path.read_bytes() for path in store.rglob("*") if path.is_file()}
 
 
 def test_pack_resumes_after_a_kill(source: Path, tmp_path: Path, pack_until_killed: Callable[..., None]) -> None:
-    target, folder = tmp_path / "out.zarr", tmp_path / "out.zarr.packing"
+    target = tmp_path / "out.zarr"
     gpuload.pack(source, tmp_path / "whole.zarr", memory=MEMORY, block_size=16)
     seen = []
     for n_before, what in ((0, "obs/plate/codes"), (2, "parts"), (1, "data/c"), (0, "X/zarr.json")):
         pack_until_killed(source, target, n_before, what)
         assert not target.exists()
+        folder = work_on(target)
         names = os.listdir(folder / "parts")
         seen.append((len([n for n in names if n.isdecimal()]), len(os.listdir(folder / "done"))))
     n_parts, n_buckets = seen[-1]
@@ -263,7 +272,7 @@ def test_interrupted_transposition_resumes(tmp_path: Path, monkeypatch: pytest.M
         patch.setattr(columns, "write_shards", fail)
         with pytest.raises(RuntimeError):
             gpuload.pack(path, target, memory=MEMORY)
-    folder = tmp_path / "out.zarr.packing" / "rows-000000" / "parts"
+    folder = work_on(target) / "rows-000000" / "parts"
     parts = {part.name: part.stat().st_mtime_ns for part in folder.iterdir()}
     assert len(parts) > 1
     with monkeypatch.context() as patch:
@@ -318,8 +327,47 @@ def test_work_on_a_changed_source_is_restarted(source: Path, stopped: Path, tmp_
     assert gpuload.pack(source, stopped, memory=MEMORY).n_resumed == 0
 
 
+def test_a_task_that_outlasts_its_run_does_not_write_into_another(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a cluster, which ends no task that is under way, or after the second of two interrupts."""
+    target, left, n_ended = tmp_path / "out.zarr", list[Callable[[], Any]](), [0]
+    save_part, write_shards = parts.save_part, shards.write_shards
+
+    def leave_part(*args: Any) -> None:
+        left.append(lambda: save_part(*args))
+        raise KeyboardInterrupt
+
+    def leave_shards(*args: Any) -> None:
+        left.append(lambda: write_shards(*args[:-1], pool))
+        raise KeyboardInterrupt
+
+    def end() -> None:
+        for task in left:
+            with pytest.raises(FileNotFoundError):
+                task()
+            n_ended[0] += 1
+
+    def save_later(*args: Any) -> None:
+        end()
+        save_part(*args)
+
+    with ThreadPoolExecutor(2) as pool:
+        for module, name, leave in ((parts, "save_part", leave_part), (shards, "write_shards", leave_shards)):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, name, leave)
+                with pytest.raises(KeyboardInterrupt):
+                    gpuload.pack(source, target, memory=MEMORY, seed=1)
+        monkeypatch.setattr(parts, "save_part", save_later)
+        gpuload.pack(source, target, memory=MEMORY)
+        end()
+    assert n_ended[0] > 2 * len(left) > 2
+    assert os.listdir(tmp_path) == ["out.zarr"]
+    assert_same_rows(target, source)
+
+
 def test_work_without_its_store_is_restarted(source: Path, stopped: Path) -> None:
-    shutil.rmtree(f"{stopped}.packing/store")  # as after a kill between the last rename and the end
+    shutil.rmtree(work_on(stopped) / "store")  # as after a kill between the last rename and the end
     assert gpuload.pack(source, stopped, memory=MEMORY).n_resumed == 0
     assert_same_rows(stopped, source)
 
@@ -376,6 +424,29 @@ def test_target_created_during_packing_is_not_replaced(
     with pytest.raises(gpuload.StoreError, match="it exists already"):
         gpuload.pack(source, target)
     assert not list(target.iterdir())
+
+
+@pytest.mark.parametrize("moment", ["sync_folders", "check_target"])
+def test_target_created_during_publication_is_not_replaced(
+    moment: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, plain, publish = tmp_path / "out.zarr", getattr(workplace, moment), workplace.publish
+    gpuload.pack(source, tmp_path / "other.zarr", keep_order=True)
+
+    def appear(*args: Any, **settings: Any) -> None:
+        plain(*args, **settings)
+        shutil.copytree(tmp_path / "other.zarr", target)
+
+    def publish_late(*args: Any, **settings: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(workplace, moment, appear)
+            publish(*args, **settings)
+
+    monkeypatch.setattr(workplace, "publish", publish_late)
+    found = {"sync_folders": "it exists already", "check_target": "Directory not empty"}[moment]
+    with pytest.raises(gpuload.GpuloadError, match=found):
+        gpuload.pack(source, target)
+    assert contents(target) == contents(tmp_path / "other.zarr")
 
 
 def test_source_changed_during_packing_is_an_error(
@@ -573,7 +644,7 @@ def test_a_bucket_syncs_the_folders_of_its_own_shards(tmp_path: Path, monkeypatc
     monkeypatch.setattr(files, "sync_folder", lambda folder: synced.append(folder) or plain(folder))
     monkeypatch.setattr(workplace, "sync_folders", lambda folder: None)  # once, at the end
     gpuload.pack(written(adata, tmp_path / "in.h5ad"), tmp_path / "out.zarr", memory=MEMORY)
-    counts = Counter(os.path.relpath(folder, tmp_path / "out.zarr.packing/store") for folder in synced)
+    counts = Counter(re.sub(r"^.*/out\.zarr\.packing/\w+/store/?", "", folder) or "." for folder in synced)
     n_buckets = len(list((tmp_path / "out.zarr/X/c").iterdir()))
     assert n_buckets > 20
     assert [counts[f"X/c/{number}"] for number in range(n_buckets)] == [1] * n_buckets
@@ -586,18 +657,22 @@ class Disk:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.steps: list[tuple[str, str]] = []
         self._lock = threading.Lock()
-        fsync, rmtree = os.fsync, shutil.rmtree
+        fsync = os.fsync
 
         def sync(descriptor: int) -> None:
             fsync(descriptor)
             self._note("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
 
-        def remove_all(path: str) -> None:
-            self._note("remove", str(path))
-            rmtree(path)
+        def removing(call: Callable[..., None]) -> Callable[..., None]:
+            def remove(path: str, **settings: Any) -> None:
+                self._note("remove", str(path))
+                call(path, **settings)
+
+            return remove
 
         patch.setattr(os, "fsync", sync)
-        patch.setattr(shutil, "rmtree", remove_all)
+        patch.setattr(shutil, "rmtree", removing(shutil.rmtree))
+        patch.setattr(os, "rmdir", removing(os.rmdir))
         for name in ("replace", "rename"):
             patch.setattr(os, name, self._naming(getattr(os, name)))
 
@@ -634,8 +709,9 @@ def test_a_target_is_on_the_disk_before_it_has_its_name(
     disk = Disk(monkeypatch)
     gpuload.pack(source_with_several_matrices, target, memory=MEMORY, overwrite=True, **SEVERAL)
     named, removed = disk.at("name", target), disk.at("remove", folder)
+    (own,) = (Path(path).parent for what, path in disk.steps if what == "name" and path.endswith("/plan.json"))
     for path in target.rglob("*"):
-        place = folder / "store" / path.relative_to(target)
+        place = own / "store" / path.relative_to(target)
         since = disk.at("name", place) if path.is_file() else 0
         assert disk.at("fsync", place.parent, since) < named, f"{place} may be lost"
     assert disk.at("name", folder / "replaced") < named < disk.at("fsync", tmp_path, named) < removed
@@ -650,7 +726,7 @@ def test_a_bucket_is_done_when_its_shards_are_on_the_disk(
     adata = cells(1_500, 200)
     if is_by_columns:
         adata.X = adata.X.tocsc()
-    source, folder = written(adata, tmp_path / "in.h5ad"), tmp_path / "out.zarr.packing"
+    source = written(adata, tmp_path / "in.h5ad")
     monkeypatch.setattr(passes, "AT_ONE_TIME", 1)
     disk, begun = Disk(monkeypatch), 0
     gpuload.pack(source, tmp_path / "out.zarr", memory=MEMORY, block_size=16)
@@ -663,7 +739,8 @@ def test_a_bucket_is_done_when_its_shards_are_on_the_disk(
         assert all(disk.folders_are_synced(path, top, number) for path in shards), "one may be lost, but is done"
         begun = number
     if is_by_columns:
-        whole, top = disk.at("name", folder / "rows-000000/whole"), folder / "rows-000000/store"
+        (own,) = (path.parent for _, path in named if path.name == "plan.json")
+        whole, top = disk.at("name", own / "rows-000000/whole"), own / "rows-000000/store"
         assert all(disk.folders_are_synced(path, top, whole) for _, path in named if top in path.parents)
 
 
@@ -794,11 +871,12 @@ def test_remains_of_a_run_that_has_published_are_removed_by_the_same_call(source
         patch.setattr(workplace, "shutil", SimpleNamespace(rmtree=stop, disk_usage=shutil.disk_usage))
         with pytest.raises(KeyboardInterrupt):
             gpuload.pack(source, target, memory=MEMORY, overwrite=True)
-    assert {"lock", "parts", "replaced"} <= set(os.listdir(folder))
+    assert {"lock", "replaced"} < set(os.listdir(folder))
+    (there,) = folder.glob("*/parts")
     now = contents(target)
     with files.locked(str(folder / "lock")), pytest.raises(gpuload.ReadError, match="another gpuload pack is writing"):
         gpuload.pack(source, target)
-    assert (folder / "parts").exists()
+    assert there.exists()
     with pytest.raises(gpuload.StoreError, match="it exists already"):
         gpuload.pack(source, target)
     assert os.listdir(tmp_path) == ["out.zarr"]
@@ -825,6 +903,70 @@ def test_second_pack_to_the_same_target_is_refused(source: Path, tmp_path: Path)
         pytest.raises(gpuload.ReadError, match="another gpuload pack is writing there"),
     ):
         gpuload.pack(source, tmp_path / "out.zarr")
+
+
+@pytest.mark.parametrize("is_another_there", [False, True])
+def test_a_lock_that_is_removed_while_it_is_taken_is_not_held(
+    is_another_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a run that ends; the next one would lock the file that is there by then."""
+    lock, flock = tmp_path / "lock", files.fcntl.flock
+
+    def late(file: Any, operation: int) -> None:
+        lock.unlink()
+        if is_another_there:
+            lock.touch()
+        flock(file, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.fcntl, "flock", late)
+        with pytest.raises(gpuload.ReadError, match="another gpuload pack is writing there"), files.locked(str(lock)):
+            pytest.fail("it is held")
+    with files.locked(str(lock)):
+        pass
+
+
+def test_a_folder_removed_while_it_is_locked_is_reported(tmp_path: Path) -> None:
+    with (
+        pytest.raises(gpuload.ReadError, match=r"out\.zarr\.packing: another gpuload pack is writing there"),
+        files.locked(str(tmp_path / "out.zarr.packing" / "lock")),
+    ):
+        pytest.fail("it is held")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python's, of the fork
+def test_a_lock_ends_though_a_process_was_forked_meanwhile(tmp_path: Path) -> None:
+    lock = str(tmp_path / "lock")
+    read, write = os.pipe()
+    with files.locked(lock):
+        pid = os.fork()
+        if not pid:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+    try:
+        with files.locked(lock):
+            pass
+    finally:
+        os.close(read)
+        os.close(write)
+        os.waitpid(pid, 0)
+
+
+def test_a_run_that_begins_while_another_removes_the_folder_disturbs_neither(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rmdir = tmp_path / "out.zarr.packing", os.rmdir
+
+    def late(path: Any, **settings: Any) -> None:
+        if str(path) == str(folder):
+            (folder / "lock").touch()
+        rmdir(path, **settings)
+
+    monkeypatch.setattr(os, "rmdir", late)
+    gpuload.pack(source, tmp_path / "out.zarr")
+    assert os.listdir(folder) == ["lock"]
+    assert_same_rows(tmp_path / "out.zarr", source)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,10 +15,11 @@ from gpuload.packing import parts, passes
 from gpuload.packing.parts import Part, PartFile, Segment, Summary, kept_open, save_part
 from gpuload.packing.rows import Judged
 from tests.test_pack import MEMORY, assert_same_rows, cells, written
-from tests.test_pack_faults import contents, fail
+from tests.test_pack_faults import contents, fail, work_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -146,7 +147,7 @@ def test_truncated_part_is_named_and_can_be_made_again(tmp_path: Path, monkeypat
         patch.setattr(passes, "write_bucket", fail)
         with pytest.raises(RuntimeError):
             gpuload.pack(path, target, memory=MEMORY)
-    part = Path(f"{target}.packing") / "parts" / "000001"
+    part = work_on(target) / "parts" / "000001"
     os.truncate(part, part.stat().st_size - 1)
     words = rf"^{part}: short read of a part at byte \d+: wanted \d+ bytes, got \d+[.] Was it truncated[?] Remove it"
     with pytest.raises(gpuload.ReadError, match=words):
@@ -166,3 +167,23 @@ def test_parts_stay_open_within_kept_open(tmp_path: Path) -> None:
         np.testing.assert_array_equal(files[0].segment(1).values, part.segment(1).values)
     with pytest.raises(FileNotFoundError):
         files[0].segment(1)
+
+
+def test_a_part_that_is_being_read_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt may end the block, and the descriptor would be that of the next file to be opened."""
+    part, other = (random_part([(n, 3), (2, 5)], "i8", "i8", "u2", "u1") for n in (1, 2))
+    for name, each in (("1", part), ("2", other)):
+        save_part(str(tmp_path / name), each)
+    file, read_at = PartFile(str(tmp_path / "1")), parts.read_at
+    with ExitStack() as block, ExitStack() as opened:
+        block.enter_context(kept_open([file]))
+
+        def interrupted(descriptor: int, *args: Any) -> int:
+            block.close()
+            opened.enter_context(kept_open([PartFile(str(tmp_path / "2"))]))
+            return read_at(descriptor, *args)
+
+        monkeypatch.setattr(parts, "read_at", interrupted)
+        found = file.segment(0)
+    np.testing.assert_array_equal(found.values, part.segment(0).values)
+    assert own_descriptors(tmp_path.name) == []

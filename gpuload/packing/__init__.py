@@ -162,15 +162,15 @@ def pack(
         plan = json.dumps({"version": 3, "sources": stamps, **settings}).encode()
         columns, labels = chosen_columns(files, obs, join), _labels(files, layers[0], group_by, join)
         client = None if scheduler is None else stack.enter_context(connect(scheduler))
-        stack.enter_context(workplace.at_work(folder, target, plan))
+        own = stack.enter_context(workplace.at_work(folder, target, plan))
         workplace.check_target(target, files, overwrite=overwrite)  # it may have been put back
         wanted = Wanted(files, layers, obsm, join, codec, block_size, memory_nbytes, num_threads)
         with workplace.discarded_if_refused(folder), ExitStack() as opened:
-            matrices, lengths = open_matrices(wanted, folder, opened)
+            matrices, lengths = open_matrices(wanted, own, opened)
             n_obs = matrices[0].job.n_obs
             workplace.check_disk(folder, sum(m.nbytes() for m in matrices) + 2 * n_obs * _TABLE_NBYTES)
-            if not jobs.has_order(folder):
-                jobs.write_order(folder, jobs.draw_order(n_obs, seed, labels, is_kept=keep_order))
+            if not jobs.has_order(own):
+                jobs.write_order(own, jobs.draw_order(n_obs, seed, labels, is_kept=keep_order))
             for matrix in matrices:
                 own_lengths, origin = lengths.pop(0), matrix.job.origin
                 workplace.begin_matrix(origin.own)
@@ -182,8 +182,7 @@ def pack(
                 raise ReadError(
                     f"{file}: it was changed while it was packed; pack again when nothing is writing to it."
                 )
-        workplace.check_target(target, files, overwrite=overwrite)  # it may exist by now
-        workplace.publish(folder, target)
+        workplace.publish(folder, own, target, files, overwrite=overwrite)
     told(1.0)
     return packed
 

@@ -48,6 +48,10 @@ _OVER: set[str] = set()
 """Runs of which nothing is to be opened any more: a task may begin after it was cancelled."""
 
 _LOCK = Lock()
+"""Held for moments: the worker's event loop, too, waits for it."""
+
+_OPENING: dict[tuple[str, str], Lock] = {}
+"""Held by the task that opens what others of its run wait for."""
 
 
 @contextmanager
@@ -190,10 +194,13 @@ def _sources(run: str, job: Job, num_threads: int | None) -> RowReader:
 
 def _kept(run: str, what: str, make: Callable[[], T]) -> T:
     """Return what this worker has kept of a run of tasks, made by the first of them."""
+    key = run, what
     with _LOCK:
-        if (run, what) not in _KEPT:
-            _KEPT[run, what] = make()
-        kept: T = _KEPT[run, what]
+        opening = _OPENING.setdefault(key, Lock())
+    with opening:
+        if key not in _KEPT:
+            _KEPT[key] = make()  # closed by nobody meanwhile, as this task is at work
+        kept: T = _KEPT[key]
         return kept
 
 
@@ -226,6 +233,8 @@ def _close_unused(run: str) -> None:
             return
         del _AT_WORK[run]
         kept = [_KEPT.pop(key) for key in list(_KEPT) if key[0] == run]
+        for key in [key for key in _OPENING if key[0] == run]:
+            del _OPENING[key]
     for one in kept:
         if isinstance(one, RowReader):
             one.close()

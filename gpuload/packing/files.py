@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -31,6 +31,15 @@ def write_whole(path: str, pieces: Iterable[Any]) -> int:
         os.fsync(file.fileno())
     os.replace(passing, path)
     return nbytes
+
+
+def make_folders(folder: str, top: str) -> None:
+    """Make a folder below `top`, and those between them; raise FileNotFoundError if `top` is not there."""
+    if folder == top or os.path.isdir(folder):
+        return
+    make_folders(os.path.dirname(folder), top)
+    with suppress(FileExistsError):
+        os.mkdir(folder)
 
 
 def sync_folders(folder: str) -> None:
@@ -62,7 +71,8 @@ def remove_partial(folder: str) -> None:
     for at, _, names in os.walk(folder):
         for name in names:
             if name.endswith(PARTIAL):
-                os.remove(os.path.join(at, name))
+                with suppress(FileNotFoundError):  # a task that an interrupted run left under way may end
+                    os.remove(os.path.join(at, name))
 
 
 @contextmanager
@@ -72,14 +82,24 @@ def locked(path: str) -> Iterator[None]:
     Raises
     ------
     ReadError
-        Another process holds it.
+        Another process holds it; or has held it until now, and has removed the file.
     """
-    with open(path, "w") as file:
+    with ExitStack() as opened:
         try:
+            file = opened.enter_context(open(path, "w"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ReadError(
-                f"{os.path.dirname(path)}: another gpuload pack is writing there; wait for it to end, or choose "
-                "another target."
-            ) from error
-        yield
+            is_it = os.path.samestat(os.fstat(file.fileno()), os.stat(path))  # others lock the file that is there
+        except (BlockingIOError, FileNotFoundError) as error:
+            raise _is_locked(path) from error
+        if not is_it:
+            raise _is_locked(path)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open too
+
+
+def _is_locked(path: str) -> ReadError:
+    return ReadError(
+        f"{os.path.dirname(path)}: another gpuload pack is writing there; wait for it to end, or choose another target."
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import resource
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
@@ -158,12 +158,27 @@ def save_part(path: str, part: Part) -> None:
     write_whole(path, chain([json.dumps(head).encode() + b"\n", edges.data], segments))
 
 
+class _Descriptor:
+    """An open file, closed when the last of its users is done with it.
+
+    An interrupt may end a with-block while a task still reads of a file: were it closed then, the task could read of
+    another one, as that would get the descriptor.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # it could not be opened
+            os.close(self.number)
+
+
 class PartFile:
     """A part on disk; nothing of it stays in memory except what `segment` returns."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._kept: int | None = None
+        self._kept: _Descriptor | None = None
         with open(path, "rb") as file:
             head = json.loads(file.readline())
             self._edges_at = file.tell()
@@ -182,12 +197,11 @@ class PartFile:
     @contextmanager
     def kept_open(self) -> Iterator[None]:
         """Keep the file open within the block, for all threads; elsewhere it is opened for each segment."""
-        with open(self._path, "rb", buffering=0) as file:
-            self._kept = file.fileno()
-            try:
-                yield
-            finally:
-                self._kept = None
+        self._kept = _Descriptor(self._path)
+        try:
+            yield
+        finally:
+            self._kept = None
 
     def segment(self, bucket: int) -> Segment:
         """Return the data of a bucket.
@@ -197,11 +211,11 @@ class PartFile:
         ReadError
             The file ends before it.
         """
-        kept = self._kept
-        if kept is not None:
-            return self._segment(kept, bucket)
-        with open(self._path, "rb", buffering=0) as file:
-            return self._segment(file.fileno(), bucket)
+        descriptor = self._kept or _Descriptor(self._path)
+        try:
+            return self._segment(descriptor.number, bucket)
+        finally:
+            del descriptor  # an error's traceback holds this frame
 
     def _segment(self, descriptor: int, bucket: int) -> Segment:
         edges = self._read(descriptor, self._edges_at + _EDGE_NBYTES * bucket, 2 * _EDGE_NBYTES).view(np.int64)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends.native.runs import copy_runs
-from gpuload.packing.files import sync_upwards, write_whole
+from gpuload.packing.files import make_folders, sync_upwards, write_whole
 from gpuload.packing.workplace import DONE
 from gpuload.packing.zarr_files import Codec, shard_pieces, write_array, write_group, write_sharded_metadata
 
@@ -68,7 +68,7 @@ def _shard(job: Job, name: str, number: int, elements: NDArray[Any], pool: Execu
     chunks[-1] = np.pad(chunks[-1], (0, job.chunk - chunks[-1].size))  # the format has no short chunks
     key = f"c/{number}/0" if job.kind == "dense" else f"c/{number}"
     path = os.path.join(job.matrix, name, key)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    make_folders(os.path.dirname(path), job.result)
     return path, list(shard_pieces(list(pool.map(codec.encode, chunks)), job.shard // job.chunk))
 
 

@@ -1,24 +1,31 @@
-"""The working folder beside the target in which it is made, and the rename that publishes it."""
+"""The working folder beside the target in which it is made, and the rename that publishes it.
+
+What is done there for a plan is in a folder of its own: a task that an interrupted run has left under way, on a cluster
+or in a thread, finds it gone, and does not write into the work of another plan.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from gpuload.errors import GpuloadError, PlanError, ReadError, StoreError, shown
 from gpuload.formats.arrays import OBSM
 from gpuload.formats.recognise import file_of
 from gpuload.formats.zarr_trees import GROUP_FILES
-from gpuload.packing.files import locked, remove_partial, sync_folder, sync_folders, write_whole
+from gpuload.packing.files import locked, remove_partial, sync_folder, sync_folders, sync_upwards, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-PARTS, DONE, STORE, LOCK, REPLACED = "parts", "done", "store", "lock", "replaced"
-"""Contents of the folder: parts of the first pass, marks of finished buckets, the target, the lock, and for a moment
-what was the target before."""
+PARTS, DONE, STORE = "parts", "done", "store"
+"""Contents of a plan's folder: parts of the first pass, marks of finished buckets, the target."""
+
+LOCK, REPLACED = "lock", "replaced"
+"""Further contents of the working folder: the lock, and for a moment what was the target before."""
 
 _PLAN = "plan.json"
 
@@ -91,10 +98,10 @@ def check_disk(folder: str, needed: int) -> None:
 
 
 @contextmanager
-def at_work(folder: str, target: str, plan: bytes) -> Iterator[None]:
+def at_work(folder: str, target: str, plan: bytes) -> Iterator[str]:
     """Create the folder, or resume in it if it holds work of the same plan; nobody else works there meanwhile.
 
-    If an error comes before there is anything to resume, the folder is removed.
+    Yield the plan's folder in it. If an error comes before there is anything to resume, both are removed.
 
     Parameters
     ----------
@@ -119,14 +126,16 @@ def at_work(folder: str, target: str, plan: bytes) -> Iterator[None]:
     os.makedirs(folder, exist_ok=True)
     with locked(os.path.join(folder, LOCK)):
         _put_back(folder, target)
-        if _is_of(folder, plan) and os.path.isdir(os.path.join(folder, STORE)):
-            remove_partial(folder)
+        own = os.path.join(folder, blake2b(plan, digest_size=8).hexdigest())
+        if _is_of(own, plan) and os.path.isdir(os.path.join(own, STORE)):
+            remove_partial(own)
         else:
-            begin(folder)
-            write_whole(os.path.join(folder, _PLAN), [plan])
-            sync_folder(folder)
+            clear(folder)
+            begin(own)
+            write_whole(os.path.join(own, _PLAN), [plan])
+            sync_upwards([own], folder)
         try:
-            yield
+            yield own
         except BaseException:
             if all(name in (LOCK, _PLAN) for _, _, names in os.walk(folder) for name in names):
                 _remove(folder)
@@ -146,7 +155,7 @@ def discarded_if_refused(folder: str) -> Iterator[None]:
 def _put_back(folder: str, target: str) -> None:
     """Put back the target if `publish` was cut short between its renames: nothing else holds what it was."""
     replaced = os.path.join(folder, REPLACED)
-    if not os.path.lexists(replaced) or not os.path.isdir(os.path.join(folder, STORE)):
+    if not os.path.lexists(replaced) or not _has_store(folder):
         return
     if os.path.lexists(target):
         raise StoreError(
@@ -157,9 +166,14 @@ def _put_back(folder: str, target: str) -> None:
     sync_folder(os.path.dirname(target))
 
 
-def _is_of(folder: str, plan: bytes) -> bool:
+def _has_store(folder: str) -> bool:
+    """Return whether there is a target in the folder that has not been published."""
+    return any(os.path.isdir(os.path.join(folder, name, STORE)) for name in os.listdir(folder) if name != REPLACED)
+
+
+def _is_of(own: str, plan: bytes) -> bool:
     try:
-        with open(os.path.join(folder, _PLAN), "rb") as file:
+        with open(os.path.join(own, _PLAN), "rb") as file:
             return file.read() == plan
     except FileNotFoundError:
         return False
@@ -180,21 +194,24 @@ def begin_matrix(own: str) -> None:
 
 
 def clear(folder: str) -> None:
-    """Remove everything but the lock; the plan first, so that the remains belong to no plan."""
+    """Remove everything but the lock; a plan first, so that the remains belong to no plan."""
     names = sorted(os.listdir(folder), key=lambda name: name != _PLAN)
     for name in names:
         path = os.path.join(folder, name)
         if os.path.isdir(path) and not os.path.islink(path):
+            with suppress(FileNotFoundError):
+                os.remove(os.path.join(path, _PLAN))
             shutil.rmtree(path)
         elif name != LOCK:
             os.remove(path)
 
 
-def publish(folder: str, target: str) -> None:
-    """Publish the target, replacing an existing one, and remove the folder."""
-    store = os.path.join(folder, STORE)
+def publish(folder: str, own: str, target: str, files: Sequence[str], *, overwrite: bool) -> None:
+    """Publish the target from the plan's folder, replacing an existing one if that is wanted, and remove the folder."""
+    store = os.path.join(own, STORE)
     sync_folders(store)
-    if os.path.lexists(target):
+    check_target(target, files, overwrite=overwrite)  # it may exist by now; after the sync, which may take long
+    if overwrite and os.path.lexists(target):
         os.rename(target, os.path.join(folder, REPLACED))
     os.rename(store, target)
     sync_folder(os.path.dirname(target))
@@ -203,22 +220,30 @@ def publish(folder: str, target: str) -> None:
 
 def remove_remains(folder: str) -> None:
     """Remove the folder if a run ended while it did so, its target published: whoever has that would not pack again."""
-    lock, store = os.path.join(folder, LOCK), os.path.join(folder, STORE)
-    if os.path.exists(lock) and not os.path.isdir(store):
+    lock = os.path.join(folder, LOCK)
+    if os.path.exists(lock) and not _has_store(folder):
         with locked(lock):
-            if not os.path.isdir(store):
+            if not _has_store(folder):
                 _remove(folder)
 
 
 def _remove(folder: str) -> None:
     """Remove the folder, its lock last: whenever that is cut short, the remains are known as such."""
     clear(folder)
-    shutil.rmtree(folder)
+    with suppress(FileNotFoundError):
+        os.remove(os.path.join(folder, LOCK))
+    with suppress(OSError):  # another run may have begun there since
+        os.rmdir(folder)
 
 
 def size_of(folder: str) -> int:
     """Return the bytes of all files below a folder; 0 if it does not exist."""
-    return sum(os.path.getsize(os.path.join(at, name)) for at, _, names in os.walk(folder) for name in names)
+    nbytes = 0
+    for at, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # a task that an interrupted run left under way may rename it
+                nbytes += os.path.getsize(os.path.join(at, name))
+    return nbytes
 
 
 @contextmanager

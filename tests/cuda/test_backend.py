@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 import re
 import shutil
 import threading
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -253,6 +255,69 @@ def test_chunk_that_fails_on_the_device_is_decoded_on_the_host(
     assert opened.loader.io_mode == "pinned"
     (said,) = [record.getMessage() for record in caplog.records if "could not be decoded on the GPU" in record.message]
     assert said.startswith(f"{plain.path}: chunk ")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_an_interrupt_does_not_free_memory_that_the_device_still_writes_to(
+    dtype: str, open_fake: Callable[..., Opened], plain: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what is uploaded from there next would be of something else in part."""
+    genes = np.isin(np.arange(plain.dense.shape[1]), [0, 5, 7])
+    settings: dict[str, Any] = {"output": "csr", "genes": genes} if dtype == "float32" else {"dtype": dtype}
+    opened = open_fake(plain.path, **settings, **SMALL)
+    arriving: list[Any] = []
+    device, main = opened.device, threading.main_thread()
+    download, record = device.download, device.record
+
+    def downloaded(array: Any, host: Any, stream: Any) -> None:
+        download(array, host, stream)
+        if threading.current_thread() is main:
+            arriving.append(weakref.ref(host))
+
+    def recorded(*args: Any) -> Any:
+        if arriving and threading.current_thread() is main:
+            raise KeyboardInterrupt
+        return record(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "download", downloaded)
+        patch.setattr(device, "record", recorded)
+        with contextlib.suppress(KeyboardInterrupt):  # and forget it, with its frames
+            next(iter(opened.loader))
+    gc.collect()
+    assert len(arriving) == 1
+    assert arriving[0]() is not None
+    for batch in opened.epoch():
+        X = batch.X.toarray() if dtype == "float32" else batch.X
+        expected = plain.dense[batch.rows]
+        np.testing.assert_array_equal(X, expected[:, genes] if dtype == "float32" else expected.astype(dtype))
+
+
+def test_what_the_host_verifies_in_place_of_the_device_is_verified_again_by_another_load(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant
+) -> None:
+    """It may begin while this one still waits for the host, and the device may get the same chunks wrong again."""
+    stored = store_variant("csr-gzip4")
+    opened = open_fake(stored.path, fail_at=0, prefetch=1, **SMALL)
+    on_host: Any = opened.loader._backend._loads._host  # type: ignore[attr-defined]
+    (matrix,) = opened.loader.store.matrices
+    start, marks = on_host.start, list[int]()
+
+    def finished(read: Any, *args: Any) -> Any:
+        tasks = start(read, *args)
+        for task in tasks:
+            task.result()
+        layout = getattr(matrix, read.target)
+        assert layout.name == read.layout.name
+        marks.extend(layout.verified[read.chunk_id].tolist())
+        return tasks
+
+    on_host.start = finished
+    for batch in opened.epoch():
+        np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+    assert marks
+    assert not any(marks)
+    assert matrix.data.verified.any()  # by the device
 
 
 @pytest.mark.parametrize("kind", ["csr-gzip4", "csr-zstd", "csr-lz4", "csr-blosc-lz4-shuffle"])

@@ -740,6 +740,123 @@ def test_dali_tensors_are_taken_without_dropping_interrupts(plain: Stored, dali:
     assert "__getattr__" not in called
 
 
+def with_call(cells: Any, name: str, call: Callable[[Any], Any]) -> Any:
+    """Return what a CellIterator iterates over, with a method that calls a function with the original one."""
+    inner = cells._iterator
+    methods = {method: lambda _, method=method: getattr(inner, method)() for method in ("__next__", "reset")}
+    return type("", (), methods | {name: lambda _: call(getattr(inner, name))})()
+
+
+@pytest.mark.parametrize("has_pipeline", [False, True])
+def test_dali_state_is_right_at_any_time(
+    plain: Stored, dali: Any, has_pipeline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread, which saves it now and then, may ask while a minibatch is made, or begin while one is."""
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        cells = dali.CellIterator(loader, dali.cell_pipeline(loader) if has_pipeline else None)
+        seen: list[tuple[int, int]] = []
+
+        def look() -> None:
+            state = cells.state_dict()
+            seen.append((state["epoch"], state["step"]))
+
+        def looked(call: Callable[[], Any]) -> Any:
+            look()
+            try:
+                return call()
+            finally:
+                look()
+
+        for name in ("__next__", "reset"):
+            monkeypatch.setattr(cells, "_iterator", with_call(cells, name, looked))
+        for epoch in range(3):
+            for step, _ in enumerate(cells):
+                if step == 0 and epoch:
+                    assert set(seen[:2]) <= {(epoch, 0)}, "before and after the reset"
+                    del seen[:2]
+                assert seen == [(epoch, step)] * 2
+                seen.clear()
+            assert set(seen) <= {(epoch, step + 1), (epoch + 1, 0)}, "before and after the end"
+            seen.clear()
+
+
+@pytest.mark.parametrize("has_pipeline", [False, True])
+@pytest.mark.parametrize("n_before", [0, 3])
+def test_dali_state_is_right_if_minibatches_are_taken_while_it_is_made(
+    plain: Stored, dali: Any, has_pipeline: bool, n_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        cells = dali.CellIterator(loader, dali.cell_pipeline(loader) if has_pipeline else None)
+        for _ in range(n_before):
+            next(cells)
+        states, received = gpuload.Loader.state_dict, [n_before]
+
+        def take_first(loader: gpuload.Loader) -> Any:
+            monkeypatch.undo()
+            next(cells)
+            received[0] += 1
+            return states(loader)
+
+        def take_all(value: Any) -> Any:
+            monkeypatch.undo()
+            list(cells)
+            next(iter(cells))
+            return copy.deepcopy(value)
+
+        monkeypatch.setattr(gpuload.Loader, "state_dict", take_first)
+        state = cells.state_dict()
+        monkeypatch.undo()
+        assert (state["epoch"], state["step"]) in {(0, n_before), (0, received[0])}
+        monkeypatch.setattr("gpuload.dali.copy", SimpleNamespace(deepcopy=take_all))
+        state = cells.state_dict()
+        assert (state["epoch"], state["step"]) == (0, received[0])
+
+
+@pytest.mark.parametrize("has_pipeline", [False, True])
+@pytest.mark.parametrize("moment", ["made", "given", "reset"])
+@pytest.mark.parametrize("error", [gpuload.ReadError, KeyboardInterrupt])
+def test_dali_iterator_is_resumed_after_an_error_but_not_continued(
+    plain: Stored,
+    dali: Any,
+    has_pipeline: bool,
+    moment: str,
+    error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pipeline would end all further epochs at once, and the minibatch that was under way is lost."""
+
+    def opened() -> Any:
+        return dali.CellIterator(loader, dali.cell_pipeline(loader) if has_pipeline else None)
+
+    def fail(*_: Any) -> None:
+        raise error("planted")
+
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        expected = [batch.rows.tolist() for _ in range(2) for batch in loader]
+        loader.set_epoch(0)
+        cells, taken = opened(), []
+        for batch in [next(cells) for _ in range(3)] if moment != "reset" else cells:
+            taken.append(batch[0]["rows"].tolist())
+        with monkeypatch.context() as patch:
+            if moment == "made":
+                patch.setattr("gpuload.engine.Engine._hand_over", fail)
+            else:
+                name = "__next__" if moment == "given" else "reset"
+                patch.setattr(cells, "_iterator", with_call(cells, name, lambda call: (call(), fail())))
+            with pytest.raises(error, match="planted"):
+                taken.extend(batch["rows"].tolist() for (batch,) in iter(lambda: next(iter(cells)), None))
+        for call in (lambda: next(cells), lambda: iter(cells), cells.reset):
+            with pytest.raises(gpuload.PlanError, match=r"an error or interrupt came while a minibatch was made"):
+                call()
+        state, again = cells.state_dict(), opened()
+        again.load_state_dict(state)
+        taken += [batch[0]["rows"].tolist() for batch in again]
+        if moment == "reset":
+            assert taken == expected
+        else:
+            assert taken == expected[: len(expected) // 2]
+
+
 def test_dali_refuses_a_pipeline_that_does_not_fit(plain: Stored, dali: Any) -> None:
     from nvidia.dali import pipeline_def
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import time
@@ -339,3 +340,33 @@ def test_invalid_arguments_are_refused(loader: gpuload.Loader) -> None:
     on_gpu: Any = SimpleNamespace(device="cuda:1", load_state_dict=None)
     with pytest.raises(PlanError, match=r"minibatches are on cuda:1; call the function in the training loop"):
         Mapped(on_gpu, rows)
+
+
+@pytest.mark.parametrize("n_before", [0, 3])
+def test_the_state_is_right_if_results_are_taken_while_it_is_made(
+    n_before: int, loader: gpuload.Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread than that which saves it now and then."""
+    mapped = Mapped(loader, rows)
+    results, states, received = iter(mapped), gpuload.Loader.state_dict, [n_before]
+    for _ in range(n_before):
+        next(results)
+
+    def take_first(loader: gpuload.Loader) -> Any:
+        monkeypatch.undo()
+        next(results)
+        received[0] += 1
+        return states(loader)
+
+    def take_all(value: Any) -> Any:
+        monkeypatch.undo()
+        list(results)
+        return copy.deepcopy(value)
+
+    monkeypatch.setattr(gpuload.Loader, "state_dict", take_first)
+    state = mapped.state_dict()
+    monkeypatch.undo()
+    assert (state["epoch"], state["step"]) in {(0, n_before), (0, received[0])}
+    monkeypatch.setattr("gpuload.mapped.copy", SimpleNamespace(deepcopy=take_all))
+    state = mapped.state_dict()
+    assert (state["epoch"], state["step"]) == (0, received[0])

@@ -315,6 +315,115 @@ def test_closing_ends_an_iteration_in_another_thread(plain: Stored, monkeypatch:
     assert str(errors[0]).startswith("this iteration was ended by a later iter(), close() or load_state_dict()")
 
 
+def test_a_loader_closed_by_another_thread_while_an_iteration_begins_is_reported(
+    plain: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = gpuload.open_loader(plain.path, batch_size=4, fetch_factor=2, device="cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(Loader, "_end_live", lambda loader: closed_in_another_thread(patch, loader))
+        with pytest.raises(gpuload.PlanError, match=r"^the loader was closed; open it again with open_loader\(\)\.$"):
+            iter(loader)
+
+
+def closed_in_another_thread(patch: pytest.MonkeyPatch, loader: Loader) -> None:
+    """Stand for the end of an earlier iteration, of which there is none, and close the loader meanwhile."""
+    patch.undo()
+    other = threading.Thread(target=loader.close)
+    other.start()
+    other.join()
+
+
+def test_of_two_iterations_begun_at_once_the_first_is_ended(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    end_live = Loader._end_live
+
+    def end_late(loader: Loader) -> None:
+        end_live(loader)
+        if threading.current_thread() is threading.main_thread():
+            other.start()
+            other.join(0.5)
+
+    with loader_over(store, FakeBackend()) as loader:
+        other = threading.Thread(target=lambda: begun.append(iter(loader)))
+        with monkeypatch.context() as patch:
+            patch.setattr(Loader, "_end_live", end_late)
+            begun.append(iter(loader))
+        other.join()
+        first, second = begun
+        with pytest.raises(gpuload.PlanError, match=r"^this iteration was ended by a later iter\(\)"):
+            next(first)
+        assert next(second).rows.size == 8
+
+
+class Watched:
+    """A slot of a loader; calls a function before it is written, or after it was read."""
+
+    def __init__(self, slot: Any, before_write: Callable[[], object], after_read: Callable[[], object]) -> None:
+        self._slot, self._before_write, self._after_read = slot, before_write, after_read
+
+    def __get__(self, loader: Any, owner: Any) -> Any:
+        found = self._slot.__get__(loader, owner)
+        self._after_read()
+        return found
+
+    def __set__(self, loader: Any, value: Any) -> None:
+        self._before_write()
+        self._slot.__set__(loader, value)
+
+
+def watch_position(
+    patch: pytest.MonkeyPatch, *, before_write: Callable[[], object] = bool, after_read: Callable[[], object] = bool
+) -> None:
+    for name in ("_now", "_next"):
+        patch.setattr(Loader, name, Watched(vars(Loader)[name], before_write, after_read))
+
+
+def position(state: dict[str, Any]) -> tuple[int, int]:
+    return state["epoch"], state["step"]
+
+
+def test_the_state_is_right_at_each_step_of_the_beginning_of_an_epoch(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread, which saves it now and then, may come between any two of them."""
+    with loader_over(store, FakeBackend()) as loader:
+        for epoch in range(2):
+            batches, seen = iter(loader), list[tuple[int, int]]()
+            with monkeypatch.context() as patch:
+                watch_position(patch, before_write=lambda seen=seen: seen.append(position(loader.state_dict())))
+                next(batches)
+            assert seen == [(epoch, 0)] * 2
+
+
+def test_the_state_is_right_if_an_epoch_begins_while_it_is_taken(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    begins, is_read, has_begun = threading.Event(), threading.Event(), threading.Event()
+
+    def before_write() -> None:
+        begins.set()
+        assert is_read.wait(10)
+
+    def after_read() -> None:
+        if threading.current_thread() is threading.main_thread():
+            is_read.set()
+            assert has_begun.wait(10)
+
+    with loader_over(store, FakeBackend()) as loader:
+        batches = iter(loader)
+
+        def begin() -> None:
+            next(batches)
+            has_begun.set()
+
+        with monkeypatch.context() as patch:
+            watch_position(patch, before_write=before_write, after_read=after_read)
+            other = threading.Thread(target=begin)
+            other.start()
+            assert begins.wait(10)
+            state = loader.state_dict()
+            other.join()
+        assert position(state) in {(0, 0), (0, 1)}
+
+
 def test_reading_a_closed_file_raises(store: Store, plain: Stored) -> None:
     store.close()
     words = rf"^{plain.path}: the loader was closed; open it again with open_loader\(\)\.$"

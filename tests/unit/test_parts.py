@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from numba.core.caching import NullCache
 from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler_lock import global_compiler_lock
 
 from gpuload.backends.native import parts
 from gpuload.backends.native.calls import Callback
 from gpuload.backends.native.words import inline, native
+from tests.forks import status_of_fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,3 +95,41 @@ def test_another_numba_compiles_in_its_own_way(optimized: list[str], monkeypatch
     monkeypatch.setattr(parts, "in_folder", lambda _: None)
     assert twice(2) == 4 + 3.5
     assert len([name for name in optimized if name != "nrt"]) == 3
+
+
+class Wanted:
+    """A lock that notices when it is asked for."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock, self.is_wanted = lock, threading.Event()
+
+    def acquire(self) -> None:
+        self.is_wanted.set()
+        self._lock.acquire()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python's, of the fork
+def test_a_process_forked_while_a_thread_compiles_can_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the workers of a DataLoader that are started while a loader begins."""
+    wanted = Wanted(global_compiler_lock._lock)
+    is_held = threading.Event()
+
+    def compile_something() -> None:
+        with global_compiler_lock:
+            is_held.set()
+            wanted.is_wanted.wait(5)
+
+    def compile_another() -> bool:
+        callback = Callback(lambda x: x + 3)
+        callback._compiled._cache = NullCache()
+        return bool(callback.address) and callback._compiled.ctypes(5) == 8
+
+    other = threading.Thread(target=compile_something)
+    other.start()
+    assert is_held.wait(10)
+    monkeypatch.setattr(global_compiler_lock, "_lock", wanted)
+    assert status_of_fork(compile_another, []) == 0
+    other.join()

@@ -23,6 +23,7 @@ from gpuload.cache import SampleStore
 from gpuload.errors import PlanError
 from gpuload.prometheus import _STORE_COUNTERS, _STORE_GAUGES, export
 from gpuload.stats import COUNTERS, TIMERS
+from tests.forks import status_of_fork
 from tests.remotes import fill
 
 if TYPE_CHECKING:
@@ -169,3 +170,21 @@ def test_missing_prometheus_client_is_reported() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], check=False, cwd=root, capture_output=True, text=True)
     assert "pip install 'gpuload[metrics]'" in done.stdout, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python's, of the fork
+def test_a_fork_leaves_the_export_to_its_parent(plain: Stored) -> None:
+    registry = CollectorRegistry()
+
+    def let_go() -> bool:
+        exported.close()
+        exported.close()
+        return told(generate_latest(registry))["gpuload_rows_total", "train"] == 0
+
+    with (
+        gpuload.open_loader(plain.path, batch_size=2) as loader,
+        export(registry=registry, port=0, train=loader) as exported,
+    ):
+        assert status_of_fork(let_go, []) == 0
+        with urllib.request.urlopen(f"http://127.0.0.1:{exported.port}/metrics") as answer:
+            assert told(answer.read())["gpuload_rows_total", "train"] == 0

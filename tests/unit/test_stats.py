@@ -102,6 +102,26 @@ def test_waits_are_counted_for_each_minibatch() -> None:
     assert stats.waits()["p99_s"] == 0.0
 
 
+def test_totals_read_during_a_reset_are_those_before_or_after_it() -> None:
+    class Interrupted(Stats):
+        """Whose totals another thread reads while they are being reset."""
+
+        reader: threading.Thread | None = None
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "read_nbytes" and self.reader is not None:
+                self.reader.start()
+                self.reader.join(0.5)
+
+    stats, seen = Interrupted(), list[dict[str, float]]()
+    stats.add(read_nbytes=7, n_batches=7, wait_s=7.0)
+    stats.reader = threading.Thread(target=lambda: seen.append(stats.as_dict()))
+    stats.reset()
+    stats.reader.join()
+    assert [sum(totals.values()) for totals in seen] in ([0.0], [21.0])
+
+
 def test_tasks_are_recorded_only_on_request() -> None:
     stats = Stats()
     with stats.timed("plan_s"):

@@ -42,6 +42,7 @@ class Gatherer:
         self._counting = device.stream(is_urgent=True)
         self._counted = DevicePool(device, 16, pools)
         self._uploads = _Uploads(device)
+        self._arriving: dict[int, Any] = {}  # page-locked memory being written to, by id
         self._never_bad = device.typed(device.empty(4), np.int32, (1,))
 
     @property
@@ -61,6 +62,7 @@ class Gatherer:
     def clear(self) -> None:
         """Free what was uploaded, once the streams have passed it."""
         self._columns.clear()
+        self._arriving.clear()
         with contextlib.suppress(DeviceError):  # the device may have failed, perhaps in the consumer's work
             self._uploads.clear()
 
@@ -85,8 +87,7 @@ class Gatherer:
             sizes = (n_rows, np.int64(form.n_cols))
         self._device.launch(name, int(n_rows), N_THREADS, (*rows, *arithmetic, *sizes, out, bad), stream)
         if host_bad is not None:
-            self._device.download(bad, host_bad, stream)
-            self._device.wait(self._device.record(stream))
+            self._receive(bad, host_bad, stream)
             if host_bad[0] != _NO_BAD_ROW:
                 raise PlanError(too_large_for_half(int(host_bad[0])))
         return out
@@ -189,9 +190,15 @@ class Gatherer:
         out, _ = self._counted.array((resident.n_rows,), np.int64, stream)
         self._device.launch(kernel, resident.n_rows, N_THREADS, (*args, out), stream)
         host = self._device.pinned(8 * resident.n_rows).view(np.int64)
-        self._device.download(out, host, stream)
-        self._device.wait(self._device.record(stream))
+        self._receive(out, host, stream)
         return host
+
+    def _receive(self, array: Any, host: NDArray[Any], stream: Any) -> None:
+        """Copy an array to page-locked memory, and wait for it."""
+        self._arriving[id(host)] = host  # an interrupt must not free it while it is written to
+        self._device.download(array, host, stream)
+        self._device.wait(self._device.record(stream))
+        del self._arriving[id(host)]
 
     def _places(self, resident: CudaResident, positions: NDArray[np.int32], stream: Any) -> Any:
         """Return positions in device memory; those of a fetch, of which minibatches have slices, are uploaded once."""

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -407,8 +407,10 @@ class DeviceLoads:
         decoded_nbytes = int(read.layout.decoded_nbytes(read.chunk_id[good]).sum())
         self._stats.add(decoded_nbytes=decoded_nbytes, n_chunks=good.size)
         if suspects.size:
-            out = resident.flat(read.target)
-            outcome.on_host += self._host.start(_only(read, suspects), out, self._lanes.own.of_host)
+            out, again = resident.flat(read.target), _only(read, suspects)
+            # With marks of its own: what the host verifies, the device may get wrong again, in another load meanwhile.
+            again = replace(again, layout=replace(again.layout))
+            outcome.on_host += self._host.start(again, out, self._lanes.own.of_host)
         for task in outcome.on_host:
             task.result()
         if suspects.size:
@@ -421,8 +423,8 @@ class DeviceLoads:
                 *(path, layout.number_in_file(chunk), layout.name),
             )
         if outcome.verified is not None and self._verify != "never":
-            read.layout.verified[outcome.verified] = 1
-            read.layout.verified[read.chunk_id[suspects]] = 0  # by the host: the device may be as wrong next time
+            read.layout.verified[np.setdiff1d(outcome.verified, read.chunk_id[suspects])] = 1
+            read.layout.verified[read.chunk_id[suspects]] = 0
         if outcome.reserved.numbers.size:
             self._cache.settle(read, outcome.reserved, outcome.narrowed, suspects)
             outcome.reserved = NOWHERE  # another load may have those that were not kept by the time this one fails

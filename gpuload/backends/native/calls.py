@@ -7,7 +7,6 @@ compiled once, and only if it is used.
 from __future__ import annotations
 
 import inspect
-import threading
 from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
@@ -15,7 +14,7 @@ from numba.core import types
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
-from gpuload.backends.native.parts import in_folder
+from gpuload.backends.native.parts import compiling, in_folder
 from gpuload.backends.native.words import I64
 
 if TYPE_CHECKING:
@@ -41,10 +40,6 @@ def caller(result: ir.Type, *parameters: ir.Type) -> Any:
     return call
 
 
-_compiling = threading.Lock()
-"""Held while a `Callback` is compiled: a second compilation would replace code that another thread is calling."""
-
-
 class Callback:
     """A function from int64s to int64 that is called by address, compiled when the address is first requested.
 
@@ -60,7 +55,7 @@ class Callback:
     def address(self) -> int:
         """Address of the compiled function."""
         if self._compiled.address is None:
-            with _compiling:
+            with compiling:
                 if self._compiled.address is None:
                     self._compiled.compile()
         return int(self._compiled.address)

@@ -10,12 +10,14 @@ it does by itself: the same code, in more time.
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from numba import config, types, version_info
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
 if TYPE_CHECKING:
@@ -26,14 +28,39 @@ T = TypeVar("T")
 _FOLDER = config.CACHE_DIR
 """Folder of the compiled kernels, which numba is told of only while this package is imported."""
 
-_choosing = threading.Lock()
+_choosing = threading.RLock()
 """Held while numba is told of the folder again."""
 
-_making = threading.Lock()
+_making = threading.RLock()
 """Held while a `Native` function is made a kernel."""
+
+compiling = threading.RLock()
+"""Held while a `Callback` is compiled: a second compilation would replace code that another thread is calling."""
 
 IS_TRIED = (0, 61) <= version_info[:2] <= (0, 68)
 """Whether this was tried with the installed version of numba."""
+
+
+class _Forks(threading.local):
+    """Has a fork wait for compilations: nobody would release the locks in the forked process, nor finish the work."""
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+
+    def hold(self) -> None:
+        """Take all locks, in the order in which a thread takes several; it may have some, if a log handler forks."""
+        for lock in (compiling, _making, _choosing, global_compiler_lock):
+            lock.acquire()
+            self._held.append(lock)
+
+    def let_go(self) -> None:
+        """Release those that were taken, not all if an interrupt came."""
+        while self._held:
+            self._held.pop().release()
+
+
+_forks = _Forks()
+os.register_at_fork(before=_forks.hold, after_in_parent=_forks.let_go, after_in_child=_forks.let_go)
 
 
 def in_folder(enable: Callable[[], T]) -> T:
