@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import time
-from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ import numpy as np
 from gpuload.errors import GpuloadError
 from gpuload.remote.source import RemoteSource
 from gpuload.source import replacing
+from gpuload.threads import cached_property
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from gpuload.formats.index import Index
 from gpuload.formats.parquet import Table, source_of
 from gpuload.formats.parquet_rows import about, damaged, row_lengths, spec_of
 from gpuload.source import FileSource
+from gpuload.threads import cached_property
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
