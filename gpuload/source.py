@@ -42,7 +42,7 @@ class FileSource:
             ) from error
         status = os.fstat(self._fd)
         self.nbytes = status.st_size
-        self._stamp = status.st_size, status.st_mtime_ns
+        self.stamp = status.st_mtime_ns
         self.identity = (status.st_dev, status.st_ino)
 
     def fileno(self) -> int:
@@ -75,7 +75,7 @@ class FileSource:
     def check_unchanged(self) -> None:
         """Raise ReadError if the file was changed in place since it was opened."""
         now = os.fstat(self.fileno())
-        if (now.st_size, now.st_mtime_ns) != self._stamp:
+        if (now.st_size, now.st_mtime_ns) != (self.nbytes, self.stamp):
             raise ReadError(
                 f"{self.name}: the file was changed while it was open ({change(self.nbytes, now.st_size)}); open the "
                 "loader again when nothing is writing to it."
