@@ -26,6 +26,11 @@ class FileSource:
     The descriptor stays with the file that was opened: if the file is replaced by a rename, this source keeps reading
     the old bytes. A change in place is detected by size and modification time before each fetch. Raise ReadError
     if it cannot be opened.
+
+    Attributes
+    ----------
+    nbytes, stamp
+        Its size and modification time (ns) when it was opened.
     """
 
     memory = None
