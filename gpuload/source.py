@@ -94,12 +94,7 @@ class FileSource:
 
     def check_in_place(self) -> None:
         """Raise ReadError if the path leads to another file by now, which a library that is given it would read."""
-        try:
-            status = os.stat(self.name)
-            is_same = (status.st_dev, status.st_ino) == self.identity
-        except OSError:
-            is_same = False
-        if not is_same:
+        if identity_of(self.name) != self.identity:
             raise replaced(self.name)
 
     def close(self) -> None:
@@ -109,9 +104,27 @@ class FileSource:
             self._fd = -1
 
 
-def replaced(name: str) -> ReadError:
-    """Return the error for a file that was replaced by another while it was being opened."""
-    return ReadError(f"{name}: the file was replaced while it was being opened; open it again.")
+def identity_of(path: str) -> tuple[int, int] | None:
+    """Return the device and inode of what a path leads to; None if there is nothing, or it is an address."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def check_same(folder: str, identity: tuple[int, int] | None) -> None:
+    """Raise ReadError if a path leads to another folder by now: it may be a link to the latest version of the data.
+
+    Of a folder each file is opened by its path, so files of two versions may have been read.
+    """
+    if identity_of(folder) != identity:
+        raise replaced(folder, "folder")
+
+
+def replaced(name: str, what: str = "file") -> ReadError:
+    """Return the error for a file or a folder that was replaced by another while it was being opened."""
+    return ReadError(f"{name}: the {what} was replaced while it was being opened; open it again.")
 
 
 def change(nbytes: int, now: int) -> str:

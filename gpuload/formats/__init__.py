@@ -15,6 +15,7 @@ import numpy as np
 
 from gpuload.concat import concat, join_arrays, stored_columns, with_columns
 from gpuload.errors import CorruptDataError, StoreError
+from gpuload.folder_source import FolderSource
 from gpuload.formats.addresses import Address, check_given, child_of
 from gpuload.formats.arrays import OBSM, as_strings, no_var, numbered
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
@@ -111,7 +112,7 @@ def open_matrices(
             )
         for store in stores.values():
             _check_cells(stores["X"], store)
-        _check_files(stores)
+        _check_files(stores, are_named=obs_table is not None or len(modalities) > 1)
     return stores
 
 
@@ -369,13 +370,20 @@ def _check_cells(first: Store, other: Store) -> None:
             )
 
 
-def _check_files(stores: Mapping[str, Store]) -> None:
-    """Refuse matrices of one path that are in two files, as it was replaced after one of them was opened."""
-    known: dict[str, tuple[int, int]] = {}
-    for store in stores.values() if len(stores) > 1 else ():
+def _check_files(stores: Mapping[str, Store], *, are_named: bool) -> None:
+    """Refuse matrices of one path that are in two files or folders, as it was replaced after one of them was opened.
+
+    Or is no longer in the one that was opened, if names of cells were read by it.
+    """
+    known: dict[str, tuple[int, int] | None] = {}
+    for store in stores.values():
         for source in store.sources:
-            if isinstance(source, FileSource) and known.setdefault(source.name, source.identity) != source.identity:
-                raise replaced(source.name)
+            if not isinstance(source, FileSource | FolderSource):
+                continue
+            if are_named:
+                source.check_in_place()
+            if known.setdefault(source.name, source.identity) != source.identity:
+                raise replaced(source.name, "file" if isinstance(source, FileSource) else "folder")
 
 
 def _check_cell_names(first: tuple[str, Any, str, Store], other: tuple[str, Any, str, Store]) -> None:
