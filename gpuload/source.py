@@ -99,9 +99,9 @@ class FileSource:
 
     def close(self) -> None:
         """Close the descriptor; may be called twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        descriptor, self._fd = self._fd, -1  # at once, as the number may be that of another file as soon as it is free
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def identity_of(path: str) -> tuple[int, int] | None:
