@@ -27,13 +27,14 @@ from gpuload.store import ObsColumn
 from gpuload.types import kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
     import pandas as pd
     from numpy.typing import NDArray
 
     from gpuload.store import Store
+    from gpuload.types import Source
 
 Join = str | tuple[str, ...] | None
 
@@ -164,13 +165,15 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None,
         return replace(store, obs=own, var_names=store.var_names.copy())  # other loaders' names may be the same array
 
 
-def read_obs_names(paths: Any, modality: str | None, layer: str) -> NDArray[np.object_]:
+def read_obs_names(paths: Any, modality: str | None, layer: str, opened: Sequence[Source] = ()) -> NDArray[np.object_]:
     """Return the names of all cells as strings, shape (n_obs,) object; row numbers where a format stores none.
 
     Parameters
     ----------
     layer
         A matrix of these cells, whose number of rows the names must have.
+    opened
+        What was opened before; raise ReadError if the names may be those of other cells, as it was replaced since.
     """
     parts = _parts(paths if modality is None else _of_modality(paths, modality))
     found = each_of(parts, lambda part: _cell_names(part, layer), is_far=_is_far(parts))
@@ -179,6 +182,7 @@ def read_obs_names(paths: Any, modality: str | None, layer: str) -> NDArray[np.o
     for of_part in found:
         names.append(numbered(of_part, first) if isinstance(of_part, int) else of_part)
         first += names[-1].size
+    _check_in_place(opened)
     return np.concatenate(names)
 
 
@@ -377,13 +381,20 @@ def _check_files(stores: Mapping[str, Store], *, are_named: bool) -> None:
     """
     known: dict[str, tuple[int, int] | None] = {}
     for store in stores.values():
+        if are_named:
+            _check_in_place(store.sources)
         for source in store.sources:
             if not isinstance(source, FileSource | FolderSource):
                 continue
-            if are_named:
-                source.check_in_place()
             if known.setdefault(source.name, source.identity) != source.identity:
                 raise replaced(source.name, "file" if isinstance(source, FileSource) else "folder")
+
+
+def _check_in_place(sources: Iterable[Source]) -> None:
+    """Raise ReadError if a path leads to another file or folder by now, from which names may have been read."""
+    for source in sources:
+        if isinstance(source, FileSource | FolderSource):
+            source.check_in_place()
 
 
 def _check_cell_names(first: tuple[str, Any, str, Store], other: tuple[str, Any, str, Store]) -> None:

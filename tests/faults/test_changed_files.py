@@ -16,7 +16,7 @@ import pytest
 from scipy.sparse import csr_matrix, save_npz
 
 import gpuload
-from gpuload import formats
+from gpuload import formats, opening
 from gpuload.backends import host
 from gpuload.formats import members, obs_table, scdl  # noqa: F401 - what is replaced in them
 from gpuload.formats.arrays import damage_to_metadata
@@ -225,6 +225,31 @@ def test_cells_replaced_before_their_names_are_read_are_reported(
         gpuload.open_loader(link, obs=["number"], obs_table=table)
     with gpuload.open_loader(link, obs=["number"], obs_table=table, shuffle=False) as loader:
         assert next(iter(loader)).obs["number"].reshape(-1).tolist() == list(range(23))[::-1]
+
+
+@pytest.mark.parametrize("two", ["h5ad", "zarr"], indirect=True)
+def test_cells_replaced_before_labels_are_compared_with_their_names(
+    two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels in the order of other cells would be taken for theirs."""
+    old, new = two
+    link, real = tmp_path / "current", opening.bind
+    link.symlink_to(old)
+
+    def replaced_first(*args: Any) -> Any:
+        if link.resolve() == old:
+            lead_elsewhere(link, new)
+        return real(*args)
+
+    monkeypatch.setattr(opening, "bind", replaced_first)
+    labels = pd.Series(np.arange(23) % 2, index=[f"cell_{i}" for i in reversed(range(23))])
+    told = rf"^{link}: the (file|folder) was replaced while it was being opened; open it again\.$"
+    with pytest.raises(gpuload.ReadError, match=told):
+        gpuload.open_loader(link, sampler=gpuload.ClassBalanced(labels))
+    with gpuload.open_loader(link, sampler=gpuload.ClassBalanced(labels)) as loader:
+        lead_elsewhere(link, old)
+        with pytest.raises(gpuload.ReadError, match=told):
+            loader.cell_names()
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz"])
