@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
     from gpuload.cache import SampleStore
     from gpuload.sampling import Sampler
+    from gpuload.types import Source
 
 __version__ = "0.1.0"
 
@@ -328,9 +329,10 @@ def open_loader(
     from gpuload.formats.addresses import at_addresses
 
     paths = at_addresses(paths, cache, storage_options)
+    sources: list[Source] = []
 
     def cell_names() -> NDArray[np.object_]:
-        return read_obs_names(paths, modalities[0] if modalities else None, layers[0])
+        return read_obs_names(paths, modalities[0] if modalities else None, layers[0], sources)
 
     backend = open_backend(
         device,
@@ -342,9 +344,8 @@ def open_loader(
         io=io,
         n_matrices=len(layers) + len(obsm) + len(modalities[1:]),
     )
-    columns_of_sampler = () if sampler is None else sampler.columns
     columns_of_where = () if wanted is None else wanted.columns
-    columns = tuple(dict.fromkeys([*obs, *columns_of_sampler, *columns_of_where]))
+    columns = tuple(dict.fromkeys([*obs, *(() if sampler is None else sampler.columns), *columns_of_where]))
     table = None if obs_table is None else (obs_table, cell_names)
     with closed_on_error(backend), ExitStack() as on_error:
         try:
@@ -362,6 +363,7 @@ def open_loader(
             opening.explain_missing_column(error, sampler, (*obs, *columns_of_where), obs_table, wanted)
             raise
         on_error.enter_context(closed_on_error(*stores.values()))
+        sources += (source for opened in stores.values() for source in opened.sources)
         store = stores["X"]
         opening.check_memory(list(stores.values()), backend, batch_size, fetch_factor, prefetch)
         if wanted is not None:

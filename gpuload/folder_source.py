@@ -22,7 +22,7 @@ import numpy as np
 
 from gpuload.errors import ReadError
 from gpuload.layout import MAX_EXTENT, MAX_GAP
-from gpuload.source import change, find_files, locate_byte, read_at
+from gpuload.source import change, check_same, find_files, identity_of, locate_byte, read_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,6 +57,8 @@ class FolderSource:
     ----------
     base : (n,) int64
         Address of the first byte of each file: increasing, multiples of 4096.
+    identity
+        Device and inode of the folder.
     opened
         The files now open; maintained by `_OpenFiles`.
     """
@@ -68,6 +70,7 @@ class FolderSource:
     def __init__(self, root: str, names: Sequence[str], nbytes: NDArray[np.int64], stamps: NDArray[np.int64]) -> None:
         self.name = root
         self._root = os.path.realpath(root)  # the working directory may change, and so may links
+        self.identity = identity_of(self._root)
         self._names = names
         self._nbytes = nbytes
         self._stamps = stamps
@@ -118,6 +121,11 @@ class FolderSource:
     def check_unchanged(self) -> None:
         """Raise ReadError if an open file was changed in place; others are checked when they are opened."""
         _open_files.check(self)
+
+    def check_in_place(self) -> None:
+        """Raise ReadError if its path leads to another folder by now, as `FileSource.check_in_place` does."""
+        if self.identity is not None:
+            check_same(self.name, self.identity)
 
     def check_file(self, number: int, descriptor: int) -> None:
         """Raise ReadError if an open file has changed since the store was opened."""

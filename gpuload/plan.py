@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from gpuload.order import FileOrder, MappedOrder, RotatedOrder, merge_ranges
 from gpuload.permute import permuted_table, random_keys
 from gpuload.sampling.custom import as_blocks
 from gpuload.sampling.rows import list_of_runs
+from gpuload.threads import cached_property
 from gpuload.types import Fetch, expand_ranges, n_rows_in
 
 if TYPE_CHECKING:

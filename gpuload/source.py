@@ -26,6 +26,11 @@ class FileSource:
     The descriptor stays with the file that was opened: if the file is replaced by a rename, this source keeps reading
     the old bytes. A change in place is detected by size and modification time before each fetch. Raise ReadError
     if it cannot be opened.
+
+    Attributes
+    ----------
+    nbytes, stamp
+        Its size and modification time (ns) when it was opened.
     """
 
     memory = None
@@ -42,7 +47,7 @@ class FileSource:
             ) from error
         status = os.fstat(self._fd)
         self.nbytes = status.st_size
-        self._stamp = status.st_size, status.st_mtime_ns
+        self.stamp = status.st_mtime_ns
         self.identity = (status.st_dev, status.st_ino)
 
     def fileno(self) -> int:
@@ -75,7 +80,7 @@ class FileSource:
     def check_unchanged(self) -> None:
         """Raise ReadError if the file was changed in place since it was opened."""
         now = os.fstat(self.fileno())
-        if (now.st_size, now.st_mtime_ns) != self._stamp:
+        if (now.st_size, now.st_mtime_ns) != (self.nbytes, self.stamp):
             raise ReadError(
                 f"{self.name}: the file was changed while it was open ({change(self.nbytes, now.st_size)}); open the "
                 "loader again when nothing is writing to it."
@@ -89,24 +94,37 @@ class FileSource:
 
     def check_in_place(self) -> None:
         """Raise ReadError if the path leads to another file by now, which a library that is given it would read."""
-        try:
-            status = os.stat(self.name)
-            is_same = (status.st_dev, status.st_ino) == self.identity
-        except OSError:
-            is_same = False
-        if not is_same:
+        if identity_of(self.name) != self.identity:
             raise replaced(self.name)
 
     def close(self) -> None:
         """Close the descriptor; may be called twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        descriptor, self._fd = self._fd, -1  # at once, as the number may be that of another file as soon as it is free
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
-def replaced(name: str) -> ReadError:
-    """Return the error for a file that was replaced by another while it was being opened."""
-    return ReadError(f"{name}: the file was replaced while it was being opened; open it again.")
+def identity_of(path: str) -> tuple[int, int] | None:
+    """Return the device and inode of what a path leads to; None if there is nothing, or it is an address."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def check_same(folder: str, identity: tuple[int, int] | None) -> None:
+    """Raise ReadError if a path leads to another folder by now: it may be a link to the latest version of the data.
+
+    Of a folder each file is opened by its path, so files of two versions may have been read.
+    """
+    if identity_of(folder) != identity:
+        raise replaced(folder, "folder")
+
+
+def replaced(name: str, what: str = "file") -> ReadError:
+    """Return the error for a file or a folder that was replaced by another while it was being opened."""
+    return ReadError(f"{name}: the {what} was replaced while it was being opened; open it again.")
 
 
 def change(nbytes: int, now: int) -> str:

@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.checks import as_array, check_index, check_names, check_order
 from gpuload.errors import PlanError, listing, shown
+from gpuload.threads import cached_property
 from gpuload.types import Form, Transform
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ kills daemons when it exits, and aborts if one is inside code that does not stan
 
 `OneAtATime` refuses a second thread where only one is allowed.
 
+A `cached_property` is computed by one thread without keeping the others waiting.
+
 A `Closer` ends what an object has started, including threads, when the object is closed or garbage-collected.
 """
 
@@ -23,7 +25,7 @@ import time
 import weakref
 from concurrent.futures import CancelledError, Future
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, overload
 
 from gpuload.errors import PlanError
 
@@ -263,6 +265,32 @@ class OneAtATime(Generic[T]):
                 f"the {self._owner} is being iterated in another thread; only one thread at a time can take its "
                 f"minibatches, and only one iteration can run: {self._cure}."
             ) from None
+
+
+class cached_property(Generic[T]):  # noqa: N801 - as functools names it
+    """A property that is computed when it is first asked for, and kept.
+
+    That of functools, up to Python 3.11, computes under a lock that all objects of a class share: while one waits for a
+    server, no thread gets an answer for another, and a process that is forked meanwhile waits for ever. Here threads
+    that ask at the same time may compute a value twice; all of them get the same.
+    """
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute, self.__doc__ = compute, compute.__doc__
+        self._name = compute.__name__
+
+    @overload
+    def __get__(self, owner: None, kind: type[Any]) -> Self: ...
+
+    @overload
+    def __get__(self, owner: object, kind: type[Any] | None = None) -> T: ...
+
+    def __get__(self, owner: object | None, kind: type[Any] | None = None) -> Self | T:
+        if owner is None:
+            return self
+        computed = self._compute(owner)
+        kept: T = vars(owner).setdefault(self._name, computed)  # where Python finds it before this
+        return kept
 
 
 class Closer:

@@ -202,6 +202,14 @@ def test_no_todos_or_bare_exceptions(module: str) -> None:
         assert not any(word in line for word in words), f"{module}:{number}: {line}"
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_cached_properties_are_our_own(module: str) -> None:
+    """Those of functools, in Python 3.11, make threads wait for each other; see `gpuload.threads.cached_property`."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "functools":
+            assert "cached_property" not in [alias.name for alias in node.names], module
+
+
 def test_errors_subclass_their_builtin_kinds() -> None:
     kinds = {
         "PlanError": ValueError,

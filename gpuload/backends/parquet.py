@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -11,6 +10,7 @@ from gpuload.backends import codecs
 from gpuload.backends.native import decoders, parquet_pages
 from gpuload.backends.native import parquet as native
 from gpuload.backends.workspace import Workspace
+from gpuload.threads import cached_property
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,7 +5,7 @@ The filters of a column are passed around as a flat tuple of integers (`steps_of
 
 from __future__ import annotations
 
-from functools import cache, cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from gpuload.backends.native import decoders
 from gpuload.backends.native import tiledb as native
 from gpuload.backends.native import tiledb_filters as filters
 from gpuload.backends.workspace import Workspace
+from gpuload.threads import cached_property
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.backends import codecs
 from gpuload.backends.native import huffman
+from gpuload.threads import cached_property
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -15,6 +15,7 @@ import numpy as np
 
 from gpuload.concat import concat, join_arrays, stored_columns, with_columns
 from gpuload.errors import CorruptDataError, StoreError
+from gpuload.folder_source import FolderSource
 from gpuload.formats.addresses import Address, check_given, child_of
 from gpuload.formats.arrays import OBSM, as_strings, no_var, numbered
 from gpuload.formats.memory import is_anndata, is_matrix, open_memory
@@ -26,13 +27,14 @@ from gpuload.store import ObsColumn
 from gpuload.types import kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
     import pandas as pd
     from numpy.typing import NDArray
 
     from gpuload.store import Store
+    from gpuload.types import Source
 
 Join = str | tuple[str, ...] | None
 
@@ -111,7 +113,7 @@ def open_matrices(
             )
         for store in stores.values():
             _check_cells(stores["X"], store)
-        _check_files(stores)
+        _check_files(stores, are_named=obs_table is not None or len(modalities) > 1)
     return stores
 
 
@@ -163,13 +165,15 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None,
         return replace(store, obs=own, var_names=store.var_names.copy())  # other loaders' names may be the same array
 
 
-def read_obs_names(paths: Any, modality: str | None, layer: str) -> NDArray[np.object_]:
+def read_obs_names(paths: Any, modality: str | None, layer: str, opened: Sequence[Source] = ()) -> NDArray[np.object_]:
     """Return the names of all cells as strings, shape (n_obs,) object; row numbers where a format stores none.
 
     Parameters
     ----------
     layer
         A matrix of these cells, whose number of rows the names must have.
+    opened
+        What was opened before; raise ReadError if the names may be those of other cells, as it was replaced since.
     """
     parts = _parts(paths if modality is None else _of_modality(paths, modality))
     found = each_of(parts, lambda part: _cell_names(part, layer), is_far=_is_far(parts))
@@ -178,6 +182,7 @@ def read_obs_names(paths: Any, modality: str | None, layer: str) -> NDArray[np.o
     for of_part in found:
         names.append(numbered(of_part, first) if isinstance(of_part, int) else of_part)
         first += names[-1].size
+    _check_in_place(opened)
     return np.concatenate(names)
 
 
@@ -369,13 +374,27 @@ def _check_cells(first: Store, other: Store) -> None:
             )
 
 
-def _check_files(stores: Mapping[str, Store]) -> None:
-    """Refuse matrices of one path that are in two files, as it was replaced after one of them was opened."""
-    known: dict[str, tuple[int, int]] = {}
-    for store in stores.values() if len(stores) > 1 else ():
+def _check_files(stores: Mapping[str, Store], *, are_named: bool) -> None:
+    """Refuse matrices of one path that are in two files or folders, as it was replaced after one of them was opened.
+
+    Or is no longer in the one that was opened, if names of cells were read by it.
+    """
+    known: dict[str, tuple[int, int] | None] = {}
+    for store in stores.values():
+        if are_named:
+            _check_in_place(store.sources)
         for source in store.sources:
-            if isinstance(source, FileSource) and known.setdefault(source.name, source.identity) != source.identity:
-                raise replaced(source.name)
+            if not isinstance(source, FileSource | FolderSource):
+                continue
+            if known.setdefault(source.name, source.identity) != source.identity:
+                raise replaced(source.name, "file" if isinstance(source, FileSource) else "folder")
+
+
+def _check_in_place(sources: Iterable[Source]) -> None:
+    """Raise ReadError if a path leads to another file or folder by now, from which names may have been read."""
+    for source in sources:
+        if isinstance(source, FileSource | FolderSource):
+            source.check_in_place()
 
 
 def _check_cell_names(first: tuple[str, Any, str, Store], other: tuple[str, Any, str, Store]) -> None:

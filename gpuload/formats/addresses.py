@@ -9,7 +9,6 @@ import os
 import stat
 import threading
 from collections.abc import Mapping
-from functools import cached_property
 from glob import has_magic
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
@@ -21,6 +20,7 @@ from gpuload.remote import Patience, open_remote
 from gpuload.remote.folder import path_of
 from gpuload.remote.hub import split_address
 from gpuload.remote.object_store import named_query, split_query
+from gpuload.threads import cached_property
 
 if TYPE_CHECKING:
     from gpuload.cache import BlockCache, SampleStore

@@ -147,9 +147,16 @@ class _NoCollection:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._n_inside = 0
         self._was_enabled = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Let a forked process collect garbage: no thread that was in the block is there, and the lock may be held."""
+        self._lock = threading.Lock()
+        if self._n_inside and self._was_enabled:
+            gc.enable()
+        self._n_inside = 0
 
     def __enter__(self) -> None:
         with self._lock:
@@ -160,12 +167,13 @@ class _NoCollection:
 
     def __exit__(self, *exc_info: object) -> None:
         with self._lock:
-            self._n_inside -= 1
+            self._n_inside = max(0, self._n_inside - 1)  # a log handler may have forked in the block
             if not self._n_inside and self._was_enabled:
                 gc.enable()
 
 
 _no_collection = _NoCollection()
+os.register_at_fork(after_in_child=_no_collection.forget)
 
 Hdf5Source = LocalHdf5 | RemoteHdf5
 

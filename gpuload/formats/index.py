@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import time
-from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,8 @@ import numpy as np
 
 from gpuload.errors import GpuloadError
 from gpuload.remote.source import RemoteSource
-from gpuload.source import replacing
+from gpuload.source import FileSource, replacing
+from gpuload.threads import cached_property
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -123,11 +123,15 @@ class Index:
         return [*beside, os.path.join(cache, "gpuload", name)]
 
     def _key_of_file(self) -> dict[str, Any]:
-        """Return an identifier of this state of the file."""
+        """Return an identifier of the state of the file; raise ReadError if that is no longer the one it was opened in.
+
+        What was read since then may be of a later state, and what is read later too, so this is looked at each time.
+        """
+        if isinstance(self._source, FileSource):
+            self._source.check_unchanged()
         if self._key is None and isinstance(self._source, RemoteSource):
             self._key = {"size": self._source.nbytes, "etag": self._source.objects[0].etag}
         elif self._key is None:
-            self._source.check_unchanged()  # what was read since it was opened is of no later state
             status, digest = os.fstat(self._source.fileno()), blake2b(digest_size=16)
             for start in (0, max(0, status.st_size - _ENDS)):
                 end = np.empty(min(_ENDS, status.st_size), dtype=np.uint8)

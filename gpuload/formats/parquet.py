@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
@@ -23,6 +22,7 @@ from gpuload.remote.file import RemoteFile
 from gpuload.remote.source import RemoteSource
 from gpuload.source import FileSource
 from gpuload.store import check_whole
+from gpuload.threads import cached_property
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

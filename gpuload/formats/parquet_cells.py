@@ -111,6 +111,7 @@ class Files(FolderSource):
         nbytes, stamps = (np.array([getattr(f, name) for f in files], dtype=np.int64) for name in ("nbytes", "stamp"))
         root, names = paths[0] if len(paths) == 1 else os.path.dirname(paths[0]), [os.path.realpath(p) for p in paths]
         super().__init__(root, names, nbytes, stamps)
+        self.identity = None  # each file has its stamp, of when it was looked at
 
     def _path(self, number: int) -> str:
         return self._paths[number]

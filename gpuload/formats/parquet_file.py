@@ -8,10 +8,8 @@ References
 
 from __future__ import annotations
 
-import os
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from gpuload.formats.index import Index
 from gpuload.formats.parquet import Table, source_of
 from gpuload.formats.parquet_rows import about, damaged, row_lengths, spec_of
 from gpuload.source import FileSource
+from gpuload.threads import cached_property
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,7 +56,7 @@ class Cells:
     Attributes
     ----------
     path, nbytes, stamp
-        The file, its size and modification time.
+        The file, its size and its modification time before it was read.
     names
         Names of the columns of genes and of values.
     about : (2, 4) int64
@@ -132,11 +131,8 @@ def _keep(index: Index, cells: Cells, layer: str) -> None:
 
 
 def _state(source: FileSource | RemoteSource) -> tuple[int, int]:
-    """Return size and modification time; for an object, the latter is meaningless."""
-    if not isinstance(source, FileSource):
-        return source.nbytes, 0
-    status = os.fstat(source.fileno())
-    return status.st_size, status.st_mtime_ns
+    """Return size and modification time, of when it was opened; for an object, the latter is meaningless."""
+    return source.nbytes, source.stamp if isinstance(source, FileSource) else 0
 
 
 def _read(source: FileSource | RemoteSource, layer: str) -> Cells:

@@ -27,7 +27,7 @@ import numpy as np
 from gpuload.errors import CorruptDataError, ReadError, StoreError
 from gpuload.formats import arrays
 from gpuload.formats.parquet import opened
-from gpuload.source import FileSource, closed_on_error
+from gpuload.source import FileSource, check_same, closed_on_error, identity_of
 from gpuload.store import CsrMatrix, ObsColumn, Store, check_whole
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def open_scdl(path: str, *, layer: str, obs: Sequence[str]) -> Store:
         raise arrays.no_obsm(path, layer, ())
     if layer != "X":
         raise StoreError(f"{path}: there is no layer {layer!r}; SCDL stores a single matrix: use layer='X'.")
+    identity = identity_of(path)
     dtypes = _read_dtypes(os.path.join(path, "header.sch"))
     with ExitStack() as on_error:
         sources = []
@@ -91,6 +92,7 @@ def open_scdl(path: str, *, layer: str, obs: Sequence[str]) -> Store:
         arrays.check_n_vars(path, var_names.size)
         matrix = CsrMatrix(indptr, data, indices, var_names.size)
         columns = {name: _obs_column(path, name, matrix.n_rows) for name in obs}
+        check_same(path, identity)
         return Store((matrix,), (path,), var_names, columns, tuple(sources))
 
 

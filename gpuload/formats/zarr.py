@@ -30,7 +30,7 @@ from gpuload.formats.obs import column_names
 from gpuload.formats.zarr_nodes import Array, Group, open_node
 from gpuload.formats.zarr_remote import RemoteTree
 from gpuload.formats.zarr_trees import FolderTree, ZipTree
-from gpuload.source import closed_on_error
+from gpuload.source import check_same, closed_on_error, identity_of
 from gpuload.store import Store
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def is_zarr_zip(path: str) -> bool:
 @contextmanager
 def _opened(path: str) -> Iterator[tuple[Group | Array, _Access]]:
     """Open a store's root; if an error ends the block, close the sources of the layouts."""
-    address = as_address(path)
+    address, identity = as_address(path), identity_of(path)
     access = _Access(path)
     tree: Tree
     with closed_on_error(access), ExitStack() as asking, arrays.damage_to_metadata(path):
@@ -153,6 +153,8 @@ def _opened(path: str) -> Iterator[tuple[Group | Array, _Access]]:
         if root is None:
             raise StoreError(f"{path}: this is no zarr group; expected an AnnData written by its write_zarr.")
         yield root, access
+        if isinstance(tree, FolderTree):
+            check_same(path, identity)
 
 
 def _groups(root: Group | Array, path: str, modality: str) -> list[tuple[str, Group]]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cached_property
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from gpuload.errors import PlanError
 from gpuload.packing.files import write_whole
 from gpuload.packing.workplace import STORE
 from gpuload.packing.zarr_files import ALIGNMENT
+from gpuload.threads import cached_property
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

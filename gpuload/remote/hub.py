@@ -11,13 +11,14 @@ import re
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from gpuload.errors import BusyError, GpuloadError, MissingDependencyError, PlanError, ReadError, first_line
 from gpuload.remote.object_store import ObjectRemote
 from gpuload.remote.objects import RemoteObject
+from gpuload.threads import cached_property
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

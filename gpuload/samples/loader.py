@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections import deque
-from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from gpuload.permute import Permutation
 from gpuload.samples.batches import Batch, Crew
 from gpuload.state import check_fingerprint
 from gpuload.stats import Stats
-from gpuload.threads import MOST_IN_FLIGHT, OneAtATime
+from gpuload.threads import MOST_IN_FLIGHT, OneAtATime, cached_property
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator

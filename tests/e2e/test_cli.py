@@ -871,6 +871,25 @@ def test_interrupted_download_of_real_cells_is_redone(tmp_path, monkeypatch):
         assert path.read_bytes() == b"the whole file"
 
 
+def test_real_cells_that_another_demo_reads_are_not_written_over(tmp_path, monkeypatch):
+    """Of two that begin at once, one may have downloaded them while the other still looked for them."""
+    path, content = tmp_path / os.path.basename(real_data.MEMBER), b"the whole file"
+    read = []
+
+    def downloaded():
+        path.write_bytes(content)
+        read.append(path.open("rb"))
+        return content
+
+    monkeypatch.setattr(real_data, "SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(real_data, "_unpack", downloaded)
+    real_data.fetch(tmp_path)
+    with read.pop() as file:
+        assert os.fstat(file.fileno()).st_ino != path.stat().st_ino
+        assert file.read() == path.read_bytes() == content
+    assert os.listdir(tmp_path) == [path.name]
+
+
 def test_real_cells_are_sorted_by_type_and_keep_their_values(run, tmp_path):
     """Read from a file like the one that ships: dense X, raw.X with all genes, cells in no order."""
     path = tmp_path / "cells.h5ad"

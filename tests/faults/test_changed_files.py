@@ -6,26 +6,29 @@ import contextlib
 import errno
 import os
 import struct
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.sparse import csr_matrix, save_npz
 
 import gpuload
-from gpuload import formats
+from gpuload import formats, opening
 from gpuload.backends import host
+from gpuload.formats import members, obs_table, scdl  # noqa: F401 - what is replaced in them
 from gpuload.formats.arrays import damage_to_metadata
 from gpuload.source import FileSource
 from tests import several
 from tests.mutants import by_gpuload, by_h5py, is_same, write_base
+from tests.other_forms import FORMS
 from tests.variants import read_matrix
 from tests.writers import counts, write_csr, write_dense, write_h5ad
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.conftest import StoreVariant
     from tests.variants import Stored
@@ -124,6 +127,129 @@ def test_file_replaced_between_the_opening_of_its_matrices_is_reported(
         gpuload.open_loader(path, layer=["X", "spliced"])
     with gpuload.open_loader(path, layer=["X", "spliced"]) as loader:
         assert loader.n_obs == 23
+
+
+def versions(folder: Path, form: str) -> list[Path]:
+    """Write two data sets of 23 cells, which have the same names, in another order."""
+    parts = [several.part(seed, genes=["a", "b", "c"]) for seed in (0, 1)]
+    parts[0].obs_names = [f"cell_{i}" for i in range(23)]
+    parts[1].obs_names = parts[0].obs_names[::-1]
+    if form == "h5ad":
+        return several.write(folder, parts)
+    if form == "zarr":
+        return [several.write_zarr(folder / f"{seed}.zarr", part) for seed, part in enumerate(parts)]
+    for name in "01":
+        (folder / name).mkdir()
+    return [Path(FORMS[form](folder / name).path) for name in "01"]
+
+
+@pytest.fixture(scope="module", params=["h5ad", "zarr", "scdl"])
+def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return `versions`, written before descriptors are counted: zarr keeps some."""
+    return versions(tmp_path_factory.mktemp("versions"), request.param)
+
+
+def lead_elsewhere(link: Path, target: Path) -> None:
+    """Have a link lead to another folder, as those do that name the current version of a data set."""
+    new = link.with_name("new")
+    new.symlink_to(target)
+    new.replace(link)
+
+
+@pytest.mark.parametrize(
+    ("two", "place"), [("zarr", "members.read_column"), ("scdl", "scdl._obs_column")], indirect=["two"]
+)
+def test_folder_replaced_during_opening_is_reported(
+    two: list[Path], place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its columns must not be taken for those of the cells of the other."""
+    old, new = two
+    link = tmp_path / "current"
+    link.symlink_to(old)
+    module, name = place.split(".")
+    real = getattr(getattr(formats, module), name)
+
+    def replaced_first(*args: Any) -> Any:
+        if link.resolve() == old:
+            lead_elsewhere(link, new)
+        return real(*args)
+
+    monkeypatch.setattr(getattr(formats, module), name, replaced_first)
+    told = rf"^{link}: the folder was replaced while it was being opened; open it again\.$"
+    with pytest.raises(gpuload.ReadError, match=told):
+        gpuload.open_loader(link, obs=["depth"])
+    with gpuload.open_loader(link, obs=["depth"]) as loader:
+        assert sum(len(batch) for batch in loader) == loader.n_obs
+
+
+@pytest.mark.parametrize("two", ["zarr"], indirect=True)
+def test_folder_replaced_between_the_opening_of_its_matrices_is_reported(
+    two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = two
+    real, link = formats.open_store, tmp_path / "current"
+    link.symlink_to(old)
+
+    def replace_after(*args: Any, **kwargs: Any) -> Any:
+        store = real(*args, **kwargs)
+        if link.resolve() == old:
+            lead_elsewhere(link, new)
+        return store
+
+    monkeypatch.setattr(formats, "open_store", replace_after)
+    told = rf"^{link}: the folder was replaced while it was being opened; open it again\.$"
+    with pytest.raises(gpuload.ReadError, match=told):
+        gpuload.open_loader(link, layer=["X", "spliced"])
+    with gpuload.open_loader(link, layer=["X", "spliced"]) as loader:
+        assert loader.n_obs == 23
+
+
+@pytest.mark.parametrize("two", ["h5ad", "zarr"], indirect=True)
+def test_cells_replaced_before_their_names_are_read_are_reported(
+    two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a table would be matched to other cells."""
+    old, new = two
+    link, real = tmp_path / "current", obs_table.table_columns
+    link.symlink_to(old)
+
+    def replaced_first(*args: Any) -> Any:
+        if link.resolve() == old:
+            lead_elsewhere(link, new)
+        return real(*args)
+
+    monkeypatch.setattr(formats, "table_columns", replaced_first)
+    table = pd.DataFrame({"number": np.arange(23)}, index=[f"cell_{i}" for i in range(23)])
+    told = rf"^{link}: the (file|folder) was replaced while it was being opened; open it again\.$"
+    with pytest.raises(gpuload.ReadError, match=told):
+        gpuload.open_loader(link, obs=["number"], obs_table=table)
+    with gpuload.open_loader(link, obs=["number"], obs_table=table, shuffle=False) as loader:
+        assert next(iter(loader)).obs["number"].reshape(-1).tolist() == list(range(23))[::-1]
+
+
+@pytest.mark.parametrize("two", ["h5ad", "zarr"], indirect=True)
+def test_cells_replaced_before_labels_are_compared_with_their_names(
+    two: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels in the order of other cells would be taken for theirs."""
+    old, new = two
+    link, real = tmp_path / "current", opening.bind
+    link.symlink_to(old)
+
+    def replaced_first(*args: Any) -> Any:
+        if link.resolve() == old:
+            lead_elsewhere(link, new)
+        return real(*args)
+
+    monkeypatch.setattr(opening, "bind", replaced_first)
+    labels = pd.Series(np.arange(23) % 2, index=[f"cell_{i}" for i in reversed(range(23))])
+    told = rf"^{link}: the (file|folder) was replaced while it was being opened; open it again\.$"
+    with pytest.raises(gpuload.ReadError, match=told):
+        gpuload.open_loader(link, sampler=gpuload.ClassBalanced(labels))
+    with gpuload.open_loader(link, sampler=gpuload.ClassBalanced(labels)) as loader:
+        lead_elsewhere(link, old)
+        with pytest.raises(gpuload.ReadError, match=told):
+            loader.cell_names()
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz"])

@@ -247,6 +247,24 @@ def test_a_file_changed_while_it_is_opened_gets_no_index(tmp_path: Path, monkeyp
     assert beside(path).exists()
 
 
+def test_a_file_changed_after_its_index_was_read_keeps_that(tmp_path: Path) -> None:
+    """The file may be put back as it was, with its modification time, and the index must then still be its own."""
+    path = made(tmp_path)
+    values(path)
+    content, time_ns = path.read_bytes(), path.stat().st_mtime_ns
+    with closing(FileSource(str(path))) as source:
+        late = index.Index(source)
+        before = late.get("/X/indptr")
+        another(path)
+        late.keep("/X/indptr", np.arange(before.size))
+        late.save()
+    path.write_bytes(content)
+    os.utime(path, ns=(time_ns, time_ns))
+    with closing(FileSource(str(path))) as source:
+        np.testing.assert_array_equal(index.Index(source).get("/X/indptr"), before)
+    np.testing.assert_array_equal(values(path), counts().toarray())
+
+
 def test_wrong_index_with_a_matching_key_is_detected(tmp_path: Path, searched: list[str]) -> None:
     """An index with a matching key, but of a file with other chunks and rows, is detected by comparison."""
     path, other = made(tmp_path), made(tmp_path, seed=1, name="other.h5ad")

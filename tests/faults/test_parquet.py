@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ import pytest
 
 import gpuload
 from gpuload.backends import codecs
-from gpuload.formats import parquet, parquet_cells, parquet_footer
+from gpuload.formats import parquet, parquet_cells, parquet_file, parquet_footer
 from tests.faults.test_refusals import assert_refused
 from tests.mutants import Program
 from tests.other_forms import encoded, lists_of, write_genes, write_parquet
@@ -87,6 +88,24 @@ def test_a_file_that_is_replaced_while_it_is_opened(
     told = rf"^{path}: the file was replaced while it was being opened; open it again\.$"
     with pytest.raises(gpuload.ReadError, match=told):
         gpuload.open_loader(path)
+
+
+def test_a_file_that_is_changed_while_it_is_opened(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found before the change is not taken for what the file holds after it."""
+    plain = {"compression": "none", "use_dictionary": False}
+    other = write(genes=[[1], [2, 3]], expressions=[[3.0], [4.0, 5.0]], options=plain).read_bytes()
+    path, real = write(genes=[[1, 2], [3]], expressions=[[3.0, 4.0], [5.0]], options=plain), parquet_file.row_lengths
+
+    def changed_next(*args: Any) -> Any:
+        found = real(*args)
+        path.write_bytes(other)
+        os.utime(path, ns=(0, 0))  # not that of the write before, which may be the same
+        return found
+
+    monkeypatch.setattr(parquet_file, "row_lengths", changed_next)
+    told = rf"^{path}: the file was changed while the store was open \(.*\); open the loader again when nothing is"
+    with gpuload.open_loader(path, batch_size=1) as loader, pytest.raises(gpuload.ReadError, match=told):
+        list(loader)
 
 
 @pytest.mark.parametrize(

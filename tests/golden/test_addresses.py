@@ -32,7 +32,7 @@ from gpuload.cache import BlockRemote, SampleStore
 from gpuload.errors import CorruptDataError, PlanError, ReadError, StoreError
 from gpuload.formats import zarr_remote
 from gpuload.formats.addresses import Address
-from gpuload.remote import open_remote
+from gpuload.remote import ObjectRemote, open_remote
 from tests import several, zarr_writers
 from tests.other_forms import FORMS, write_parquet
 from tests.writers import counts
@@ -734,6 +734,24 @@ def test_files_are_waited_for_together(
         for one, two in zip(far, near, strict=True):
             np.testing.assert_array_equal(one.X, two.X)
             np.testing.assert_array_equal(one.obs["cell_line"], two.obs["cell_line"])
+
+
+def test_files_of_a_list_are_asked_for_together(
+    server: Running, plain: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"asked-{number}.h5ad" for number in range(4)]
+    for name in names:
+        shutil.copy(plain.path, server.root / "data" / name)
+    meeting, head = threading.Barrier(len(names)), ObjectRemote.head
+
+    def head_together(self: ObjectRemote, key: str) -> Any:
+        meeting.wait(10)
+        return head(self, key)
+
+    monkeypatch.setattr(ObjectRemote, "head", head_together)
+    reached = options(server)
+    with gpuload.open_loader([f"s3://data/{name}" for name in names], storage_options=reached) as loader:
+        assert loader.n_obs == len(names) * plain.expected.shape[0]
 
 
 def test_list_of_files_needs_one_client(server: Running, plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:

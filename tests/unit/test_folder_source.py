@@ -14,6 +14,7 @@ from gpuload.backends import reading
 from gpuload.backends.reading import MAX_HELD, read_each, read_ranges
 from gpuload.folder_source import APART, FolderSource
 from gpuload.layout import MAX_EXTENT, MAX_GAP
+from gpuload.source import FileSource
 from tests.forks import status_of_fork
 
 if TYPE_CHECKING:
@@ -48,6 +49,26 @@ def descriptors(folder: Path) -> list[str]:
         if os.path.islink(path) and os.readlink(path).startswith(f"{folder}/"):
             links.append(os.readlink(path))
     return links
+
+
+def test_descriptor_is_not_used_while_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be that of another file by then, which another thread has opened."""
+    path = tmp_path / "cells"
+    path.write_bytes(b"old")
+    source, close, closed = FileSource(path), os.close, []
+
+    def close_meanwhile(descriptor: int) -> None:
+        close(descriptor)
+        closed.append(descriptor)
+        for use in (source.check_unchanged, source.opened, lambda: source.read_into(np.empty(3, np.uint8), 0)):
+            with pytest.raises(ReadError, match="the loader was closed"):
+                use()
+        source.close()
+
+    monkeypatch.setattr(os, "close", close_meanwhile)
+    source.close()
+    monkeypatch.undo()
+    assert len(closed) == 1
 
 
 def test_files_are_further_apart_than_reads_bridge(made: tuple[FolderSource, list[np.ndarray]]) -> None:

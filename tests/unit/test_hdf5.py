@@ -14,6 +14,7 @@ import pytest
 
 import gpuload
 from gpuload.formats import arrays, hdf5
+from tests.forks import status_of_fork
 from tests.writers import counts, write_plain
 
 if TYPE_CHECKING:
@@ -37,6 +38,32 @@ def test_garbage_is_collected_as_before_once_the_last_has_left(is_collecting: bo
                 assert not gc.isenabled()
             assert not gc.isenabled()
         assert gc.isenabled() == is_collecting
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python's, of the fork
+@pytest.mark.parametrize("held", [hdf5._no_collection, hdf5._no_collection._lock], ids=["inside", "entering"])
+def test_a_process_forked_while_another_thread_reads_collects_garbage(held: Any, is_collecting: bool) -> None:
+    def collects() -> bool:
+        is_on = gc.isenabled()
+        with hdf5._no_collection:
+            is_off = not gc.isenabled()
+        return is_off and is_on == gc.isenabled() == is_collecting
+
+    assert status_of_fork(collects, [held]) == 0
+
+
+def test_a_process_forked_in_the_block_collects_garbage_after_it() -> None:
+    def leaves() -> bool:
+        hdf5._no_collection.__exit__()
+        return gc.isenabled() and collects()
+
+    def collects() -> bool:
+        with hdf5._no_collection:
+            is_off = not gc.isenabled()
+        return is_off and gc.isenabled()
+
+    with hdf5._no_collection:
+        assert status_of_fork(leaves, []) == 0
 
 
 def test_file_that_another_has_locked_is_read(tmp_path: Path) -> None:

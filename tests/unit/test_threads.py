@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gpuload.errors import PlanError
-from gpuload.threads import Closer, DaemonThreads, OneAtATime, QuickThreads
+from gpuload.threads import Closer, DaemonThreads, OneAtATime, QuickThreads, cached_property
+from tests.forks import status_of_fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -443,3 +444,58 @@ def test_an_iteration_cannot_be_pickled_or_copied(make: Callable[[Any], object])
     with pytest.raises(PlanError, match=r"^this iteration of a loader cannot be pickled or copied; begin one in each"):
         make(numbers)
     assert list(numbers) == [0, 1, 2]
+
+
+class Asking:
+    """Something with a property that takes long to compute."""
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._ask = ask
+
+    @cached_property
+    def answer(self) -> Any:
+        """What was answered."""
+        return self._ask()
+
+
+def test_a_property_is_computed_once_and_may_be_set() -> None:
+    answers = iter([[1], [2]])
+    asking = Asking(lambda: next(answers))
+    assert asking.answer == [1]
+    assert asking.answer is asking.answer
+    other = Asking(lambda: next(answers))
+    other.answer = 5
+    assert (other.answer, next(answers)) == (5, [2])
+    assert Asking.answer.__doc__ == "What was answered."
+
+
+def test_a_property_of_one_object_does_not_wait_for_that_of_another() -> None:
+    meeting = threading.Barrier(2)
+    each = [Asking(lambda: meeting.wait(10) >= 0) for _ in range(2)]
+    pool = DaemonThreads(2, "test-property")
+    assert pool.map(lambda one: one.answer, each) == [True, True]
+    pool.close()
+
+
+def test_threads_that_compute_a_property_at_once_get_the_same() -> None:
+    """Else what one of them keeps in it would be lost."""
+    meeting = threading.Barrier(2)
+    asking = Asking(lambda: [meeting.wait(10)])
+    pool = DaemonThreads(2, "test-property")
+    first, second = pool.map(lambda _: asking.answer, range(2))
+    assert first is second is asking.answer
+    pool.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python's, of the fork
+def test_a_process_forked_while_a_thread_computes_a_property_can_compute_it() -> None:
+    """As the workers of a DataLoader that are started while another thread waits for a server."""
+    is_asked, until = threading.Event(), threading.Event()
+    waiting = Asking(lambda: is_asked.set() or until.wait(60))
+    thread = threading.Thread(target=lambda: waiting.answer)
+    thread.start()
+    assert is_asked.wait(10)
+    status = status_of_fork(lambda: Asking(lambda: 7).answer == 7, [])
+    until.set()
+    thread.join()
+    assert status == 0

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import threading
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.errors import DeviceError, MissingDependencyError
+from gpuload.threads import cached_property
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
