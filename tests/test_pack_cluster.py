@@ -189,17 +189,17 @@ def test_a_run_is_let_go_while_a_task_opens_files() -> None:
 
     def open_files() -> str:
         begins.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return "files"
 
     def work() -> str:
         with cluster._at_work("opening"):
-            both.wait(10)
+            both.wait(60)
             return cluster._kept("opening", "sources", open_files)
 
     with ThreadPoolExecutor(3) as threads:
         tasks = [threads.submit(work), threads.submit(work)]
-        assert begins.wait(10)
+        assert begins.wait(60)
         try:
             threads.submit(cluster._let_go, "opening").result(5)
         finally:

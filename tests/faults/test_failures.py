@@ -334,7 +334,7 @@ def closed_in_another_thread(patch: pytest.MonkeyPatch, loader: Loader) -> None:
 
 
 def test_of_two_iterations_begun_at_once_the_first_is_ended(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[Any] = []
+    later: list[Any] = []
     end_live = Loader._end_live
 
     def end_late(loader: Loader) -> None:
@@ -344,12 +344,12 @@ def test_of_two_iterations_begun_at_once_the_first_is_ended(store: Store, monkey
             other.join(0.5)
 
     with loader_over(store, FakeBackend()) as loader:
-        other = threading.Thread(target=lambda: begun.append(iter(loader)))
+        other = threading.Thread(target=lambda: later.append(iter(loader)))
         with monkeypatch.context() as patch:
             patch.setattr(Loader, "_end_live", end_late)
-            begun.append(iter(loader))
+            first = iter(loader)
         other.join()
-        first, second = begun
+        (second,) = later
         with pytest.raises(gpuload.PlanError, match=r"^this iteration was ended by a later iter\(\)"):
             next(first)
         assert next(second).rows.size == 8
@@ -400,12 +400,12 @@ def test_the_state_is_right_if_an_epoch_begins_while_it_is_taken(store: Store, m
 
     def before_write() -> None:
         begins.set()
-        assert is_read.wait(10)
+        assert is_read.wait(60)
 
     def after_read() -> None:
         if threading.current_thread() is threading.main_thread():
             is_read.set()
-            assert has_begun.wait(10)
+            assert has_begun.wait(60)
 
     with loader_over(store, FakeBackend()) as loader:
         batches = iter(loader)
@@ -418,7 +418,7 @@ def test_the_state_is_right_if_an_epoch_begins_while_it_is_taken(store: Store, m
             watch_position(patch, before_write=before_write, after_read=after_read)
             other = threading.Thread(target=begin)
             other.start()
-            assert begins.wait(10)
+            assert begins.wait(60)
             state = loader.state_dict()
             other.join()
         assert position(state) in {(0, 0), (0, 1)}

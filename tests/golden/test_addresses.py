@@ -721,7 +721,7 @@ def test_files_are_waited_for_together(
     def read_together(self: RemoteSource, *args: Any) -> None:
         n_met.n = getattr(n_met, "n", 0) + 1
         if n_met.n <= (2 if blocks == "small ones" else 1):
-            meeting.wait(10)
+            meeting.wait(60)
         read_many(self, *args)
 
     monkeypatch.setattr(RemoteSource, "read_many", read_together)
@@ -745,7 +745,7 @@ def test_files_of_a_list_are_asked_for_together(
     meeting, head = threading.Barrier(len(names)), ObjectRemote.head
 
     def head_together(self: ObjectRemote, key: str) -> Any:
-        meeting.wait(10)
+        meeting.wait(60)
         return head(self, key)
 
     monkeypatch.setattr(ObjectRemote, "head", head_together)

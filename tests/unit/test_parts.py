@@ -129,7 +129,7 @@ def test_a_process_forked_while_a_thread_compiles_can_compile(monkeypatch: pytes
 
     other = threading.Thread(target=compile_something)
     other.start()
-    assert is_held.wait(10)
+    assert is_held.wait(60)
     monkeypatch.setattr(global_compiler_lock, "_lock", wanted)
     assert status_of_fork(compile_another, []) == 0
     other.join()

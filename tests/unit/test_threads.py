@@ -471,7 +471,7 @@ def test_a_property_is_computed_once_and_may_be_set() -> None:
 
 def test_a_property_of_one_object_does_not_wait_for_that_of_another() -> None:
     meeting = threading.Barrier(2)
-    each = [Asking(lambda: meeting.wait(10) >= 0) for _ in range(2)]
+    each = [Asking(lambda: meeting.wait(60) >= 0) for _ in range(2)]
     pool = DaemonThreads(2, "test-property")
     assert pool.map(lambda one: one.answer, each) == [True, True]
     pool.close()
@@ -480,7 +480,7 @@ def test_a_property_of_one_object_does_not_wait_for_that_of_another() -> None:
 def test_threads_that_compute_a_property_at_once_get_the_same() -> None:
     """Else what one of them keeps in it would be lost."""
     meeting = threading.Barrier(2)
-    asking = Asking(lambda: [meeting.wait(10)])
+    asking = Asking(lambda: [meeting.wait(60)])
     pool = DaemonThreads(2, "test-property")
     first, second = pool.map(lambda _: asking.answer, range(2))
     assert first is second is asking.answer
@@ -494,7 +494,7 @@ def test_a_process_forked_while_a_thread_computes_a_property_can_compute_it() ->
     waiting = Asking(lambda: is_asked.set() or until.wait(60))
     thread = threading.Thread(target=lambda: waiting.answer)
     thread.start()
-    assert is_asked.wait(10)
+    assert is_asked.wait(60)
     status = status_of_fork(lambda: Asking(lambda: 7).answer == 7, [])
     until.set()
     thread.join()
