@@ -23,6 +23,7 @@ import gpuload
 from gpuload.backends.cuda.backend import CudaBackend
 from gpuload.backends.cuda.gathering import Gatherer
 from gpuload.backends.cuda.loading import CudaResident, DeviceLoads, _Arena
+from gpuload.backends.cuda.memory import Lease
 from gpuload.types import Form
 from tests import remotes, several
 from tests.cuda import shim
@@ -265,7 +266,7 @@ def test_an_interrupt_does_not_free_memory_that_the_device_still_writes_to(
     genes = np.isin(np.arange(plain.dense.shape[1]), [0, 5, 7])
     settings: dict[str, Any] = {"output": "csr", "genes": genes} if dtype == "float32" else {"dtype": dtype}
     opened = open_fake(plain.path, **settings, **SMALL)
-    arriving: list[Any] = []
+    arriving, interrupted = list[Any](), list[bool]()
     device, main = opened.device, threading.main_thread()
     download, record = device.download, device.record
 
@@ -275,18 +276,28 @@ def test_an_interrupt_does_not_free_memory_that_the_device_still_writes_to(
             arriving.append(weakref.ref(host))
 
     def recorded(*args: Any) -> Any:
-        if arriving and threading.current_thread() is main:
+        if arriving and not interrupted and threading.current_thread() is main:
+            interrupted.append(True)
             raise KeyboardInterrupt
         return record(*args)
+
+    used_on, used = Lease.used_on, list[Any]()
+
+    def noted(lease: Lease, stream: Any) -> None:
+        used.append(stream)
+        used_on(lease, stream)
 
     with monkeypatch.context() as patch:
         patch.setattr(device, "download", downloaded)
         patch.setattr(device, "record", recorded)
+        patch.setattr(Lease, "used_on", noted)
         with contextlib.suppress(KeyboardInterrupt):  # and forget it, with its frames
             next(iter(opened.loader))
     gc.collect()
     assert len(arriving) == 1
     assert arriving[0]() is not None
+    counting = opened.loader._backend._gatherer._counting  # type: ignore[attr-defined]
+    assert counting in used, "the rows that its kernel reads would be overwritten before it has run"
     for batch in opened.epoch():
         X = batch.X.toarray() if dtype == "float32" else batch.X
         expected = plain.dense[batch.rows]

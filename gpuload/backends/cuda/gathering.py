@@ -188,9 +188,14 @@ class Gatherer:
         """
         stream = self._counting
         out, _ = self._counted.array((resident.n_rows,), np.int64, stream)
-        self._device.launch(kernel, resident.n_rows, N_THREADS, (*args, out), stream)
         host = self._device.pinned(8 * resident.n_rows).view(np.int64)
-        self._receive(out, host, stream)
+        try:
+            self._device.launch(kernel, resident.n_rows, N_THREADS, (*args, out), stream)
+            self._receive(out, host, stream)
+        except BaseException:  # an interrupt: nobody has waited for the kernel, which reads of the resident
+            for lease in resident.leases:
+                lease.used_on(stream)
+            raise
         return host
 
     def _receive(self, array: Any, host: NDArray[Any], stream: Any) -> None:
