@@ -423,8 +423,10 @@ class DeviceLoads:
                 *(path, layout.number_in_file(chunk), layout.name),
             )
         if outcome.verified is not None and self._verify != "never":
-            read.layout.verified[np.setdiff1d(outcome.verified, read.chunk_id[suspects])] = 1
-            read.layout.verified[read.chunk_id[suspects]] = 0
+            suspected = read.chunk_id[suspects]
+            right = np.setdiff1d(outcome.verified, suspected) if suspects.size else outcome.verified
+            read.layout.verified[right] = 1
+            read.layout.verified[suspected] = 0
         if outcome.reserved.numbers.size:
             self._cache.settle(read, outcome.reserved, outcome.narrowed, suspects)
             outcome.reserved = NOWHERE  # another load may have those that were not kept by the time this one fails
