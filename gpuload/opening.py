@@ -39,8 +39,14 @@ _MOST_DECODED = 8
 def _memory_of(backend: Backend) -> tuple[int, str]:
     """Return the bytes of memory that fetches and minibatches can take, and what has them."""
     if backend.device_nbytes is None:
-        return machine.memory_nbytes(), "this machine"
+        return _host_memory(backend)
     return backend.device_nbytes, backend.device
+
+
+def _host_memory(backend: Backend) -> tuple[int, str]:
+    """Return the bytes of the host's memory that are not its cache's, and what has them."""
+    there, cache = machine.memory_nbytes(), backend.host_cache_nbytes
+    return there - cache, f"this machine, beside memory_cache={cache}," if cache else "this machine"
 
 
 def check_memory(stores: Sequence[Store], backend: Backend, batch_size: int, fetch_factor: int, prefetch: int) -> None:
@@ -59,20 +65,21 @@ def check_memory(stores: Sequence[Store], backend: Backend, batch_size: int, fet
         )
 
 
-def check_batches(tables: Sequence[Table], batch_size: int, takes_ahead: int) -> None:
+def check_batches(tables: Sequence[Table], batch_size: int, backend: Backend) -> None:
     """Raise PlanError if this machine cannot hold three minibatches, the fewest that a loop over a loader has at once.
 
     These are the previous one, which the loop's variable holds until it is assigned the next, and one made ahead of
     that. An epoch of fewer holds those. Not for a backend that makes none ahead, in device memory.
     """
-    if not takes_ahead:
+    if not backend.takes_ahead:
         return
-    n_obs, nbytes, there = tables[0].store.n_obs, sum(table.nbytes_per_row for table in tables), machine.memory_nbytes()
+    n_obs, nbytes = tables[0].store.n_obs, sum(table.nbytes_per_row for table in tables)
+    there, where = _host_memory(backend)
     n_rows, n_held = min(batch_size, n_obs), min(3, -(-n_obs // batch_size))
     if n_held * n_rows * nbytes > there:
         raise PlanError(
             f"batch_size={batch_size}: {n_held} minibatches of {n_rows} cells take "
-            f"{n_held * n_rows * nbytes / 1e9:.1f} GB but this machine has {there / 1e9:.1f} GB; use "
+            f"{n_held * n_rows * nbytes / 1e9:.1f} GB but {where} has {there / 1e9:.1f} GB; use "
             f"batch_size={max(1, int(there / (8 * nbytes)))} or less."
         )
 

@@ -36,7 +36,7 @@ _HELP = {
     "decoded_nbytes": "Bytes that the decoders produced.",
     "n_chunks": "Stored chunks decoded.",
     "n_chunks_partial": "Chunks decoded only as far as needed.",
-    "n_chunks_cached": "Chunks that device memory held.",
+    "n_chunks_cached": "Chunks that a cache in memory held.",
     "n_rows": "Cells delivered.",
     "n_batches": "Minibatches delivered.",
     "n_fetches": "Fetches made resident.",

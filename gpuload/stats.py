@@ -50,9 +50,9 @@ class Stats:
     read_nbytes, decoded_nbytes
         Bytes read from the source, and bytes after decoding, without those read straight to their place.
     n_chunks, n_chunks_partial
-        Stored chunks decoded, and how many of them only as far as needed.
+        Stored chunks used, and how many of them were decoded only as far as needed.
     n_chunks_cached
-        How many of them were not read because device memory held them.
+        How many of them were not read, because `memory_cache` or `device_cache` had them.
     n_rows, n_batches, n_fetches
         Rows and minibatches delivered; fetches made resident.
     plan_s

@@ -48,7 +48,7 @@ class _Done:
 class IdleBackend:
     """A backend that hands over the same minibatch for ever."""
 
-    device, io_mode, takes_ahead, device_nbytes = "cpu", "none", 0, None
+    device, io_mode, takes_ahead, device_nbytes, host_cache_nbytes = "cpu", "none", 0, None, 0
 
     def __init__(self, batch: NDArray[np.float32]) -> None:
         self.stats = Stats()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuload.checks import check_choice, check_share, parse_nbytes
 from gpuload.errors import GpuloadError, MissingDependencyError, PlanError, shown
+from gpuload.machine import memory_nbytes
 
 if TYPE_CHECKING:
     from gpuload.backends.base import Backend
@@ -23,6 +24,7 @@ def open_backend(
     *,
     num_threads: int | None,
     verify: str,
+    memory_cache: int | str | None = None,
     device_memory: int | str | None = None,
     device_cache: int | str | None = None,
     host_decode: float = 0.0,
@@ -41,6 +43,9 @@ def open_backend(
         GPU memory.
     verify
         When checksums are verified: ``"once"``, ``"always"`` or ``"never"``.
+    memory_cache
+        Bytes, or text such as ``"20GiB"``: memory in which the CPU's decoded chunks are kept. If ``"auto"`` finds a
+        GPU, it is ignored.
     device_memory, device_cache
         Bytes, or text such as ``"20GiB"``: limit on device memory, and the share of it that caches chunks.
         If ``"auto"`` finds no GPU, these, `host_decode` and `io` are ignored.
@@ -64,9 +69,13 @@ def open_backend(
     host_decode = check_share("host_decode", host_decode)
     device = device_name(device)
     number = device_number(device)
-    memory, cache = (
+    of_host, memory, cache = (
         None if value is None else parse_nbytes(name, value)
-        for name, value in (("device_memory", device_memory), ("device_cache", device_cache))
+        for name, value in (
+            ("memory_cache", memory_cache),
+            ("device_memory", device_memory),
+            ("device_cache", device_cache),
+        )
     )
     if device == "auto":
         number, why = first_gpu()
@@ -80,9 +89,18 @@ def open_backend(
             if device == "cpu":
                 raise PlanError(f"{name}={value!r}: needs a GPU; leave it out, or use device='cuda' or 'auto'.")
             _log.info("device='auto': %s=%r has no effect on the CPU", name, value)
+        if of_host is not None and of_host >= (there := memory_nbytes()):
+            raise PlanError(f"memory_cache={memory_cache!r}: this machine has {there / 1e9:.1f} GB; use less.")
         from gpuload.backends.cpu import CpuBackend
 
-        return CpuBackend(num_threads=num_threads, verify=verify, n_matrices=n_matrices)
+        return CpuBackend(num_threads=num_threads, verify=verify, n_matrices=n_matrices, cache_nbytes=of_host or 0)
+    if memory_cache is not None:
+        if device != "auto":
+            raise PlanError(
+                f"memory_cache={memory_cache!r}: a GPU keeps chunks in its own memory; use device_cache, or "
+                "device='cpu'."
+            )
+        _log.info("device='auto': memory_cache=%r has no effect on a GPU; device_cache has", memory_cache)
     from gpuload.backends.cuda import open_cuda
 
     return open_cuda(

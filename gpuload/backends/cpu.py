@@ -109,6 +109,8 @@ class CpuBackend:
         them without loss.
     n_matrices
         Matrices loaded side by side: the memory kept for reuse is multiplied by it.
+    cache_nbytes
+        Memory in which decoded chunks are kept (`memory_cache`); only with values of float32.
     """
 
     device = "cpu"
@@ -117,12 +119,19 @@ class CpuBackend:
     device_nbytes: int | None = None
 
     def __init__(
-        self, *, num_threads: int | None = None, verify: str = "once", values: str = "float32", n_matrices: int = 1
+        self,
+        *,
+        num_threads: int | None = None,
+        verify: str = "once",
+        values: str = "float32",
+        n_matrices: int = 1,
+        cache_nbytes: int = 0,
     ) -> None:
         self._n_threads = n = host.n_threads(num_threads)
         self.stats = Stats(n)
+        self.host_cache_nbytes = cache_nbytes
         self._values = np.dtype(values)
-        self._loads = host.HostLoads(n, verify, self.stats, RoundingWarning())
+        self._loads = host.HostLoads(n, verify, self.stats, RoundingWarning(), cache_nbytes=cache_nbytes)
         self._takes = QuickThreads(n, f"{host.THREADS}take")
         self._scratch = self._loads.scratch
         self._residents = BufferPool(max_idle=2 * n_matrices)
@@ -134,8 +143,7 @@ class CpuBackend:
         resident = self._new_resident(recipe)
         tasks = []
         for read in recipe.reads:
-            out = resident.flat(read.target)
-            tasks += self._loads.start(read, read.parts(host.TASK_NBYTES), partial(self._loads.decode, out=out), out)
+            tasks += self._loads.fill(read, resident.flat(read.target))
         return _Filling(resident, tasks)
 
     def take_rows(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Pending[Any]:
@@ -168,6 +176,7 @@ class CpuBackend:
             "residents": self._residents.peak_nbytes,
             "minibatches": self._outputs.peak_nbytes,
             "scratch": self._loads.peak_nbytes,
+            "cache": self._loads.cache_nbytes,
         }
 
     def asarray(self, host: NDArray[Any]) -> NDArray[Any]:

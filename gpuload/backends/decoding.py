@@ -12,13 +12,15 @@ import numpy as np
 
 from gpuload.backends import codecs
 from gpuload.backends.damage import bad_chunk, corrupt
-from gpuload.backends.native import chunks, decoders, pieces
+from gpuload.backends.memory_cache import NOTHING
+from gpuload.backends.native import chunks, decoders, keeping, pieces
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from numpy.typing import NDArray
 
+    from gpuload.backends.memory_cache import Keeping
     from gpuload.backends.workspace import Workspace
     from gpuload.layout import ArrayLayout
     from gpuload.types import ArrayRead
@@ -53,8 +55,10 @@ class Part:
     shift: NDArray[np.int64]
 
 
-def decode(part: Part, out: NDArray[Any], scratch: Workspace, verify: str) -> tuple[int, int, bool]:
-    """Decode chunks and copy their wanted pieces into a flat array; `verify` is a key of `VERIFY`.
+def decode(
+    part: Part, out: NDArray[Any], scratch: Workspace, verify: str, keep: Keeping = NOTHING
+) -> tuple[int, int, bool]:
+    """Decode chunks, copy their wanted pieces into a flat array, and keep some chunks; `verify` is a key of `VERIFY`.
 
     Returns
     -------
@@ -67,11 +71,13 @@ def decode(part: Part, out: NDArray[Any], scratch: Workspace, verify: str) -> tu
         A chunk cannot be decoded, or its checksum does not match.
     """
     steps = _native_steps(part.read.layout)
-    return _by_library(part, out) if steps is None else _natively(part, out, *steps, scratch, VERIFY[verify])
+    if steps is None:
+        return _by_library(part, out, keep)
+    return _natively(part, out, *steps, scratch, VERIFY[verify], keep)
 
 
 def _natively(
-    part: Part, out: NDArray[Any], steps: list[int], codec: str, scratch: Workspace, verify: int
+    part: Part, out: NDArray[Any], steps: list[int], codec: str, scratch: Workspace, verify: int, keep: Keeping
 ) -> tuple[int, int, bool]:
     read, first, last = part.read, part.first, part.last
     layout, chosen = read.layout, slice(first, last)
@@ -83,6 +89,7 @@ def _natively(
     decoder = decoders.addresses_of(codec, may_pair=room <= TWO_AHEAD_NBYTES)
     copiers = pieces.addresses_of(stored_dtype, out.dtype, may_fill=not nbytes.all())
     others = (decoders.address_of(name) if steps[k] >= 0 else 0 for name, k in _OTHERS)
+    keeper = keeping.address_of(stored_dtype, read.target == "indices") if keep.slab else 0
     sizes = layout.src_stride, layout.dest_stride, stored_dtype.itemsize
     has_two_steps = steps[0] >= 0 or codec in ("blosc", "bitshuffle")  # a shuffle after the codec, or within it
     status = np.zeros(3, dtype=np.int64)
@@ -92,7 +99,7 @@ def _natively(
         read.chunk_pieces[first : last + 1],
         (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows),
         (*steps, *sizes, layout.is_raw, verify, float(layout.fill_value)),
-        (*decoder, *copiers, *others),
+        (*decoder, *copiers, *others, keeper),
         (
             scratch.memory("first", 2 * room if decoder[1] else room),
             scratch.memory("second", room if has_two_steps else 0),
@@ -100,6 +107,7 @@ def _natively(
         ),
         scratch.addresses.table,
         layout.verified,
+        (keep.is_wanted, keep.kept, keep.room),
         out.ctypes.data,
         status,
     )
@@ -116,7 +124,7 @@ def _about_codec(layout: ArrayLayout, step: int, codec: str, scratch: Workspace)
     return scratch.tables if codec in decoders.INFLATING else _NO_TABLES
 
 
-def _by_library(part: Part, out: NDArray[Any]) -> tuple[int, int, bool]:
+def _by_library(part: Part, out: NDArray[Any], keep: Keeping) -> tuple[int, int, bool]:
     read, first, last = part.read, part.first, part.last
     layout = read.layout
     full = layout.decoded_nbytes(read.chunk_id[first:last])
@@ -129,6 +137,7 @@ def _by_library(part: Part, out: NDArray[Any]) -> tuple[int, int, bool]:
         ranges = itemsize * np.stack([read.piece_src[own], read.piece_src[own] + read.piece_width[own]], axis=1)
     for c in range(first, last):
         lo, hi = int(read.chunk_pieces[c]), int(read.chunk_pieces[c + 1])
+        is_kept = keep.slab is not None and bool(keep.is_wanted[c - first])
         stored, limit = int(read.chunk_nbytes[c]), int(read.chunk_limit[c])
         if stored == 0:
             about = float(layout.fill_value), pieces.is_long_whole(layout.dtype)
@@ -142,11 +151,14 @@ def _by_library(part: Part, out: NDArray[Any]) -> tuple[int, int, bool]:
                     part.buffer[place : place + stored],
                     stored if layout.is_raw else int(full[c - first]),
                     itemsize,
-                    None if ranges is None else ranges[lo - before : hi - before],
+                    None if ranges is None or is_kept else ranges[lo - before : hi - before],
                 )
             except codecs.DecodeError as error:
                 raise corrupt(read, c, str(error)) from error
-            code = pieces.copy_pieces(_typed(plain, layout.dtype), lo, hi, *where, *strides, limit, out)
+            typed = _typed(plain, layout.dtype)
+            code = pieces.copy_pieces(typed, lo, hi, *where, *strides, limit, out)
+            if is_kept and code >= 0:
+                keeping.keep_array(typed, read.target == "indices", keep.kept, c - first, keep.room)
         if code < 0:
             raise bad_chunk(read, c, code)
         is_rounded |= code > 0

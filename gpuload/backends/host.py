@@ -14,17 +14,19 @@ import logging
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.backends.buffers import BufferPool
 from gpuload.backends.decoding import TWO_AHEAD_NBYTES, VERIFY, Part, decode
+from gpuload.backends.memory_cache import MemoryCache
 from gpuload.backends.reading import read_extents
 from gpuload.backends.workspace import Workspace
 from gpuload.checks import check_choice, check_whole
 from gpuload.errors import CorruptDataError
-from gpuload.layout import MAX_GAP
+from gpuload.layout import MAX_GAP, select_chunks
 from gpuload.machine import usable_cores
 from gpuload.threads import DaemonThreads
 
@@ -43,6 +45,9 @@ _log = logging.getLogger("gpuload")
 TASK_NBYTES = 8 << 20
 """Decoded bytes per task: long compared with a task's overhead, short compared with a fetch (some 200 MB decoded)."""
 
+KEPT_NBYTES = 32 << 20
+"""Decoded bytes per task that copies from the cache, which takes a fraction of the time of decoding."""
+
 FAR_PARTS = 16
 """Maximum number of tasks whose bytes are in transfer over a network or waiting to be decoded: some 100 MB."""
 
@@ -60,14 +65,17 @@ class HostLoads:
     ----------
     verify
         ``"once"``, ``"always"`` or ``"never"``: when checksums are verified.
+    cache_nbytes
+        Memory in which `fill` keeps decoded chunks.
     """
 
-    def __init__(self, n: int, verify: str, stats: Stats, rounding: RoundingWarning) -> None:
+    def __init__(self, n: int, verify: str, stats: Stats, rounding: RoundingWarning, *, cache_nbytes: int = 0) -> None:
         check_choice("verify", verify, VERIFY)
         self._verify, self._stats, self._rounding = verify, stats, rounding
         self._threads = ThreadPoolExecutor(n, thread_name_prefix=f"{THREADS}load")
         self._far_reads = DaemonThreads(FAR_PARTS, f"{THREADS}read")
         self._stored = BufferPool(max_idle=FAR_PARTS)
+        self._cache = MemoryCache(cache_nbytes, n)
         self._scratch_nbytes: dict[tuple[int, str], int] = {}
         self.scratch = Workspace(self._scratch_nbytes)
         """Working memory of each thread, of these and of others that ask for it."""
@@ -76,6 +84,22 @@ class HostLoads:
     def peak_nbytes(self) -> int:
         """Peak memory, in bytes."""
         return sum(self._scratch_nbytes.copy().values()) + self._stored.peak_nbytes
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Memory that the cache has taken, in bytes."""
+        return self._cache.used_nbytes
+
+    def fill(self, read: ArrayRead, out: NDArray[Any]) -> list[Future[None]]:
+        """Start to fill a flat array with what a read wants: from the cache what that has, the rest from the source."""
+        is_kept, tasks = self._cache.has(read), []
+        if is_kept.any():
+            kept = read if is_kept.all() else select_chunks(read, is_kept)
+            tasks = [self._threads.submit(self._copy, kept, lo, hi, out) for lo, hi in kept.parts(KEPT_NBYTES)]
+            if kept is read:
+                return tasks
+            read = select_chunks(read, ~is_kept)
+        return tasks + self.start(read, read.parts(TASK_NBYTES), partial(self.decode, out=out), out)
 
     def start(
         self,
@@ -102,7 +126,11 @@ class HostLoads:
     def decode(self, part: Part, out: NDArray[Any]) -> None:
         """Decode a part in one of these threads, and copy its pieces into an array."""
         start = time.perf_counter()
-        decoded, n_partial, is_rounded = decode(part, out, self.scratch, self._verify)
+        keep = self._cache.reserve(part.read, part.first, part.last)
+        try:
+            decoded, n_partial, is_rounded = decode(part, out, self.scratch, self._verify, keep)
+        finally:
+            self._cache.settle(part.read, part.first, keep)
         if is_rounded and out.itemsize == 4:
             self._rounding.warn(part.read)
         counted = {"decoded_nbytes": decoded, "n_chunks": part.last - part.first, "n_chunks_partial": n_partial}
@@ -113,6 +141,15 @@ class HostLoads:
         self._far_reads.close(0)  # a request may take long, and its bytes are dropped
         self._threads.shutdown(wait=not is_one_of_ours(), cancel_futures=True)
         self._stored.clear()
+        if not is_one_of_ours():  # else tasks may be running, which copy from it; it goes with the last of them
+            self._cache.clear()
+
+    def _copy(self, read: ArrayRead, lo: int, hi: int, out: NDArray[Any]) -> None:
+        """Copy what is wanted of extents ``lo:hi`` of one array from the cache."""
+        start = time.perf_counter()
+        first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
+        self._cache.copy(read, first, last, out)
+        self._stats.spent("decode_s", start, n_chunks=last - first, n_chunks_cached=last - first)
 
     def _near(self, read: ArrayRead, lo: int, hi: int, use: Callable[[Part], None], out: NDArray[Any] | None) -> None:
         """Read extents ``lo:hi`` of one array, and call the function with them."""

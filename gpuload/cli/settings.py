@@ -31,6 +31,7 @@ _NAMES = (
     "prefetch",
     "num_threads",
     "verify",
+    "memory_cache",
     "device_memory",
     "device_cache",
     "host_decode",
@@ -76,6 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--num-threads", type=whole_number, metavar="N", help="native threads (default: one per usable core)"
+    )
+    group.add_argument(
+        "--memory-cache",
+        metavar="SIZE",
+        help="memory to keep decoded chunks in for later epochs, such as 20GiB, on the CPU (default: none)",
     )
     group.add_argument("--device-memory", metavar="SIZE", help="GPU memory limit, such as 20GiB (default: no limit)")
     group.add_argument(

@@ -64,6 +64,7 @@ class CudaBackend:
     """
 
     takes_ahead = 0
+    host_cache_nbytes = 0
 
     def __init__(
         self,

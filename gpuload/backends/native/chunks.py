@@ -18,6 +18,7 @@ from numba import types
 
 from gpuload.backends.native.decoders import call_check, call_one, call_two, call_unshuffle
 from gpuload.backends.native.inflate import suit_interleaving
+from gpuload.backends.native.keeping import keep
 from gpuload.backends.native.pieces import BAD_COLUMN, MAX_EXACT, call_copy, call_fill
 from gpuload.backends.native.words import copy_bytes, double_bits, inline, native
 
@@ -134,6 +135,7 @@ def decode_chunks(
     scratch: Any,
     addresses: Any,
     verified: Any,
+    keeping: Any,
     out: int,
     status: Any,
 ) -> int:
@@ -154,8 +156,8 @@ def decode_chunks(
         unencoded storage, of any size; `NEVER`, `ONCE` or `ALWAYS`, and if nothing is left to verify, decoding stops at
         the last byte wanted; the value of chunks never written.
     functions
-        As returned by `decoders.addresses_of` and `pieces.addresses_of`, and `decoders.address_of` shuffle, fletcher32
-        and crc32c. Those that are not needed may be 0.
+        As returned by `decoders.addresses_of` and `pieces.addresses_of`, `decoders.address_of` shuffle, fletcher32
+        and crc32c, and `keeping.address_of`. Those that are not needed may be 0.
     scratch : three of uint8
         The first two for the largest chunk; with a two-chunk decoder, the first has room for two, in halves of whole
         elements. The last is the inflater's workspace, or what else the decoder takes in its place.
@@ -163,6 +165,8 @@ def decode_chunks(
         Of library functions, in the order that `frames` defines.
     verified : uint8
         Per chunk of the layout, whether its checksum has been found correct; set here.
+    keeping
+        Whether to keep each chunk, in a cache, where, and in what room: arrays as in `memory_cache.Keeping`.
     out
         Address of the resident's array.
     status : (3,) int64
@@ -174,7 +178,8 @@ def decode_chunks(
         Number of chunks, or ``-1 - c`` if chunk c is bad, with the reason in ``status[0]``.
     """
     shuffle, codec, fletcher, crc, src_stride, dest_stride, itemsize, is_raw, verify, fill_value = spec
-    decode_one, decode_two, copy, fill, unshuffle, is_fletcher32, is_crc32c = functions
+    decode_one, decode_two, copy, fill, unshuffle, is_fletcher32, is_crc32c, keep_elements = functions
+    is_wanted, kept, room = keeping
     half = scratch[0].size // 2 if decode_two != 0 else 0
     stored, plain = np.int64(buffer.ctypes.data), np.int64(scratch[0].ctypes.data)
     work, tables = np.int64(scratch[1].ctypes.data), np.int64(scratch[2].ctypes.data)
@@ -202,6 +207,9 @@ def decode_chunks(
         if is_raw:
             size = n
         from_item, to_item = _items_needed(lo, hi, pieces, src_stride)
+        is_kept = keep_elements != 0 and is_wanted[c]
+        if is_kept:
+            from_item, to_item = 0, size // itemsize
         need = size if is_shuffled else to_item * itemsize
         at = 0
         if _is_applied(codec, mask):
@@ -214,6 +222,7 @@ def decode_chunks(
             elif n_next > 0 and table[4, c + 1] == size and suit_interleaving(n, n_next, size):
                 ahead = c + 1
                 _, to_next = _items_needed(hi, chunk_pieces[ahead + 1], pieces, src_stride)
+                is_next_whole = shuffle >= 0 or (keep_elements != 0 and is_wanted[ahead])
                 both = call_two(
                     decode_two,
                     (
@@ -225,7 +234,7 @@ def decode_chunks(
                         stored + table[0, ahead],
                         n_next,
                         plain + half,
-                        size if shuffle >= 0 else to_next * itemsize,
+                        size if is_next_whole else to_next * itemsize,
                         np.int64(_is_due(verify, verified[table[2, ahead]])),
                         size,
                         tables,
@@ -258,4 +267,6 @@ def decode_chunks(
         if code < 0:
             return _bad(c, code, status)
         status[2] |= code == MAX_EXACT
+        if is_kept:
+            keep(keep_elements, decoded, size // itemsize, kept, c, room)
     return table.shape[1]

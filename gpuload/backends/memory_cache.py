@@ -1,0 +1,208 @@
+"""Cache of decoded chunks in host memory, so that later epochs neither read nor decode them.
+
+A chunk is kept in the smallest type that holds its values (`native.keeping`): the gene numbers and counts of a gzip
+file take about a fifth more room than the file does. Nothing is ever evicted: when every epoch reads everything once,
+in a different order, eviction gains nothing. What is stored unencoded is not kept, as the page cache has it already.
+
+Memory is allocated in slabs, in each of which one thread at a time keeps chunks one after the other, since the room
+that a chunk takes is known only once it is decoded.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuload.backends.buffers import ALIGNMENT
+from gpuload.backends.damage import bad_chunk
+from gpuload.backends.native import keeping, pieces
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gpuload.layout import ArrayLayout
+    from gpuload.types import ArrayRead
+
+SLAB_NBYTES = 64 << 20
+"""Usual size of a slab, in bytes: room for the chunks of some dozen tasks."""
+
+_MOST_SLABS = 256
+"""A cache of more slabs of that size has larger ones in place of more."""
+
+_SLABS_PER_THREAD = 8
+"""A cache with room for fewer has smaller ones: while each thread has one, others should be left."""
+
+
+@dataclass(slots=True, eq=False)
+class _Slab:
+    """Memory that chunks are kept in: the addresses of what is left of it."""
+
+    start: int
+    end: int
+
+
+@dataclass(slots=True, eq=False)
+class _Chunks:
+    """The chunks of a layout; arrays are (n_chunks,).
+
+    Attributes
+    ----------
+    layout
+        Kept alive, so that its id is not reused.
+    address
+        Address of each chunk's elements, or 0 if it is not kept.
+    itemsize
+        Bytes per element in which it is kept.
+    is_taken
+        Whether a task is about to keep it, or it is kept, or cannot be.
+    """
+
+    layout: ArrayLayout
+    address: NDArray[np.int64]
+    itemsize: NDArray[np.int64]
+    is_taken: NDArray[np.bool_]
+
+
+@dataclass(slots=True, eq=False)
+class Keeping:
+    """What a task should keep of the chunks that it decodes, and where; arrays are (n_chunks,) of the task.
+
+    Attributes
+    ----------
+    is_wanted
+        Whether to keep each chunk, so whether to decode it whole.
+    kept : (2, n_chunks) int64
+        Receives the address of each, or 0; and the bytes per element, or why it is not kept (`native.keeping`).
+    room : (2,) int64
+        Address of the room that is left, and its end; the first is advanced.
+    slab
+        Of which the room is; None if nothing is to be kept.
+    """
+
+    is_wanted: NDArray[np.bool_]
+    kept: NDArray[np.int64]
+    room: NDArray[np.int64]
+    slab: _Slab | None = None
+
+
+NOTHING = Keeping(np.zeros(0, dtype=bool), np.zeros((2, 0), dtype=np.int64), np.zeros(2, dtype=np.int64))
+"""Nothing to keep."""
+
+
+class MemoryCache:
+    """Decoded chunks in at most `nbytes` of host memory, for `n_threads` that keep them; with 0, none is kept."""
+
+    def __init__(self, nbytes: int, n_threads: int) -> None:
+        self._nbytes = self._left = nbytes
+        self._slab_nbytes = min(max(SLAB_NBYTES, nbytes // _MOST_SLABS), nbytes // (_SLABS_PER_THREAD * n_threads))
+        self._memory: list[NDArray[np.uint8]] = []
+        self._idle: list[_Slab] = []
+        self._chunks: dict[int, _Chunks] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def used_nbytes(self) -> int:
+        """Memory allocated, in bytes."""
+        return self._nbytes - self._left
+
+    def has(self, read: ArrayRead) -> NDArray[np.bool_]:
+        """Return which chunks of a read are kept."""
+        known = self._chunks.get(id(read.layout))
+        if known is None:
+            return np.zeros(read.chunk_id.size, dtype=bool)
+        with self._lock:
+            return np.asarray(known.address[read.chunk_id] != 0)
+
+    def copy(self, read: ArrayRead, first: int, last: int, out: NDArray[Any]) -> None:
+        """Copy the pieces of chunks ``first:last`` of a read, all of which are kept, into a flat array.
+
+        Raises
+        ------
+        CorruptDataError
+            A chunk holds a column number outside the matrix.
+        """
+        known, layout, chunks = self._chunks[id(read.layout)], read.layout, read.chunk_id[first:last]
+        with self._lock:
+            table = np.stack([known.address[chunks], known.itemsize[chunks], read.chunk_limit[first:last]])
+        n = keeping.copy_kept(
+            table,
+            read.chunk_pieces[first : last + 1],
+            (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows),
+            (layout.src_stride, layout.dest_stride),
+            tuple(
+                pieces.addresses_of(kind, out.dtype, may_fill=False)[0] if (table[1] == kind.itemsize).any() else 0
+                for kind in keeping.kinds(read.target == "indices")
+            ),
+            out.ctypes.data,
+        )
+        if n < 0:
+            raise bad_chunk(read, first - 1 - n, pieces.BAD_COLUMN)
+
+    def reserve(self, read: ArrayRead, first: int, last: int) -> Keeping:
+        """Return what to keep of chunks ``first:last`` of a read.
+
+        Other tasks find it only after `settle`, which must follow.
+        """
+        layout, chunks = read.layout, read.chunk_id[first:last]
+        if not self._nbytes or layout.is_raw:
+            return NOTHING
+        with self._lock:
+            known = self._of(layout)
+            is_wanted = (read.chunk_nbytes[first:last] > 0) & ~known.is_taken[chunks]
+            n_items = layout.decoded_nbytes(chunks[is_wanted]) // layout.dtype.itemsize
+            slab = self._slab_for(int((keeping.MOST_NBYTES * n_items + keeping.SLOT).sum())) if n_items.size else None
+            if slab is None:
+                return NOTHING
+            known.is_taken[chunks[is_wanted]] = True
+        kept = np.zeros((2, chunks.size), dtype=np.int64)
+        kept[1] = keeping.UNTRIED
+        return Keeping(is_wanted, kept, np.array([slab.start, slab.end]), slab)
+
+    def settle(self, read: ArrayRead, first: int, made: Keeping) -> None:
+        """Publish what a task has kept; let others use the rest of its slab, and keep what it could not."""
+        slab, (address, itemsize) = made.slab, made.kept
+        if slab is None:
+            return
+        chunks = read.chunk_id[first : first + itemsize.size]
+        is_kept, is_left = address > 0, made.is_wanted & (itemsize < 0)
+        with self._lock:
+            known = self._of(read.layout)
+            known.itemsize[chunks[is_kept]] = itemsize[is_kept]
+            known.address[chunks[is_kept]] = address[is_kept]
+            known.is_taken[chunks[is_left]] = False
+            slab.start = int(made.room[0])
+            if is_kept.any() or not (itemsize == keeping.NO_ROOM).any():  # else it is full
+                self._idle.append(slab)
+
+    def clear(self) -> None:
+        """Free the memory, once no task is running."""
+        with self._lock:
+            self._chunks.clear()
+            self._idle.clear()
+            self._memory.clear()
+            self._nbytes = self._left = 0
+
+    def _slab_for(self, nbytes: int) -> _Slab | None:
+        """Return a slab that has so much room, if possible; None if none has any that is not in use."""
+        found = max(self._idle, key=lambda slab: slab.end - slab.start, default=None)
+        if self._left and (found is None or found.end - found.start < nbytes):
+            size = min(self._left, max(nbytes, self._slab_nbytes))
+            self._memory.append(np.empty(size + ALIGNMENT, dtype=np.uint8))
+            self._left -= size
+            start = self._memory[-1].ctypes.data
+            start += -start % ALIGNMENT
+            return _Slab(start, start + size)
+        if found is not None:
+            self._idle.remove(found)
+        return found
+
+    def _of(self, layout: ArrayLayout) -> _Chunks:
+        known = self._chunks.get(id(layout))
+        if known is None:
+            n = layout.chunk_offset.size
+            numbers = np.zeros(n, dtype=np.int64)
+            known = self._chunks[id(layout)] = _Chunks(layout, numbers, numbers.copy(), np.zeros(n, dtype=bool))
+        return known

@@ -1,0 +1,205 @@
+"""Keep decoded chunks in the smallest type that holds their values, and copy pieces of them from there.
+
+`chunks.decode_chunks` calls the function that keeps a chunk by address, so a new dtype compiles only that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from gpuload.backends.native.calls import Callback, caller
+from gpuload.backends.native.parts import OVERLOADED
+from gpuload.backends.native.pieces import MAX_EXACT, call_copy
+from gpuload.backends.native.words import I64, array_at, inline, native
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SLOT = 16
+"""Alignment in bytes of what is kept."""
+
+MOST_NBYTES = 4
+"""Bytes per element, at most, in which chunks are kept."""
+
+UNTRIED = -2
+"""In place of the bytes per element of a chunk: it was not decoded."""
+
+NO_ROOM = -1
+"""In that place: there was no room for it."""
+
+NOT_EXACT = 0
+"""In that place: no type in which chunks are kept holds its values as the resident's does."""
+
+call_keep = caller(I64, *[I64] * 4)
+"""Call `keep_elements`: the address of the elements and their number, the address of the room and its bytes."""
+
+
+def itemsize_for(src: Any, are_columns: bool) -> int:
+    """Return the bytes per element in which elements are kept: 1 or 2, unsigned; 4; or `NOT_EXACT`."""
+    raise NotImplementedError
+
+
+@overload(itemsize_for, jit_options=OVERLOADED)
+def _itemsize_for(src: Any, are_columns: bool) -> Callable[..., int]:
+    if isinstance(src.dtype, types.Integer):
+
+        def integers(src: Any, are_columns: bool) -> int:
+            low = high = src.dtype.type(0)
+            for k in range(src.size):
+                value = src[np.uint64(k)]
+                low, high = min(low, value), max(high, value)
+            least, most = np.float64(low), np.float64(high)
+            if least >= 0 and most < 1 << 16:
+                return 1 if most < 1 << 8 else 2
+            if are_columns:
+                return 4 if least >= 0 and most < 1 << 31 else NOT_EXACT
+            return 4 if -least <= MAX_EXACT and most <= MAX_EXACT else NOT_EXACT
+
+        return integers
+
+    def floats(src: Any, are_columns: bool) -> int:
+        are_counts, are_single, high = True, True, src.dtype.type(0)
+        for k in range(src.size):
+            value = src[np.uint64(k)]
+            are_counts &= (np.floor(value) == value) & (not np.signbit(value))
+            are_single &= np.isfinite(np.float32(value)) | (not np.isfinite(value))
+            high = max(high, value)
+        if are_counts and high < 1 << 16:
+            return 1 if high < 1 << 8 else 2
+        return 4 if are_single and not are_columns else NOT_EXACT
+
+    return floats
+
+
+@native
+def keep_elements(src: Any, are_columns: bool, to: int, room: int) -> int:
+    """Copy the elements of a decoded chunk to an address, in the smallest type that holds them all.
+
+    Whole numbers from 0 to 65,535 take one or two bytes each; others four, column numbers as int32 and values as
+    float32. Negative zero is not a whole number here.
+
+    Parameters
+    ----------
+    src : (n,) integers or floats
+    are_columns
+        Whether they are column numbers.
+    to, room
+        The address, and the bytes of room there.
+
+    Returns
+    -------
+    int
+        Bytes per element; `NO_ROOM`; or `NOT_EXACT` if four bytes do not do: for column numbers outside int32,
+        integers that float32 rounds, and finite numbers beyond float32, of which whoever reads them must be told.
+    """
+    itemsize = itemsize_for(src, are_columns)
+    n = src.size
+    if n * itemsize > room:
+        return NO_ROOM
+    if itemsize == 1:
+        bytes_out = array_at(to, n, np.uint8)
+        for k in range(n):
+            bytes_out[np.uint64(k)] = src[np.uint64(k)]
+    elif itemsize == 2:
+        shorts_out = array_at(to, n, np.uint16)
+        for k in range(n):
+            shorts_out[np.uint64(k)] = src[np.uint64(k)]
+    elif itemsize == 4 and are_columns:
+        columns_out = array_at(to, n, np.int32)
+        for k in range(n):
+            columns_out[np.uint64(k)] = src[np.uint64(k)]
+    elif itemsize == 4:
+        values_out = array_at(to, n, np.float32)
+        for k in range(n):
+            values_out[np.uint64(k)] = src[np.uint64(k)]
+    return itemsize
+
+
+@inline
+def keep(function: int, at: int, n: int, kept: Any, c: int, room: Any) -> None:
+    """Keep the n elements of chunk c, which are at an address, if there is room.
+
+    Parameters
+    ----------
+    function
+        For `call_keep`.
+    kept : (2, n_chunks) int64
+        Receives the address of the chunk's elements, and the bytes of each, or why it is not kept.
+    room : (2,) int64
+        Address of the room that is left, and its end; updated.
+    """
+    _note(call_keep(function, (at, n, room[0], room[1] - room[0])), n, kept, c, room)
+
+
+@native
+def keep_array(src: Any, are_columns: bool, kept: Any, c: int, room: Any) -> None:
+    """Keep the elements of chunk c, an array, as `keep` does."""
+    _note(keep_elements(src, are_columns, room[0], room[1] - room[0]), src.size, kept, c, room)
+
+
+@inline
+def _note(itemsize: int, n: int, kept: Any, c: int, room: Any) -> None:
+    kept[1, c] = itemsize
+    if itemsize > 0:
+        kept[0, c] = room[0]
+        room[0] += (n * itemsize + SLOT - 1) // SLOT * SLOT
+
+
+@native
+def copy_kept(table: Any, chunk_pieces: Any, pieces: Any, strides: Any, copiers: Any, out: int) -> int:
+    """Copy the wanted pieces of kept chunks into the resident's array.
+
+    Parameters
+    ----------
+    table : (3, n_chunks) int64
+        Address and bytes per element of each, as kept, and its limit; see `ArrayRead`.
+    chunk_pieces, pieces
+        As in `ArrayRead`; `pieces` are its four arrays.
+    strides
+        Row strides, in elements, of a decoded chunk and of the resident's array.
+    copiers : three of int
+        For `call_copy` from elements of 1, 2 and 4 bytes.
+    out
+        Address of the resident's array.
+
+    Returns
+    -------
+    int
+        Number of chunks, or ``-1 - c`` if chunk c holds a column number outside the matrix.
+    """
+    src, dest, width, rows = pieces
+    at = np.int64(src.ctypes.data), np.int64(dest.ctypes.data), np.int64(width.ctypes.data), np.int64(rows.ctypes.data)
+    for c in range(table.shape[1]):
+        itemsize = table[1, c]
+        copy = copiers[0] if itemsize == 1 else copiers[1] if itemsize == 2 else copiers[2]
+        of_chunk = table[0, c], chunk_pieces[c], chunk_pieces[c + 1], *at, strides[0], strides[1], table[2, c], out
+        if call_copy(copy, of_chunk) < 0:
+            return -1 - c
+    return table.shape[1]
+
+
+def kinds(are_columns: bool) -> tuple[np.dtype[Any], ...]:
+    """Return the types in which elements are kept, narrowest first."""
+    return np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.int32 if are_columns else np.float32)
+
+
+_keepers: dict[tuple[np.dtype[Any], bool], Callback] = {}
+
+
+def address_of(stored: np.dtype[Any], are_columns: bool) -> int:
+    """Return the address for `call_keep`, for elements of a dtype."""
+    found = _keepers.get((stored, are_columns))
+    if found is None:  # keep just one, whichever thread made it: compiled code lives as long as its `Callback`
+        found = _keepers.setdefault((stored, are_columns), _keeper(stored, are_columns))
+    return found.address
+
+
+def _keeper(stored: np.dtype[Any], are_columns: bool) -> Callback:
+    def keep_at(at: int, n: int, to: int, room: int) -> int:
+        return keep_elements(array_at(at, n, stored), are_columns, to, room)
+
+    return Callback(keep_at)

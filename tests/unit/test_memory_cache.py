@@ -1,0 +1,370 @@
+"""Decoded chunks kept in memory: later epochs deliver the same cells, and read and decode nothing that was kept."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import anndata
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy.sparse import csr_matrix
+
+import gpuload
+from gpuload.backends import memory_cache
+from gpuload.backends.memory_cache import MemoryCache
+from gpuload.backends.native import keeping
+from tests.writers import counts, write_csr, write_h5ad
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.conftest import StoreVariant
+    from tests.variants import Stored
+
+SMALL = {"batch_size": 7, "fetch_factor": 4, "block_size": 3, "device": "cpu"}
+
+MIB = 1 << 20
+
+
+def assert_epoch(loader: gpuload.Loader, expected: np.ndarray) -> tuple[int, int]:
+    """Compare an epoch; return the bytes that it read and decoded."""
+    before = loader.stats.read_nbytes, loader.stats.decoded_nbytes
+    n_rows = 0
+    for batch in loader:
+        X = batch.X.toarray() if isinstance(batch.X, csr_matrix) else batch.X
+        np.testing.assert_array_equal(X, expected[batch.rows])
+        n_rows += len(batch)
+    assert n_rows == len(expected)
+    return loader.stats.read_nbytes - before[0], loader.stats.decoded_nbytes - before[1]
+
+
+def write_gzip(path: Path, X: csr_matrix) -> None:
+    """Write a file whose values, and gene numbers, are one chunk each."""
+    whole = {"chunks": (X.nnz,), "compression": "gzip"}
+    write_h5ad(
+        path,
+        lambda file: write_csr(file, "X", X, data=whole, indices=whole, indices_dtype=np.int64),
+        n_obs=X.shape[0],
+        n_vars=X.shape[1],
+    )
+
+
+def is_encoded(stored: Stored) -> bool:
+    """Return whether the arrays that a reader of rows decodes have filters."""
+    with h5py.File(stored.path) as file:
+        X = file[{"X": "X", "raw.X": "raw/X"}.get(stored.layer, f"layers/{stored.layer}")]
+        arrays = [X] if isinstance(X, h5py.Dataset) else [X["data"], X["indices"]]
+        return all(array.size and array._filters for array in arrays)
+
+
+@pytest.mark.parametrize("output", ["dense", "csr"])
+def test_every_form_is_the_same_in_each_epoch(stored: Stored, output: str) -> None:
+    settings = {**SMALL, "memory_cache": 64 * MIB, "output": output}
+    with gpuload.open_loader(stored.path, layer=stored.layer, **settings) as loader:
+        taken = [assert_epoch(loader, stored.dense) for _ in range(3)]
+        if is_encoded(stored):
+            assert taken[2] == (0, 0)
+            assert loader.stats.n_chunks_cached > 0
+        assert loader.stats.n_chunks_cached <= loader.stats.n_chunks
+        assert loader.memory()["cache"] <= 64 * MIB
+
+
+@pytest.mark.parametrize("verify", ["once", "always", "never"])
+@pytest.mark.parametrize("nbytes", [1, 500, 5_000, 50_000])
+@pytest.mark.parametrize("kind", ["csr-gzip4-shuffle", "dense-gzip4", "csr-data-f8", "csr-blosc-blosclz-shuffle"])
+def test_a_cache_without_room_for_all(store_variant: StoreVariant, kind: str, nbytes: int, verify: str) -> None:
+    stored = store_variant(kind)
+    with gpuload.open_loader(stored.path, memory_cache=nbytes, verify=verify, num_threads=3, **SMALL) as loader:
+        for _ in range(4):
+            assert_epoch(loader, stored.dense)
+        assert loader.memory()["cache"] <= nbytes
+        if nbytes >= 5_000:
+            assert loader.stats.n_chunks_cached > 0
+
+
+def test_no_more_than_the_values_need(tmp_path: Path) -> None:
+    """Counts below 256 take a byte each, and gene numbers below 65,536 two."""
+    cells, chunks = counts(2_000, 400), {"chunks": (256,), "compression": "gzip"}
+    write_h5ad(
+        tmp_path / "cells.h5ad",
+        lambda file: write_csr(file, "X", cells, data=chunks, indices=chunks),
+        n_obs=2_000,
+        n_vars=400,
+    )
+    needed = cells.nnz * 3
+    for share, is_whole in ((1.1, True), (0.9, False)):
+        with gpuload.open_loader(
+            tmp_path / "cells.h5ad", memory_cache=int(share * needed), num_threads=1, **SMALL
+        ) as loader:
+            for _ in range(2):
+                assert_epoch(loader, cells.toarray())
+            assert (assert_epoch(loader, cells.toarray()) == (0, 0)) == is_whole
+
+
+def test_all_matrices_of_a_loader_share_it(tmp_path: Path) -> None:
+    X, other = counts(60, 30), counts(60, 30).multiply(0.5).tocsr()
+    embedding = np.random.default_rng(0).random((60, 5), dtype=np.float32)
+    paths = []
+    for k in range(3):
+        part = anndata.AnnData(X[20 * k : 20 * k + 20], layers={"other": other[20 * k : 20 * k + 20]})
+        part.obsm["X_pca"] = embedding[20 * k : 20 * k + 20]
+        paths.append(tmp_path / f"{k}.h5ad")
+        part.write_h5ad(paths[-1], compression="gzip")
+    with gpuload.open_loader(
+        paths, layer=["X", "other"], obsm="X_pca", memory_cache="1MiB", output="csr", **SMALL
+    ) as loader:
+        for _ in range(3):
+            read = loader.stats.read_nbytes
+            for batch in loader:
+                np.testing.assert_array_equal(batch.X.toarray(), X[batch.rows].toarray())
+                np.testing.assert_array_equal(batch.layers["other"].toarray(), other[batch.rows].toarray())
+                np.testing.assert_array_equal(batch.obsm["X_pca"], embedding[batch.rows])
+        assert loader.stats.read_nbytes == read
+        np.testing.assert_array_equal(loader.take([3, 50, 3]).X.toarray(), X[[3, 50, 3]].toarray())
+        assert loader.stats.read_nbytes == read
+
+
+def test_take_fills_it_too(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, memory_cache="1MiB", device="cpu") as loader:
+        for _ in range(2):
+            read = loader.stats.read_nbytes
+            np.testing.assert_array_equal(loader.take([130, 0]).X, plain.dense[[130, 0]])
+        assert loader.stats.read_nbytes == read
+
+
+def test_closing_frees_it(plain: Stored) -> None:
+    loader = gpuload.open_loader(plain.path, memory_cache="1MiB", **SMALL)
+    list(loader)
+    assert 0 < loader.memory()["cache"] <= MIB
+    loader.close()
+    assert loader.memory()["cache"] == 0
+
+
+# --- what is kept
+
+
+def kept(src: np.ndarray, are_columns: bool, room: int | None = None) -> tuple[int, np.ndarray]:
+    """Keep elements; return the code, and the memory, of which the last bytes were not to be touched."""
+    memory = np.full(4 * src.size + 64, 0xA5, dtype=np.uint8)
+    code = keeping.keep_elements(src, are_columns, memory.ctypes.data, 4 * src.size if room is None else room)
+    return code, memory
+
+
+NUMBERS = st.sampled_from(["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"])
+EDGES = [0, 1, 254, 255, 256, 65_534, 65_535, 65_536, 1 << 24, (1 << 24) + 1, (1 << 31) - 1, 1 << 31, -1, -(1 << 24)]
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> np.ndarray:
+    dtype = np.dtype(draw(NUMBERS))
+    if dtype.kind == "f":
+        items = st.one_of(
+            st.sampled_from([*map(float, EDGES), -0.0, 0.5, np.nan, np.inf, -np.inf, 3.5e38, 1e-50, -7.25]),
+            st.integers(0, 300).map(float),
+        ).map(lambda value: np.array(value).astype(dtype))
+    else:
+        limits = np.iinfo(dtype)
+        known = [edge for edge in [*EDGES, limits.min, limits.max] if limits.min <= edge <= limits.max]
+        items = st.one_of(st.sampled_from(known), st.integers(0, 100))
+    with np.errstate(over="ignore"):
+        return draw(hnp.arrays(dtype, st.integers(1, 40), elements=items))
+
+
+@given(src=chunks(), are_columns=st.booleans())
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_elements_are_kept_in_the_smallest_type_that_holds_them(src: np.ndarray, are_columns: bool) -> None:
+    expected = 0
+    has_signs = src.dtype.kind == "f" and bool(np.signbit(src).any())
+    for kind in keeping.kinds(are_columns):
+        itemsize = kind.itemsize
+        if src.dtype.kind == "f" and are_columns and itemsize == 4:
+            continue
+        narrow = [int(value) for value in src.tolist() if np.isfinite(value) and value == int(value)]
+        if itemsize < 4:
+            holds = not has_signs and len(narrow) == src.size and 0 <= min(narrow) <= max(narrow) < 1 << 8 * itemsize
+        elif are_columns:
+            holds = 0 <= min(narrow) <= max(narrow) < 1 << 31
+        elif src.dtype.kind == "f":
+            holds = bool((np.isfinite(src) == np.isfinite(src.astype(np.float32))).all())
+        else:
+            holds = max(abs(value) for value in narrow) <= 1 << 24
+        if holds:
+            expected = itemsize
+            break
+    code, memory = kept(src, are_columns)
+    assert code == expected
+    if expected:
+        out = memory[: src.size * expected].view(kind)
+        np.testing.assert_array_equal(out, src.astype(kind))
+        if kind.kind == "f":
+            np.testing.assert_array_equal(np.signbit(out), np.signbit(src))
+    assert (memory[src.size * expected :] == 0xA5).all()
+    if expected:
+        code, memory = kept(src, are_columns, room=src.size * expected - 1)
+        assert code == keeping.NO_ROOM
+        assert (memory == 0xA5).all()
+        assert kept(src, are_columns, room=src.size * expected)[0] == expected
+
+
+def test_negative_zeros_stay_so(tmp_path: Path) -> None:
+    X = counts(40, 20).copy()
+    X.data[::3] = -0.0
+    write_gzip(tmp_path / "a.h5ad", X)
+    with gpuload.open_loader(tmp_path / "a.h5ad", memory_cache="1MiB", output="csr", shuffle=False, **SMALL) as loader:
+        for _ in range(2):
+            found = np.concatenate([batch.X.data for batch in loader])
+            np.testing.assert_array_equal(np.signbit(found), np.signbit(X.data))
+
+
+def test_rounded_integers_are_not_kept_and_told_of_whenever_they_are_read_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the first epoch only other cells of their chunks are read."""
+    X = csr_matrix(np.arange(1, 101, dtype=np.int64).reshape(20, 5))
+    X.data[-1] = (1 << 24) + 1
+    write_gzip(tmp_path / "a.h5ad", X)
+    with gpuload.open_loader(tmp_path / "a.h5ad", memory_cache="1MiB", device="cpu") as loader:
+        for _ in range(2):
+            np.testing.assert_array_equal(loader.take(np.arange(10)).X, X[:10].toarray().astype(np.float32))
+        assert not caplog.records
+        np.testing.assert_array_equal(loader.take([19]).X, X[19].toarray().astype(np.float32))
+    assert "float32 rounds" in caplog.text
+
+
+# --- damage
+
+
+def damage(path: Path, name: str, chunk: int) -> None:
+    with h5py.File(path) as file:
+        info = file[name].id.get_chunk_info(chunk)
+    content = bytearray(path.read_bytes())
+    content[info.byte_offset + info.size // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["data", "indices"])
+def test_a_damaged_chunk_is_never_kept(copy_of: Callable[..., Path], plain: Stored, name: str) -> None:
+    path = copy_of()
+    with h5py.File(path, "r+") as file:  # of three chunks, in one task
+        X = csr_matrix((file["X/data"][()], file["X/indices"][()], file["X/indptr"][()]), plain.dense.shape)
+        del file["X/data"], file["X/indices"]
+        for part in ("data", "indices"):
+            values = getattr(X, part)
+            file["X"].create_dataset(part, data=values, chunks=(values.size // 3 + 1,), compression="gzip")
+    damage(path, f"X/{name}", 1)
+    edge = int(np.searchsorted(X.indptr, X.nnz // 3)) - 2  # cells of the first chunk alone
+    with gpuload.open_loader(path, memory_cache="1MiB", num_threads=1, device="cpu") as loader:
+        for _ in range(3):
+            with pytest.raises(gpuload.CorruptDataError, match=f"chunk 1 of /X/{name} at byte"):
+                loader.take(np.arange(131))
+        read = loader.stats.read_nbytes
+        np.testing.assert_array_equal(loader.take(np.arange(edge)).X, plain.dense[:edge])
+        assert loader.stats.read_nbytes == read  # that was kept, and from the failed reads
+
+
+@pytest.mark.parametrize("columns", [70_000, 1 << 40, -1])
+def test_a_column_outside_the_matrix_is_found_when_it_is_wanted(tmp_path: Path, columns: int) -> None:
+    X = counts(20, 30)
+    indices = X.indices.astype(np.int64)
+    indices[-1] = columns
+    bad = csr_matrix(X.shape, dtype=np.float32)
+    bad.data, bad.indices, bad.indptr = X.data, indices, X.indptr
+    write_gzip(tmp_path / "a.h5ad", bad)
+    with gpuload.open_loader(tmp_path / "a.h5ad", memory_cache="1MiB", device="cpu") as loader:
+        for _ in range(2):
+            np.testing.assert_array_equal(loader.take(np.arange(8)).X, X[:8].toarray())
+        for _ in range(2):
+            with pytest.raises(gpuload.CorruptDataError, match="column number outside the matrix"):
+                loader.take(np.arange(20))
+
+
+def test_a_failed_task_leaves_its_room_to_others(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise MemoryError("of the test")
+
+    with gpuload.open_loader(plain.path, memory_cache=100_000, num_threads=1, **SMALL) as loader:
+        with monkeypatch.context() as patched:
+            patched.setattr("gpuload.backends.host.decode", fail)
+            for _ in range(2):
+                with pytest.raises(MemoryError, match="of the test"):
+                    list(loader)
+        assert_epoch(loader, plain.dense)
+        assert assert_epoch(loader, plain.dense) == (0, 0)
+
+
+# --- threads, and the room
+
+
+def test_a_chunk_is_kept_once_whoever_decodes_it(store_variant: StoreVariant) -> None:
+    """Two tasks have it at a time: blocks end inside chunks, and several fetches are loading."""
+    with gpuload.open_loader(store_variant("csr-gzip4").path, device="cpu") as loader:
+        read = loader.store.recipe(np.array([[0, 131]])).reads[0]
+    cache, n = MemoryCache(MIB, n_threads=2), read.chunk_id.size
+    first, second = cache.reserve(read, 0, n), cache.reserve(read, 0, n)
+    assert first.is_wanted.all()
+    assert second is memory_cache.NOTHING
+    assert not cache.has(read).any()
+    cache.settle(read, 0, first)  # it kept none
+    again = cache.reserve(read, 0, n)
+    assert again.is_wanted.all()
+    again.kept[:, 0] = again.room[0], 2
+    cache.settle(read, 0, again)
+    np.testing.assert_array_equal(cache.has(read), np.arange(n) == 0)
+    rest = cache.reserve(read, 0, n)
+    np.testing.assert_array_equal(rest.is_wanted, np.arange(n) > 0)
+
+
+def test_threads_keep_and_copy_at_the_same_time(tmp_path: Path) -> None:
+    cells = counts(3_000, 200)
+    anndata.AnnData(cells).write_h5ad(tmp_path / "cells.h5ad", compression="gzip")
+    expected, n_takes = cells.toarray(), 150
+    with gpuload.open_loader(tmp_path / "cells.h5ad", memory_cache="8MiB", num_threads=4, device="cpu") as loader:
+        barrier = threading.Barrier(4)
+
+        def take(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            barrier.wait()
+            for _ in range(n_takes):
+                rows = rng.integers(0, 3_000, 5)
+                np.testing.assert_array_equal(loader.take(rows).X, expected[rows])
+
+        with ThreadPoolExecutor(4) as threads:
+            for done in [threads.submit(take, seed) for seed in range(4)]:
+                done.result()
+        assert loader.stats.n_chunks_cached > 0
+        assert loader.memory()["cache"] <= 8 * MIB
+
+
+def test_slabs_have_room_for_the_largest_chunk(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_cache, "SLAB_NBYTES", 64)
+    with gpuload.open_loader(plain.path, memory_cache="1MiB", num_threads=2, **SMALL) as loader:
+        for _ in range(3):
+            read = assert_epoch(loader, plain.dense)
+        assert read == (0, 0)
+        assert loader.memory()["cache"] < MIB // 2
+
+
+# --- settings
+
+
+def test_a_gpu_has_a_cache_of_its_own(plain: Stored) -> None:
+    with pytest.raises(gpuload.PlanError, match=r"^memory_cache='1GiB': .*use device_cache, or device='cpu'\.$"):
+        gpuload.open_loader(plain.path, memory_cache="1GiB", device="cuda:0")
+
+
+def test_more_than_the_machine_has(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(gpuload.PlanError, match=r"^memory_cache='900TB': this machine has .* GB; use less\.$"):
+        gpuload.open_loader(plain.path, memory_cache="900TB", device="cpu")
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: MIB + 30_000)
+    told = rf"this machine, beside memory_cache={MIB}, has 0\.0 GB"
+    for settings in ({"fetch_factor": 256}, {"fetch_factor": 1, "batch_size": 100, "prefetch": 1}):
+        gpuload.open_loader(plain.path, device="cpu", memory_cache=1000, **settings).close()
+        with pytest.raises(gpuload.PlanError, match=told):
+            gpuload.open_loader(plain.path, device="cpu", memory_cache="1MiB", **settings)
