@@ -56,6 +56,11 @@ def _blocks(common: dict[str, Any], block_size: int | str, **more: Any) -> dict[
     return {**common, "order": "blocks", "block_size": block_size, **more}
 
 
+def _kept(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of a later epoch, for which decoded chunks are kept in memory."""
+    return {**settings, "n_epochs_before": 1, "memory_cache": "4GiB"}
+
+
 def _dense(batch_size: int, fetch_factor: int) -> list[Arm]:
     """Shuffled, dense float32, minibatches as diverse as random ones."""
     common = {"batch_size": batch_size, "fetch_factor": fetch_factor, "output": "dense"}
@@ -68,6 +73,7 @@ def _dense(batch_size: int, fetch_factor: int) -> list[Arm]:
         ("gpuload/dense/3-chunks", "gpuload_torch", three),
         ("gpuload/dense/chunk-later", "gpuload_torch", _blocks(common, "chunk", n_epochs_before=1)),
         ("gpuload/dense/3-chunks-later", "gpuload_torch", {**three, "n_epochs_before": 1}),
+        ("gpuload-kept/dense/chunk", "gpuload_torch", _kept(_blocks(common, "chunk"))),
         ("gpuload/dense/16", "gpuload_torch", _blocks(common, SCDATASET_BLOCK)),
         ("scdataset/dense/16", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),
         ("scdataset-mask/dense/16", "scdataset_backed", {**scdataset, "rows_by": "mask"}),
@@ -106,6 +112,7 @@ def _csr(batch_size: int, fetch_factor: int) -> list[Arm]:
         ("gpuload/csr/3-chunks", "gpuload_torch", _blocks(common, "3 chunks", fetch_factor=fetch_factor * 21 // 16)),
         ("gpuload/csr/2-chunks-unverified", "gpuload_torch", _blocks(common, "2 chunks", verify="never")),
         ("gpuload/csr/chunk-later", "gpuload_torch", _blocks(common, "chunk", n_epochs_before=1)),
+        ("gpuload-kept/csr/chunk", "gpuload_torch", _kept(_blocks(common, "chunk"))),
         ("gpuload/csr/16", "gpuload_torch", _blocks(common, SCDATASET_BLOCK)),
         ("scdataset/csr/16", "scdataset_backed", {**scdataset, "rows_by": "numbers"}),
         ("scdataset-mask/csr/16", "scdataset_backed", {**scdataset, "rows_by": "mask"}),
@@ -151,6 +158,7 @@ def _random(batch_size: int, fetch_factor: int) -> list[Arm]:
     return _group(
         "random",
         ("gpuload/dense/1", "gpuload_torch", common),
+        ("gpuload-kept/dense/1", "gpuload_torch", _kept(common)),
         ("scdataset/dense/1", "scdataset_backed", {**common, "rows_by": "numbers"}),
         ("scdataset-mask/dense/1", "scdataset_backed", {**common, "rows_by": "mask"}),
         ("mapped-collection/dense/1", "mapped_collection", single),

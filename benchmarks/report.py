@@ -54,6 +54,10 @@ RATIOS = (
     ("gpuload/dense/chunk", "annbatch-collection/dense/512", 1.0),
     ("gpuload/csr/2-chunks", "annbatch-collection/csr/512", 1.0),
     ("gpuload/dense/3-chunks-later", "scipy-in-ram/dense", 1.0),
+    ("gpuload-kept/csr/chunk", "gpuload/csr/chunk-later", 2.5),
+    ("gpuload-kept/csr/chunk", "annbatch-collection/csr/512", 1.5),
+    ("gpuload-kept/dense/chunk", "scipy-in-ram/dense", 1.0),
+    ("gpuload-kept/dense/1", "gpuload/dense/1", 3.0),
     ("gpuload/csr/chunk", "scdataset/csr/16", 6.0),
     ("gpuload/csr/2-chunks", "annbatch/csr", 1.5),
     ("gpuload-collection/dense/512", "annbatch-collection/dense/512", 2.0),
@@ -116,19 +120,32 @@ HEADLINE = (
     ("shuffled, dense float32", "gpuload/dense/chunk", _DENSE),
     ("the same in blocks of three chunks", "gpuload/dense/3-chunks", _DENSE),
     ("the same cells in 20 files", "gpuload/files/chunk", ("scdataset-anncollection/files/16", "", "", "")),
+    ("shuffled, dense, kept in memory by an earlier epoch", "gpuload-kept/dense/chunk", _DENSE),
     ("shuffled, dense, normalised, log1p", "gpuload/log1p/chunk", _LOG1P),
     ("shuffled, CSR", "gpuload/csr/chunk", _CSR),
     ("the same in blocks of two chunks", "gpuload/csr/2-chunks", _CSR),
+    ("shuffled, CSR, kept in memory by an earlier epoch", "gpuload-kept/csr/chunk", _CSR),
     ("annbatch's collection, dense", "gpuload-collection/dense/512", _COLLECTION_DENSE),
     ("annbatch's collection, CSR", "gpuload-collection/csr/512", _COLLECTION_CSR),
     ("a store of `gpuload pack`, dense", "gpuload-packed/dense/512", _COLLECTION_DENSE),
     ("a store of `gpuload pack`, CSR", "gpuload-packed/csr/512", _COLLECTION_CSR),
     ("in file order, dense", "gpuload/dense/streaming", ("scdataset/dense/streaming", "", "", "")),
     ("true random order, dense", "gpuload/dense/1", ("scdataset/dense/1", "", "", "")),
+    (
+        "true random order, kept in memory",
+        "gpuload-kept/dense/1",
+        ("scdataset/dense/1", "", "annbatch-collection/dense/512", "scipy-in-ram/dense"),
+    ),
 )
 """The README's table: a task, our arm, and each rival's, in the order above."""
 
-ALSO = ("shuffled, dense float32", "shuffled, CSR")
+ALSO = (
+    "shuffled, dense float32",
+    "shuffled, dense, kept in memory by an earlier epoch",
+    "shuffled, CSR",
+    "shuffled, CSR, kept in memory by an earlier epoch",
+    "true random order, kept in memory",
+)
 """The tasks of which the README tells the results of the other runs."""
 
 OTHER_RUNS = "Other runs, on the same kind of files ([all arms](benchmarks/README.md#the-latest-figures)):"

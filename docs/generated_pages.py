@@ -24,6 +24,7 @@ TITLES = {
     "rivals_epyc": "Beside other loaders",
     "rivals_epyc_before": "Beside other loaders, an earlier run",
     "rivals": "Beside other loaders, on another machine",
+    "rivals_kept": "Later epochs from memory",
     "gpu": "On a GPU",
     "stages": "Each stage beside what the machine allows",
     "ranks": "One rank on all cores, two on half of them each",

@@ -51,6 +51,7 @@ def open_loader(paths: Sequence[Path], settings: Mapping[str, Any], seed: int) -
         obs=(LABEL,),
         device="cpu",
         verify=settings.get("verify", "once"),
+        memory_cache=settings.get("memory_cache"),
         transform=gpuload.Transform(TARGET_SUM, log1p=True) if settings.get("log1p") else None,
         **({} if is_streaming else {"block_size": settings["block_size"]}),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 MEMORY_SHARE = 0.125
 """Fraction of the available memory that fetches may take."""
+
+CACHE_SHARE = 0.5
+"""Fraction of the available memory that a cache of decoded cells may take."""
 
 IN_FLIGHT = 3
 """Fetches in memory at the same time: one being returned and, by default, two loading."""
@@ -77,6 +81,7 @@ def advise(
     if label is not None and store.n_obs:
         size = block_size if isinstance(block_size, int) else max(1, round(chosen.cells_per_block)) if chosen else 1
         reasons.append(f"{label}, as it lies in the file: {outlooks.why_not_model(size, factor)}")
+    reasons += _of_later_epochs(store, memory_nbytes)
     random_bits = outlooks.random_bits
     return Advice(
         batch_size, factor, block_size, fetch_nbytes, random_bits, min_entropy, candidates, tuple(reasons), fetch_cells
@@ -116,6 +121,26 @@ def _choose(
     alike = [c for c in alike if not any(is_worse(c, d) for d in defaults)]
     best = min(alike, key=lambda c: (c.cells_per_block, c.fetch_factor))
     return best, f"the cheapest with {wanted}: {_cost(best)}."
+
+
+def _of_later_epochs(store: Store, memory_nbytes: int) -> list[str]:
+    """Return what a cache of all cells would take and save, if memory may have room for it."""
+    least = most = 0
+    for matrix in store.matrices:
+        for layout, target in zip(matrix.layouts, matrix.targets, strict=True):
+            n_values = math.prod(layout.shape) if layout.filters else 0
+            if target == "indices":
+                nbytes = next(n for n in (1, 2, 4) if n == 4 or matrix.n_vars <= 1 << 8 * n)
+                least, most = least + nbytes * n_values, most + nbytes * n_values
+            else:
+                least, most = least + n_values, most + n_values * (1 if layout.dtype.itemsize == 1 else 4)
+    if not 0 < least <= CACHE_SHARE * memory_nbytes:
+        return []
+    return [
+        f"memory_cache: decoded, all cells take {text.size(least)} if their values are counts below 256, and "
+        f"{text.size(most)} at most. On the CPU, if they fit, later epochs neither read nor decode, and true random "
+        "order (block_size=1) costs hardly more."
+    ]
 
 
 def _cost(outlook: Outlook) -> str:

@@ -288,6 +288,15 @@ def test_gpu_settings_are_ignored_if_auto_finds_no_gpu(plain: Stored, caplog: py
     assert all(f"device='auto': {name}={given[name]!r} has no effect on the CPU" in said for name in list(given)[1:])
 
 
+def test_auto_uses_the_cache_of_the_device_that_it_finds(plain: Stored, caplog: pytest.LogCaptureFixture) -> None:
+    given = {"device": "auto", "device_cache": "10GiB", "memory_cache": "1GiB"}
+    with caplog.at_level(logging.INFO, logger="gpuload"), gpuload.open_loader(plain.path, **given) as loader:
+        for _ in range(2):
+            list(loader)
+        assert loader.stats.n_chunks_cached > 0
+    assert "memory_cache" not in caplog.text
+
+
 def test_stats_count_what_was_handed_over(loader: gpuload.Loader) -> None:
     list(loader)
     stats = loader.stats

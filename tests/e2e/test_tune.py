@@ -17,7 +17,7 @@ from scipy.sparse import csr_matrix
 
 import gpuload
 from benchmarks import run_tune
-from gpuload.cli import advice, main
+from gpuload.cli import advice, main, text
 from gpuload.diversity import entropy_of_runs, measure_entropy
 from gpuload.errors import PlanError
 from gpuload.formats import open_store
@@ -365,6 +365,20 @@ def test_inspect_advises_the_whole_file_if_it_is_small(store):
     found = advice.advise(store, 64, "plate", 1 << 40)
     assert (found.fetch_factor, found.fetch_cells) == (24, 1_500)
     assert found.reasons[0].startswith("fetch_factor=24: 1,500 cells resident, the whole file, which is true random")
+
+
+def test_inspect_says_what_a_cache_of_all_cells_takes(path, tmp_path):
+    with closing(open_store(path, layer="X", obs=())) as store:
+        n_values = int(store.matrices[0].indptr[-1])
+        least = 3 * n_values  # two bytes of a gene number below 400, and one of a count
+        said = advice.advise(store, 64, None, 2 * least).reasons[-1]
+        assert said.startswith(f"memory_cache: decoded, all cells take {text.size(least)} if their values are counts")
+        assert f"{text.size(6 * n_values)} at most" in said
+        assert "memory_cache" not in " ".join(advice.advise(store, 64, None, 2 * least - 1).reasons)
+    plain = tmp_path / "plain.h5ad"
+    write_h5ad(plain, *tahoe_shaped(50, n_vars=40), None)
+    with closing(open_store(plain, layer="X", obs=())) as store:
+        assert "memory_cache" not in " ".join(advice.advise(store, 64, None, 1 << 40).reasons)
 
 
 def test_slow_candidates_are_skipped_and_the_best_timed_first(store, monkeypatch):

@@ -78,6 +78,20 @@ def test_shuffled(form: Form, block_size: int | str) -> None:
     np.testing.assert_array_equal(np.sort(np.concatenate(seen)), np.arange(len(form.dense)))
 
 
+def test_each_epoch_from_memory(form: Form) -> None:
+    settings = {"memory_cache": "16MiB", "batch_size": 7, "fetch_factor": 4, "block_size": 3, "device": "cpu"}
+    with gpuload.open_loader(form.path, layer=form.layer, **settings) as loader:
+        for _ in range(3):
+            for batch in loader:
+                np.testing.assert_array_equal(batch.X, form.dense[batch.rows])
+        stats = loader.stats
+        assert stats.n_chunks_cached <= stats.n_chunks
+        if all(layout.filters for matrix in loader.store.matrices for layout in matrix.layouts):
+            read = stats.read_nbytes
+            list(loader)
+            assert stats.read_nbytes == read
+
+
 def test_csr(form: Form) -> None:
     for batch in read(form, output="csr", batch_size=50):
         expected = form.expected[batch.rows]
