@@ -136,11 +136,9 @@ def _of_later_epochs(store: Store, memory_nbytes: int) -> list[str]:
                 least, most = least + n_values, most + n_values * (1 if layout.dtype.itemsize == 1 else 4)
     if not 0 < least <= CACHE_SHARE * memory_nbytes:
         return []
-    return [
-        f"memory_cache: decoded, all cells take {text.size(least)} if their values are counts below 256, and "
-        f"{text.size(most)} at most. On the CPU, if they fit, later epochs neither read nor decode, and true random "
-        "order (block_size=1) costs hardly more."
-    ]
+    taken = f"{text.size(least)} if their values are counts below 256, and {text.size(most)} at most"
+    later = "later epochs neither read nor decode, and true random order (block_size=1) costs hardly more"
+    return [f"memory_cache: decoded, all cells take {taken}. On the CPU, if they fit, {later}."]
 
 
 def _cost(outlook: Outlook) -> str:
