@@ -46,6 +46,8 @@ library, and a buffer that is reused is cleared only where values were written. 
 cells per second this would give on all cores. On a GPU, ceilings and the rates of decoding and gathering are not
 reported: the host only launches that work.
 
+With --memory-cache or --device-cache, the warm-up is a whole epoch, and what is measured are later ones.
+
 examples:
   gpuload bench atlas.h5ad
   gpuload bench atlas.h5ad --block-size chunk --label donor
@@ -55,6 +57,7 @@ examples:
   gpuload bench atlas.h5ad --block-size 1                     true random order
   gpuload bench s3://bucket/atlas.h5ad --timeline out.png     a picture of what ran when
   gpuload bench s3://bucket/atlas.h5ad --cache /local/blocks  later epochs from local disk; hits per epoch
+  gpuload bench atlas.h5ad --memory-cache 20GiB               later epochs from memory
   gpuload bench atlas.h5ad --label donor --report out.html    a one-page report, to read or share
 """
 
@@ -220,11 +223,17 @@ def _rounds(
     codes: NDArray[Any],
     ahead: list[dict[str, int]],
 ) -> list[Round]:
-    """Consume one fetch uncounted, then measure each round; now and then, record what is ready ahead of time."""
+    """Consume what is not counted, then measure each round; now and then, record what is ready ahead of time.
+
+    That is one fetch; or a whole epoch if chunks are kept, so that the rounds are of later ones.
+    """
     from gpuload.torch import gpu_for
 
-    for _ in range(min(args.fetch_factor, len(loader))):
-        next(batches)
+    n_before = len(loader) if _keeps(args) else min(args.fetch_factor, len(loader))
+    with text.Progress(n_before, "warming up", is_quiet=args.quiet, unit="minibatch") as progress:
+        for number in range(n_before):
+            next(batches)
+            progress.reach(number + 1)
     rounds, n_batches, gpu = [], 0, gpu_for(loader) if args.step else None
     n_whole = min(loader.batch_size, loader.n_obs)
     with text.Progress(args.repeats * args.seconds, "measuring", is_quiet=args.quiet, unit="s") as progress:
@@ -248,6 +257,11 @@ def _rounds(
             after = loader.stats.as_dict()
             rounds.append(Round(elapsed, {k: after[k] - before[k] for k in MEASURED}))
     return rounds
+
+
+def _keeps(args: argparse.Namespace) -> bool:
+    """Return whether chunks are kept in memory, or on a GPU, for later epochs."""
+    return args.memory_cache is not None or args.device_cache is not None
 
 
 def _step(seconds: float, stats: Stats, X: Any, gpu: str | None) -> None:
@@ -287,7 +301,7 @@ def _report(result: dict[str, Any]) -> str:
     if entropy is not None:
         mean, sd, random = (text.bits(entropy[key]) for key in ("mean", "sd", "true_random"))
         pairs.append((f"{result['label']} entropy", f"{mean} +- {sd} bits; true random order {random}"))
-    partial = text.share(found["chunks_inflated_in_part"])
+    partial, kept = text.share(found["chunks_inflated_in_part"]), found["chunks_kept"]
     ready = (f"{ahead[f'{name}_ready']:.1f} of {ahead[name]:.1f} {name}" for name in ("minibatches", "fetches"))
     pairs += [
         ("all stages at their ceilings", _bound(found)),
@@ -303,11 +317,12 @@ def _report(result: dict[str, Any]) -> str:
         ("waits for a minibatch", ", ".join(f"{name[:-2]} {1e3 * s:.2f} ms" for name, s in result["waits_s"].items())),
         ("ready when it is asked for", f"{' and '.join(ready)} that are under way (means)"),
         *([("cache", bench_cache.told(result["cache"]))] if "cache" in result else []),
+        *([("kept by an earlier epoch", f"{text.share(kept)} of chunks")] if kept else []),
         ("verdict", result["verdict"]),
         *((gpu["name"], _busy(gpu)) for gpu in result.get("gpus", ())),
         ("path", f"{result['device']}, {result['io_mode']}"),
     ]
-    note = _note(result["paths"], result["device"]) + _above(found)
+    note = _note(result["paths"], result["device"], has_kept=kept > 0) + _above(found)
     return "\n\n".join([", ".join(result["paths"]), text.facts(pairs), table(HEADER, rows(found)), note])
 
 
@@ -317,17 +332,21 @@ _NOTE = """\
 _NOTE_OF_FILES = """
   The read ceiling is that of the page cache, where the file lies by now."""
 
+_NOTE_OF_KEPT = """
+  The seconds of decode include those of copying chunks that were kept."""
+
 
 _NOTE_OF_A_GPU = """\
   These are seconds of the host's threads: a GPU's work they launch or wait for. What the GPU could do at most is
   measured by benchmarks/run_gpu.py of the source."""
 
 
-def _note(paths: list[str], device: str) -> str:
+def _note(paths: list[str], device: str, *, has_kept: bool = False) -> str:
     """Return notes needed to read the table; files on disk are in the page cache, objects of a remote are not."""
     if device != "cpu":
         return _NOTE_OF_A_GPU
-    return _NOTE if any("://" in path for path in paths) else _NOTE + _NOTE_OF_FILES
+    of_files = "" if any("://" in path for path in paths) else _NOTE_OF_FILES
+    return _NOTE + of_files + (_NOTE_OF_KEPT if has_kept else "")
 
 
 _WHY_ABOVE = {

@@ -106,6 +106,8 @@ def _figures(result: Mapping[str, Any]) -> str:
     if np.isfinite(stages["fraction_of_ceilings"]):
         bound = text.number(round(stages["at_ceilings_cells_per_s"]))
         found.append((text.share(stages["fraction_of_ceilings"]), f"of {bound} cells/s, all stages at their ceilings"))
+    if stages["chunks_kept"]:
+        found.append((text.share(stages["chunks_kept"]), "of chunks were kept by an earlier epoch"))
     if entropy is not None:
         random = text.bits(entropy["true_random"])
         found.append((f"{text.bits(entropy['mean'])} bits", f"{result['label']} in a minibatch; true random {random}"))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gpuload.cli.ceilings import Ceilings
 
 MEASURED = (
-    *("read_nbytes", "decoded_nbytes", "n_rows", "n_chunks", "n_chunks_partial"),
+    *("read_nbytes", "decoded_nbytes", "n_rows", "n_chunks", "n_chunks_partial", "n_chunks_cached"),
     *("plan_s", "read_s", "decode_s", "take_s", "wait_s"),
 )
 """Statistics of a loader that are needed of each round."""
@@ -68,6 +68,7 @@ def stages(whole: Round, ceilings: Ceilings, row_nbytes: float, threads: int, *,
         "wait": _stage(whole.seconds, total["wait_s"]),
         "threads": threads,
         "decoded_nbytes_per_cell": total["decoded_nbytes"] / max(1.0, total["n_rows"]),
+        "chunks_kept": total["n_chunks_cached"] / total["n_chunks"] if total["n_chunks"] else 0.0,
         "chunks_inflated_in_part": total["n_chunks_partial"] / total["n_chunks"] if total["n_chunks"] else 0.0,
         "at_ceilings_cells_per_s": bound,
         "fraction_of_ceilings": whole.cells_per_s / bound,
@@ -75,7 +76,7 @@ def stages(whole: Round, ceilings: Ceilings, row_nbytes: float, threads: int, *,
 
 
 def _stage(wall_s: float, stage_s: float, nbytes: float = _NAN, ceiling: float = _NAN) -> dict[str, float]:
-    rate = nbytes / stage_s if stage_s else _NAN
+    rate = nbytes / stage_s if stage_s and nbytes else _NAN  # kept chunks are copied, and none is decoded
     return {
         "thread_share": stage_s / wall_s,
         "bytes_per_s": rate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -484,6 +485,21 @@ def test_bench_reports_every_stage(run, path):
     assert (code, err) == (0, "")
     for part in ("end to end", "plate entropy", "peak memory", "read ", "decode", "take_rows", "cpu, posix"):
         assert part in out
+
+
+@pytest.mark.parametrize(("size", "kept"), [("64MiB", 1.0), ("20kB", None)])
+def test_bench_measures_later_epochs_if_chunks_are_kept(run, path, size, kept):
+    few = ("--fetch-factor", 2, "--seconds", 0.1, "--repeats", 1)
+    code, out, err = run("bench", path, *few, "--memory-cache", size, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)["stages"]
+    assert 0 < found["chunks_kept"] < 1 if kept is None else found["chunks_kept"] == kept
+    assert (found["decoded_nbytes_per_cell"] == 0) == (kept is not None)
+    out = run("bench", path, *few, "--memory-cache", size)[1]
+    assert "kept by an earlier epoch" in out
+    assert "The seconds of decode include those of copying chunks that were kept." in out
+    if kept is not None:
+        assert re.search(r"\n  decode +\S+ +- ", out)
 
 
 def test_bench_measures_a_minibatch_however_short_a_repeat_is(run, path):
