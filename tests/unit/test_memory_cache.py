@@ -208,7 +208,7 @@ def test_elements_are_kept_in_the_smallest_type_that_holds_them(src: np.ndarray,
     assert (memory[src.size * expected :] == 0xA5).all()
     if expected:
         code, memory = kept(src, are_columns, room=src.size * expected - 1)
-        assert code == keeping.NO_ROOM
+        assert code == -expected
         assert (memory == 0xA5).all()
         assert kept(src, are_columns, room=src.size * expected)[0] == expected
 
@@ -340,6 +340,43 @@ def test_threads_keep_and_copy_at_the_same_time(tmp_path: Path) -> None:
                 done.result()
         assert loader.stats.n_chunks_cached > 0
         assert loader.memory()["cache"] <= 8 * MIB
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_chunk_larger_than_the_cache_leaves_it_to_others(tmp_path: Path, num_threads: int) -> None:
+    X = counts().copy()
+    X.data[:] = np.random.default_rng(0).random(X.nnz, dtype=np.float32)
+    data, indices = {"chunks": (X.nnz,), "compression": "gzip"}, {"chunks": (64,), "compression": "gzip"}
+    write_h5ad(tmp_path / "a.h5ad", lambda file: write_csr(file, "X", X, data=data, indices=indices))
+    with gpuload.open_loader(tmp_path / "a.h5ad", memory_cache=3 * X.nnz, num_threads=num_threads, **SMALL) as loader:
+        for _ in range(8):
+            before = loader.stats.n_chunks - loader.stats.n_chunks_cached
+            assert_epoch(loader, X.toarray())
+        decoded = loader.stats.n_chunks - loader.stats.n_chunks_cached - before
+        assert decoded == loader.stats.n_fetches / 8  # that of the values, once in each fetch
+
+
+def test_what_a_chunk_needs_is_found_out_once(store_variant: StoreVariant) -> None:
+    """It is not decoded whole in vain again; and others may still use what is left."""
+    with gpuload.open_loader(store_variant("csr-gzip4").path, device="cpu") as loader:
+        read = loader.store.recipe(np.array([[0, 131]])).reads[0]
+    n = read.layout.chunk_size
+    cache = MemoryCache(2 * n, n_threads=1)
+    first = cache.reserve(read, 0, 1)
+    first.kept[1, 0] = -4
+    cache.settle(read, 0, first)
+    assert cache.reserve(read, 0, 1) is memory_cache.NOTHING
+    other = cache.reserve(read, 0, 2)  # the slab is still there
+    np.testing.assert_array_equal(other.is_wanted, [False, True])
+    other.kept[1, 1] = -2
+    cache.settle(read, 0, other)
+    again = cache.reserve(read, 0, 2)
+    np.testing.assert_array_equal(again.is_wanted, [False, True])
+    again.kept[:, 1] = again.room[0], 2
+    again.room[0] += 2 * n
+    cache.settle(read, 0, again)
+    np.testing.assert_array_equal(cache.has(read)[:2], [False, True])
+    assert cache.reserve(read, 0, 2) is memory_cache.NOTHING
 
 
 def test_slabs_have_room_for_the_largest_chunk(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
