@@ -19,7 +19,7 @@ import gpuload
 from gpuload.backends import memory_cache
 from gpuload.backends.memory_cache import MemoryCache
 from gpuload.backends.native import keeping
-from tests.writers import counts, write_csr, write_h5ad
+from tests.writers import counts, genes_frame, write_csr, write_h5ad
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,6 +129,22 @@ def test_all_matrices_of_a_loader_share_it(tmp_path: Path) -> None:
         assert loader.stats.read_nbytes == read
         np.testing.assert_array_equal(loader.take([3, 50, 3]).X.toarray(), X[[3, 50, 3]].toarray())
         assert loader.stats.read_nbytes == read
+
+
+def test_tiles_decoded_in_part_are_kept_whole(tmp_path: Path) -> None:
+    """Tiles of several of TileDB's own chunks, 64 KiB each, of which only one is needed at first."""
+    pytest.importorskip("tiledb")
+    from tests.soma_writers import write_experiment
+
+    cells = counts(3_000, 400)
+    storage = {"tiles": (3_000, 400), "capacity": 100_000}
+    path = write_experiment(tmp_path / "a", {"data": cells}, var=genes_frame(400), **storage)
+    with gpuload.open_loader(path, memory_cache="16MiB", device="cpu") as loader:
+        np.testing.assert_array_equal(loader.take([3]).X, cells[3].toarray())
+        for first in range(0, 3_000, 1_000):
+            rows = np.arange(first, first + 1_000)
+            np.testing.assert_array_equal(loader.take(rows).X, cells[rows].toarray())
+        assert loader.stats.n_chunks_cached > 0
 
 
 def test_take_fills_it_too(plain: Stored) -> None:
