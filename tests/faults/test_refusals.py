@@ -75,7 +75,7 @@ def assert_refused(kind: str, path: Any, *parts: str, **settings: Any) -> None:
     + [("output", v) for v in ("coo", "", None, 1)]
     + [("transform", v) for v in ("log1p", 1e4, True)]
     + [("device", v) for v in ("gpu", "", 3, "cuda:x")]
-    + [(n, v) for n in ("device_memory", "device_cache") for v in (0, -1, "", "12 parsecs", 1.5, True)]
+    + [(n, v) for n in ("memory_cache", "device_memory", "device_cache") for v in (0, -1, "", "12 parsecs", 1.5, True)]
     + [("io", v) for v in ("gds", "", None)],
 )
 def test_bad_settings_are_refused_before_a_file_is_opened(name: str, value: object) -> None:
