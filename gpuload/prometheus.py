@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _HELP = {
     "read_nbytes": "Bytes read from the source.",
     "decoded_nbytes": "Bytes that the decoders produced.",
-    "n_chunks": "Stored chunks decoded.",
+    "n_chunks": "Stored chunks used.",
     "n_chunks_partial": "Chunks decoded only as far as needed.",
     "n_chunks_cached": "Chunks that a cache in memory held.",
     "n_rows": "Cells delivered.",

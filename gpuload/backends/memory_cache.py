@@ -43,6 +43,11 @@ class _Slab:
     start: int
     end: int
 
+    @property
+    def room(self) -> int:
+        """Bytes left."""
+        return self.end - self.start
+
 
 @dataclass(slots=True, eq=False)
 class _Chunks:
@@ -55,7 +60,7 @@ class _Chunks:
     address
         Address of each chunk's elements, or 0 if it is not kept.
     itemsize
-        Bytes per element in which it is kept.
+        Bytes per element in which it is kept, or which it was found to need where there was no room; 0: not known.
     is_taken
         Whether a task is about to keep it, or it is kept, or cannot be.
     """
@@ -75,7 +80,7 @@ class Keeping:
     is_wanted
         Whether to keep each chunk, so whether to decode it whole.
     kept : (2, n_chunks) int64
-        Receives the address of each, or 0; and the bytes per element, or why it is not kept (`native.keeping`).
+        Receives the address of each, or 0; and what `native.keeping.keep_elements` returned, or `UNTRIED`.
     room : (2,) int64
         Address of the room that is left, and its end; the first is advanced.
     slab
@@ -151,30 +156,40 @@ class MemoryCache:
             return NOTHING
         with self._lock:
             known = self._of(layout)
+            largest = max(self._idle, key=lambda slab: slab.room, default=None)
+            n_items, itemsize = layout.decoded_nbytes(chunks) // layout.dtype.itemsize, known.itemsize[chunks]
+            least = n_items * np.maximum(itemsize, 1)
             is_wanted = (read.chunk_nbytes[first:last] > 0) & ~known.is_taken[chunks]
-            n_items = layout.decoded_nbytes(chunks[is_wanted]) // layout.dtype.itemsize
-            slab = self._slab_for(int((keeping.MOST_NBYTES * n_items + keeping.SLOT).sum())) if n_items.size else None
-            if slab is None:
+            is_wanted &= least <= max(self._left, largest.room if largest else 0)
+            if not is_wanted.any():
                 return NOTHING
+            most = n_items * np.where(itemsize > 0, itemsize, keeping.MOST_NBYTES) + keeping.SLOT
+            slab = self._slab_for(int(most[is_wanted].sum()), largest)
+            is_wanted &= np.cumsum(np.where(is_wanted, least, 0)) <= slab.room
             known.is_taken[chunks[is_wanted]] = True
         kept = np.zeros((2, chunks.size), dtype=np.int64)
         kept[1] = keeping.UNTRIED
         return Keeping(is_wanted, kept, np.array([slab.start, slab.end]), slab)
 
     def settle(self, read: ArrayRead, first: int, made: Keeping) -> None:
-        """Publish what a task has kept; let others use the rest of its slab, and keep what it could not."""
+        """Publish what a task has kept; let others use the rest of its slab, and keep what it could not.
+
+        Of a chunk without room, the room that it needs is noted, so that it is decoded whole in vain but once.
+        """
         slab, (address, itemsize) = made.slab, made.kept
         if slab is None:
             return
         chunks = read.chunk_id[first : first + itemsize.size]
         is_kept, is_left = address > 0, made.is_wanted & (itemsize < 0)
+        is_short = is_left & (itemsize != keeping.UNTRIED)
         with self._lock:
             known = self._of(read.layout)
             known.itemsize[chunks[is_kept]] = itemsize[is_kept]
+            known.itemsize[chunks[is_short]] = -itemsize[is_short]
             known.address[chunks[is_kept]] = address[is_kept]
             known.is_taken[chunks[is_left]] = False
             slab.start = int(made.room[0])
-            if is_kept.any() or not (itemsize == keeping.NO_ROOM).any():  # else it is full
+            if slab.room > 0:
                 self._idle.append(slab)
 
     def clear(self) -> None:
@@ -185,19 +200,17 @@ class MemoryCache:
             self._memory.clear()
             self._nbytes = self._left = 0
 
-    def _slab_for(self, nbytes: int) -> _Slab | None:
-        """Return a slab that has so much room, if possible; None if none has any that is not in use."""
-        found = max(self._idle, key=lambda slab: slab.end - slab.start, default=None)
-        if self._left and (found is None or found.end - found.start < nbytes):
+    def _slab_for(self, nbytes: int, largest: _Slab | None) -> _Slab:
+        """Return a slab that has so much room, if possible: the largest that is not in use, or a new one."""
+        if largest is None or largest.room < min(nbytes, self._left):
             size = min(self._left, max(nbytes, self._slab_nbytes))
             self._memory.append(np.empty(size + ALIGNMENT, dtype=np.uint8))
             self._left -= size
             start = self._memory[-1].ctypes.data
             start += -start % ALIGNMENT
             return _Slab(start, start + size)
-        if found is not None:
-            self._idle.remove(found)
-        return found
+        self._idle.remove(largest)
+        return largest
 
     def _of(self, layout: ArrayLayout) -> _Chunks:
         known = self._chunks.get(id(layout))

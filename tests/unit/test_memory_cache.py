@@ -19,7 +19,7 @@ import gpuload
 from gpuload.backends import memory_cache
 from gpuload.backends.memory_cache import MemoryCache
 from gpuload.backends.native import keeping
-from tests.writers import counts, write_csr, write_h5ad
+from tests.writers import counts, genes_frame, write_csr, write_h5ad
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,6 +147,22 @@ def test_objects_are_requested_once(plain: Stored, tmp_path: Path, monkeypatch: 
             assert server.n_gets() == n_gets
 
 
+def test_tiles_decoded_in_part_are_kept_whole(tmp_path: Path) -> None:
+    """Tiles of several of TileDB's own chunks, 64 KiB each, of which only one is needed at first."""
+    pytest.importorskip("tiledb")
+    from tests.soma_writers import write_experiment
+
+    cells = counts(3_000, 400)
+    storage = {"tiles": (3_000, 400), "capacity": 100_000}
+    path = write_experiment(tmp_path / "a", {"data": cells}, var=genes_frame(400), **storage)
+    with gpuload.open_loader(path, memory_cache="16MiB", device="cpu") as loader:
+        np.testing.assert_array_equal(loader.take([3]).X, cells[3].toarray())
+        for first in range(0, 3_000, 1_000):
+            rows = np.arange(first, first + 1_000)
+            np.testing.assert_array_equal(loader.take(rows).X, cells[rows].toarray())
+        assert loader.stats.n_chunks_cached > 0
+
+
 def test_take_fills_it_too(plain: Stored) -> None:
     with gpuload.open_loader(plain.path, memory_cache="1MiB", device="cpu") as loader:
         for _ in range(2):
@@ -224,7 +240,7 @@ def test_elements_are_kept_in_the_smallest_type_that_holds_them(src: np.ndarray,
     assert (memory[src.size * expected :] == 0xA5).all()
     if expected:
         code, memory = kept(src, are_columns, room=src.size * expected - 1)
-        assert code == keeping.NO_ROOM
+        assert code == -expected
         assert (memory == 0xA5).all()
         assert kept(src, are_columns, room=src.size * expected)[0] == expected
 
@@ -356,6 +372,43 @@ def test_threads_keep_and_copy_at_the_same_time(tmp_path: Path) -> None:
                 done.result()
         assert loader.stats.n_chunks_cached > 0
         assert loader.memory()["cache"] <= 8 * MIB
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_chunk_larger_than_the_cache_leaves_it_to_others(tmp_path: Path, num_threads: int) -> None:
+    X = counts().copy()
+    X.data[:] = np.random.default_rng(0).random(X.nnz, dtype=np.float32)
+    data, indices = {"chunks": (X.nnz,), "compression": "gzip"}, {"chunks": (64,), "compression": "gzip"}
+    write_h5ad(tmp_path / "a.h5ad", lambda file: write_csr(file, "X", X, data=data, indices=indices))
+    with gpuload.open_loader(tmp_path / "a.h5ad", memory_cache=3 * X.nnz, num_threads=num_threads, **SMALL) as loader:
+        for _ in range(8):
+            before = loader.stats.n_chunks - loader.stats.n_chunks_cached
+            assert_epoch(loader, X.toarray())
+        decoded = loader.stats.n_chunks - loader.stats.n_chunks_cached - before
+        assert decoded == loader.stats.n_fetches / 8  # that of the values, once in each fetch
+
+
+def test_what_a_chunk_needs_is_found_out_once(store_variant: StoreVariant) -> None:
+    """It is not decoded whole in vain again; and others may still use what is left."""
+    with gpuload.open_loader(store_variant("csr-gzip4").path, device="cpu") as loader:
+        read = loader.store.recipe(np.array([[0, 131]])).reads[0]
+    n = read.layout.chunk_size
+    cache = MemoryCache(2 * n, n_threads=1)
+    first = cache.reserve(read, 0, 1)
+    first.kept[1, 0] = -4
+    cache.settle(read, 0, first)
+    assert cache.reserve(read, 0, 1) is memory_cache.NOTHING
+    other = cache.reserve(read, 0, 2)  # the slab is still there
+    np.testing.assert_array_equal(other.is_wanted, [False, True])
+    other.kept[1, 1] = -2
+    cache.settle(read, 0, other)
+    again = cache.reserve(read, 0, 2)
+    np.testing.assert_array_equal(again.is_wanted, [False, True])
+    again.kept[:, 1] = again.room[0], 2
+    again.room[0] += 2 * n
+    cache.settle(read, 0, again)
+    np.testing.assert_array_equal(cache.has(read)[:2], [False, True])
+    assert cache.reserve(read, 0, 2) is memory_cache.NOTHING
 
 
 def test_slabs_have_room_for_the_largest_chunk(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,8 @@ SLOT = 16
 MOST_NBYTES = 4
 """Bytes per element, at most, in which chunks are kept."""
 
-UNTRIED = -2
+UNTRIED = -100
 """In place of the bytes per element of a chunk: it was not decoded."""
-
-NO_ROOM = -1
-"""In that place: there was no room for it."""
 
 NOT_EXACT = 0
 """In that place: no type in which chunks are kept holds its values as the resident's does."""
@@ -93,13 +90,14 @@ def keep_elements(src: Any, are_columns: bool, to: int, room: int) -> int:
     Returns
     -------
     int
-        Bytes per element; `NO_ROOM`; or `NOT_EXACT` if four bytes do not do: for column numbers outside int32,
-        integers that float32 rounds, and finite numbers beyond float32, of which whoever reads them must be told.
+        Bytes per element, negative if there is no room; or `NOT_EXACT` if four bytes do not do: for column numbers
+        outside int32, integers that float32 rounds, and finite numbers beyond float32, of which whoever reads them must
+        be told.
     """
     itemsize = itemsize_for(src, are_columns)
     n = src.size
     if n * itemsize > room:
-        return NO_ROOM
+        return -itemsize
     if itemsize == 1:
         bytes_out = array_at(to, n, np.uint8)
         for k in range(n):
@@ -128,7 +126,7 @@ def keep(function: int, at: int, n: int, kept: Any, c: int, room: Any) -> None:
     function
         For `call_keep`.
     kept : (2, n_chunks) int64
-        Receives the address of the chunk's elements, and the bytes of each, or why it is not kept.
+        Receives the address of the chunk's elements, and what `keep_elements` returned.
     room : (2,) int64
         Address of the room that is left, and its end; updated.
     """
