@@ -46,7 +46,7 @@ def _memory_of(backend: Backend) -> tuple[int, str]:
 def _host_memory(backend: Backend) -> tuple[int, str]:
     """Return the bytes of the host's memory that are not its cache's, and what has them."""
     there, cache = machine.memory_nbytes(), backend.host_cache_nbytes
-    return there - cache, f"this machine, beside memory_cache={cache}," if cache else "this machine"
+    return there - cache, f"this machine, beside the {cache / 1e9:.1f} GB of memory_cache," if cache else "this machine"
 
 
 def check_memory(stores: Sequence[Store], backend: Backend, batch_size: int, fetch_factor: int, prefetch: int) -> None:

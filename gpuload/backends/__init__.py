@@ -69,7 +69,7 @@ def open_backend(
     host_decode = check_share("host_decode", host_decode)
     device = device_name(device)
     number = device_number(device)
-    of_host, memory, cache = (
+    host_cache, memory, cache = (
         None if value is None else parse_nbytes(name, value)
         for name, value in (
             ("memory_cache", memory_cache),
@@ -89,11 +89,11 @@ def open_backend(
             if device == "cpu":
                 raise PlanError(f"{name}={value!r}: needs a GPU; leave it out, or use device='cuda' or 'auto'.")
             _log.info("device='auto': %s=%r has no effect on the CPU", name, value)
-        if of_host is not None and of_host >= (there := memory_nbytes()):
+        if host_cache is not None and host_cache >= (there := memory_nbytes()):
             raise PlanError(f"memory_cache={memory_cache!r}: this machine has {there / 1e9:.1f} GB; use less.")
         from gpuload.backends.cpu import CpuBackend
 
-        return CpuBackend(num_threads=num_threads, verify=verify, n_matrices=n_matrices, cache_nbytes=of_host or 0)
+        return CpuBackend(num_threads=num_threads, verify=verify, n_matrices=n_matrices, cache_nbytes=host_cache or 0)
     if memory_cache is not None:
         if device != "auto":
             raise PlanError(

@@ -65,7 +65,7 @@ class BufferPool:
         """Return an uninitialised buffer of `nbytes`, aligned to a cache line; it returns to the pool automatically."""
         buffer = self._fitting(nbytes)
         if buffer is None:
-            buffer = _allocate(nbytes + nbytes // 16)
+            buffer = allocate(nbytes + nbytes // 16)
             with self._lock:
                 known = [*(found for about in self._known if (found := about()) is not None), buffer]
                 self._known = [weakref.ref(found) for found in known]
@@ -99,7 +99,8 @@ class BufferPool:
         return None
 
 
-def _allocate(nbytes: int) -> NDArray[np.uint8]:
+def allocate(nbytes: int) -> NDArray[np.uint8]:
+    """Return uninitialised memory, aligned to a cache line."""
     raw = np.empty(nbytes + ALIGNMENT, dtype=np.uint8)
     skip = -raw.ctypes.data % ALIGNMENT
     return raw[skip : skip + nbytes]

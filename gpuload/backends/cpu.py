@@ -110,7 +110,7 @@ class CpuBackend:
     n_matrices
         Matrices loaded side by side: the memory kept for reuse is multiplied by it.
     cache_nbytes
-        Memory in which decoded chunks are kept (`memory_cache`); only with values of float32.
+        Memory in which decoded chunks are kept (`memory_cache`), for which `values` must be ``"float32"``.
     """
 
     device = "cpu"

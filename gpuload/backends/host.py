@@ -92,11 +92,13 @@ class HostLoads:
 
     def fill(self, read: ArrayRead, out: NDArray[Any]) -> list[Future[None]]:
         """Start to fill a flat array with what a read wants: from the cache what that has, the rest from the source."""
-        is_kept, tasks = self._cache.has(read), []
+        kept, tasks = self._cache.find(read), []
+        is_kept = kept[0] != 0
         if is_kept.any():
-            kept = read if is_kept.all() else select_chunks(read, is_kept)
-            tasks = [self._threads.submit(self._copy, kept, lo, hi, out) for lo, hi in kept.parts(KEPT_NBYTES)]
-            if kept is read:
+            near = read if is_kept.all() else select_chunks(read, is_kept)
+            kept = kept[:, is_kept]
+            tasks = [self._threads.submit(self._copy, near, kept, out, lo, hi) for lo, hi in near.parts(KEPT_NBYTES)]
+            if near is read:
                 return tasks
             read = select_chunks(read, ~is_kept)
         return tasks + self.start(read, read.parts(TASK_NBYTES), partial(self.decode, out=out), out)
@@ -126,15 +128,22 @@ class HostLoads:
     def decode(self, part: Part, out: NDArray[Any]) -> None:
         """Decode a part in one of these threads, and copy its pieces into an array."""
         start = time.perf_counter()
-        keep = self._cache.reserve(part.read, part.first, part.last)
-        try:
-            decoded, n_partial, is_rounded = decode(part, out, self.scratch, self._verify, keep)
-        finally:
-            self._cache.settle(part.read, part.first, keep)
+        decoded, n_partial, is_rounded = self._decode_and_keep(part, out)
         if is_rounded and out.itemsize == 4:
             self._rounding.warn(part.read)
         counted = {"decoded_nbytes": decoded, "n_chunks": part.last - part.first, "n_chunks_partial": n_partial}
         self._stats.spent("decode_s", start, **counted)
+
+    def _decode_and_keep(self, part: Part, out: NDArray[Any]) -> tuple[int, int, bool]:
+        keep = self._cache.reserve(part.read, part.first, part.last)
+        try:
+            return decode(part, out, self.scratch, self._verify, keep)
+        except CorruptDataError:
+            if keep.slab is None:
+                raise
+        finally:
+            self._cache.settle(part.read, part.first, keep)
+        return decode(part, out, self.scratch, self._verify)  # of a damaged chunk, perhaps what is wanted is whole
 
     def close(self) -> None:
         """Stop the threads, after the running tasks, and free idle memory."""
@@ -144,11 +153,11 @@ class HostLoads:
         if not is_one_of_ours():  # else tasks may be running, which copy from it; it goes with the last of them
             self._cache.clear()
 
-    def _copy(self, read: ArrayRead, lo: int, hi: int, out: NDArray[Any]) -> None:
+    def _copy(self, read: ArrayRead, kept: NDArray[np.int64], out: NDArray[Any], lo: int, hi: int) -> None:
         """Copy what is wanted of extents ``lo:hi`` of one array from the cache."""
         start = time.perf_counter()
         first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
-        self._cache.copy(read, first, last, out)
+        self._cache.copy(read, first, last, kept, out)
         self._stats.spent("decode_s", start, n_chunks=last - first, n_chunks_cached=last - first)
 
     def _near(self, read: ArrayRead, lo: int, hi: int, use: Callable[[Part], None], out: NDArray[Any] | None) -> None:

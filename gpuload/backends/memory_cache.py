@@ -2,7 +2,7 @@
 
 A chunk is kept in the smallest type that holds its values (`native.keeping`): the gene numbers and counts of a gzip
 file take about a fifth more room than the file does. Nothing is ever evicted: when every epoch reads everything once,
-in a different order, eviction gains nothing. What is stored unencoded is not kept, as the page cache has it already.
+in a different order, eviction gains nothing. What is stored unencoded is not kept: of a file, the page cache has it.
 
 Memory is allocated in slabs, in each of which one thread at a time keeps chunks one after the other, since the room
 that a chunk takes is known only once it is decoded.
@@ -10,13 +10,14 @@ that a chunk takes is known only once it is decoded.
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.backends.buffers import ALIGNMENT
+from gpuload.backends.buffers import allocate
 from gpuload.backends.damage import bad_chunk
 from gpuload.backends.native import keeping, pieces
 
@@ -33,7 +34,9 @@ _MOST_SLABS = 256
 """A cache of more slabs of that size has larger ones in place of more."""
 
 _SLABS_PER_THREAD = 8
-"""A cache with room for fewer has smaller ones: while each thread has one, others should be left."""
+"""A cache with room for fewer slabs than this has smaller ones, so that no thread has to wait for another's."""
+
+_log = logging.getLogger("gpuload")
 
 
 @dataclass(slots=True, eq=False)
@@ -67,8 +70,19 @@ class _Chunks:
 
     layout: ArrayLayout
     address: NDArray[np.int64]
-    itemsize: NDArray[np.int64]
+    itemsize: NDArray[np.int8]
     is_taken: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, layout: ArrayLayout) -> _Chunks:
+        """Return those of a layout, of which none is kept."""
+        n = layout.chunk_offset.size
+        return cls(layout, np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int8), np.zeros(n, dtype=bool))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.address.nbytes + self.itemsize.nbytes + self.is_taken.nbytes
 
 
 @dataclass(slots=True, eq=False)
@@ -102,36 +116,32 @@ class MemoryCache:
 
     def __init__(self, nbytes: int, n_threads: int) -> None:
         self._nbytes = self._left = nbytes
+        self.used_nbytes = 0
+        """Memory allocated until the end, in bytes."""
         self._slab_nbytes = min(max(SLAB_NBYTES, nbytes // _MOST_SLABS), nbytes // (_SLABS_PER_THREAD * n_threads))
         self._memory: list[NDArray[np.uint8]] = []
         self._idle: list[_Slab] = []
         self._chunks: dict[int, _Chunks] = {}
         self._lock = threading.Lock()
 
-    @property
-    def used_nbytes(self) -> int:
-        """Memory allocated, in bytes."""
-        return self._nbytes - self._left
-
-    def has(self, read: ArrayRead) -> NDArray[np.bool_]:
-        """Return which chunks of a read are kept."""
+    def find(self, read: ArrayRead) -> NDArray[np.int64]:
+        """Return where the chunks of a read are kept, for `copy`: addresses, or 0, and bytes per element, (2, n)."""
         known = self._chunks.get(id(read.layout))
         if known is None:
-            return np.zeros(read.chunk_id.size, dtype=bool)
+            return np.zeros((2, read.chunk_id.size), dtype=np.int64)
         with self._lock:
-            return np.asarray(known.address[read.chunk_id] != 0)
+            return np.stack([known.address[read.chunk_id], known.itemsize[read.chunk_id]])
 
-    def copy(self, read: ArrayRead, first: int, last: int, out: NDArray[Any]) -> None:
-        """Copy the pieces of chunks ``first:last`` of a read, all of which are kept, into a flat array.
+    def copy(self, read: ArrayRead, first: int, last: int, kept: NDArray[np.int64], out: NDArray[Any]) -> None:
+        """Copy the pieces of chunks ``first:last`` of a read into a flat array; they are where `find` has found them.
 
         Raises
         ------
         CorruptDataError
-            A chunk holds a column number outside the matrix.
+            A chunk holds a column number outside the matrix. It is no longer kept.
         """
-        known, layout, chunks = self._chunks[id(read.layout)], read.layout, read.chunk_id[first:last]
-        with self._lock:
-            table = np.stack([known.address[chunks], known.itemsize[chunks], read.chunk_limit[first:last]])
+        layout = read.layout
+        table = np.stack([*kept[:, first:last], read.chunk_limit[first:last]])
         n = keeping.copy_kept(
             table,
             read.chunk_pieces[first : last + 1],
@@ -144,6 +154,10 @@ class MemoryCache:
             out.ctypes.data,
         )
         if n < 0:
+            known, bad = self._chunks[id(layout)], read.chunk_id[first - 1 - n]
+            with self._lock:  # if a network has damaged it, it will be right when it is read again
+                known.address[bad] = known.itemsize[bad] = 0
+                known.is_taken[bad] = False
             raise bad_chunk(read, first - 1 - n, pieces.BAD_COLUMN)
 
     def reserve(self, read: ArrayRead, first: int, last: int) -> Keeping:
@@ -165,6 +179,8 @@ class MemoryCache:
                 return NOTHING
             most = n_items * np.where(itemsize > 0, itemsize, keeping.MOST_NBYTES) + keeping.SLOT
             slab = self._slab_for(int(most[is_wanted].sum()), largest)
+            if slab is None:
+                return NOTHING
             is_wanted &= np.cumsum(np.where(is_wanted, least, 0)) <= slab.room
             known.is_taken[chunks[is_wanted]] = True
         kept = np.zeros((2, chunks.size), dtype=np.int64)
@@ -200,22 +216,37 @@ class MemoryCache:
             self._memory.clear()
             self._nbytes = self._left = 0
 
-    def _slab_for(self, nbytes: int, largest: _Slab | None) -> _Slab:
-        """Return a slab that has so much room, if possible: the largest that is not in use, or a new one."""
+    def _slab_for(self, nbytes: int, largest: _Slab | None) -> _Slab | None:
+        """Return a slab that has so much room, if possible: the largest that is not in use, or a new one.
+
+        None if the system has no memory for one: then there will be no more of them.
+        """
         if largest is None or largest.room < min(nbytes, self._left):
             size = min(self._left, max(nbytes, self._slab_nbytes))
-            self._memory.append(np.empty(size + ALIGNMENT, dtype=np.uint8))
-            self._left -= size
-            start = self._memory[-1].ctypes.data
-            start += -start % ALIGNMENT
-            return _Slab(start, start + size)
+            try:
+                memory = allocate(size)
+            except MemoryError:
+                self._left = 0
+                _log.warning(
+                    "memory_cache=%d: the system has no memory beyond %d bytes of it; what does not fit is read and "
+                    "decoded in each epoch",
+                    *(self._nbytes, self.used_nbytes),
+                )
+                return None
+            self._memory.append(memory)
+            self._take(size)
+            return _Slab(memory.ctypes.data, memory.ctypes.data + size)
         self._idle.remove(largest)
         return largest
 
     def _of(self, layout: ArrayLayout) -> _Chunks:
         known = self._chunks.get(id(layout))
         if known is None:
-            n = layout.chunk_offset.size
-            numbers = np.zeros(n, dtype=np.int64)
-            known = self._chunks[id(layout)] = _Chunks(layout, numbers, numbers.copy(), np.zeros(n, dtype=bool))
+            known = self._chunks[id(layout)] = _Chunks.of(layout)
+            self._take(min(known.nbytes, self._left))
         return known
+
+    def _take(self, nbytes: int) -> None:
+        """Count memory that is allocated."""
+        self._left -= nbytes
+        self.used_nbytes += nbytes

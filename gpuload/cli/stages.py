@@ -55,6 +55,7 @@ def stages(whole: Round, ceilings: Ceilings, row_nbytes: float, threads: int, *,
     """
     total = whole.stats
     known = _NAN if is_on_gpu else 1.0
+    n_decoded = total["n_chunks"] - total["n_chunks_cached"]
     work = {
         "read": (total["read_s"], total["read_nbytes"], ceilings.read),
         "decode": (total["decode_s"], known * total["decoded_nbytes"], ceilings.decode),
@@ -69,7 +70,7 @@ def stages(whole: Round, ceilings: Ceilings, row_nbytes: float, threads: int, *,
         "threads": threads,
         "decoded_nbytes_per_cell": total["decoded_nbytes"] / max(1.0, total["n_rows"]),
         "chunks_kept": total["n_chunks_cached"] / total["n_chunks"] if total["n_chunks"] else 0.0,
-        "chunks_inflated_in_part": total["n_chunks_partial"] / total["n_chunks"] if total["n_chunks"] else 0.0,
+        "chunks_inflated_in_part": total["n_chunks_partial"] / n_decoded if n_decoded else 0.0,
         "at_ceilings_cells_per_s": bound,
         "fraction_of_ceilings": whole.cells_per_s / bound,
     }

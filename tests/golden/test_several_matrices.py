@@ -236,8 +236,8 @@ def test_memory_counts_all_matrices(tmp_path: Path) -> None:
 def test_buffers_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = in_a_file(tmp_path, part(0, n_obs=420, genes=GENES))
     made: list[int] = []
-    allocate = buffers._allocate
-    monkeypatch.setattr(buffers, "_allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes))
+    allocate = buffers.allocate
+    monkeypatch.setattr(buffers, "allocate", lambda nbytes: made.append(nbytes) or allocate(nbytes))
     with gpuload.open_loader(path, **EVERYTHING, **SMALL) as loader:
         n_made = []
         for _ in range(6):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -88,20 +89,21 @@ def test_a_cache_without_room_for_all(store_variant: StoreVariant, kind: str, nb
             assert loader.stats.n_chunks_cached > 0
 
 
-def test_no_more_than_the_values_need(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def many_chunks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, csr_matrix]:
+    """Return a file with chunks of 256 values, and its cells."""
+    path, cells = tmp_path_factory.mktemp("chunks") / "cells.h5ad", counts(600, 400)
+    chunks = {"chunks": (256,), "compression": "gzip"}
+    write_h5ad(path, lambda file: write_csr(file, "X", cells, data=chunks, indices=chunks), n_obs=600, n_vars=400)
+    return path, cells
+
+
+def test_no_more_than_the_values_need(many_chunks: tuple[Path, csr_matrix]) -> None:
     """Counts below 256 take a byte each, and gene numbers below 65,536 two."""
-    cells, chunks = counts(600, 400), {"chunks": (256,), "compression": "gzip"}
-    write_h5ad(
-        tmp_path / "cells.h5ad",
-        lambda file: write_csr(file, "X", cells, data=chunks, indices=chunks),
-        n_obs=600,
-        n_vars=400,
-    )
+    path, cells = many_chunks
     needed = cells.nnz * 3
     for share, is_whole in ((1.1, True), (0.9, False)):
-        with gpuload.open_loader(
-            tmp_path / "cells.h5ad", memory_cache=int(share * needed), num_threads=1, **SMALL
-        ) as loader:
+        with gpuload.open_loader(path, memory_cache=int(share * needed), num_threads=1, **SMALL) as loader:
             for _ in range(2):
                 assert_epoch(loader, cells.toarray())
             assert (assert_epoch(loader, cells.toarray()) == (0, 0)) == is_whole
@@ -174,9 +176,12 @@ def test_take_fills_it_too(plain: Stored) -> None:
 def test_closing_frees_it(plain: Stored) -> None:
     loader = gpuload.open_loader(plain.path, memory_cache="1MiB", **SMALL)
     list(loader)
-    assert 0 < loader.memory()["cache"] <= MIB
+    memory = weakref.ref(loader._backend._loads._cache._memory[0])
+    taken = loader.memory()["cache"]
+    assert 0 < taken <= MIB
     loader.close()
-    assert loader.memory()["cache"] == 0
+    assert memory() is None
+    assert loader.memory()["cache"] == taken  # the peak
 
 
 # --- what is kept
@@ -301,6 +306,44 @@ def test_a_damaged_chunk_is_never_kept(copy_of: Callable[..., Path], plain: Stor
         assert loader.stats.read_nbytes == read  # that was kept, and from the failed reads
 
 
+def test_cells_before_damage_are_delivered_if_nothing_is_verified(tmp_path: Path) -> None:
+    """They would not be if a chunk that should be kept, so decoded whole, had to be whole."""
+    X = counts(400, 200)
+    write_gzip(tmp_path / "a.h5ad", X)
+    with h5py.File(tmp_path / "a.h5ad") as file:
+        info = file["X/data"].id.get_chunk_info(0)
+    content = bytearray((tmp_path / "a.h5ad").read_bytes())
+    end = info.byte_offset + info.size
+    content[end - info.size // 4 : end] = bytes(info.size // 4)
+    (tmp_path / "a.h5ad").write_bytes(content)
+    with gpuload.open_loader(tmp_path / "a.h5ad", memory_cache="1MiB", verify="never", device="cpu") as loader:
+        for _ in range(2):
+            np.testing.assert_array_equal(loader.take(np.arange(10)).X, X[:10].toarray())
+            with pytest.raises(gpuload.CorruptDataError, match="chunk 0 of /X/data"):
+                loader.take([398])
+
+
+def test_a_bad_chunk_is_not_kept_any_longer(tmp_path: Path) -> None:
+    """So that one which a network has damaged, where nobody looked at first, is read again."""
+    X = counts(20, 30)
+    bad = csr_matrix(X.shape, dtype=np.float32)
+    bad.data, bad.indices, bad.indptr = X.data, np.where(np.arange(X.nnz) == X.nnz - 1, 40, X.indices), X.indptr
+    write_gzip(tmp_path / "a.h5ad", bad)
+    with gpuload.open_loader(tmp_path / "a.h5ad", memory_cache="1MiB", device="cpu") as loader:
+        read = next(part for part in loader.store.recipe(np.array([[0, 20]])).reads if part.target == "indices")
+        cache = loader._backend._loads._cache
+        loader.take([3])
+        kept = cache.find(read)
+        assert kept[0].all()
+        for _ in range(2):
+            with pytest.raises(gpuload.CorruptDataError, match="column number outside the matrix"):
+                loader.take(np.arange(20))
+            assert not cache.find(read)[0].any()
+        out = np.empty(X.nnz, dtype=np.uint16)
+        with pytest.raises(gpuload.CorruptDataError, match="column number"):  # of a load that had found it before
+            cache.copy(read, 0, 1, kept, out)
+
+
 @pytest.mark.parametrize("columns", [70_000, 1 << 40, -1])
 def test_a_column_outside_the_matrix_is_found_when_it_is_wanted(tmp_path: Path, columns: int) -> None:
     X = counts(20, 30)
@@ -334,6 +377,39 @@ def test_a_failed_task_leaves_its_room_to_others(plain: Stored, monkeypatch: pyt
 # --- threads, and the room
 
 
+def test_without_memory_for_a_slab_the_rest_is_decoded_each_time(
+    many_chunks: tuple[Path, csr_matrix], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = []
+
+    def scarce(nbytes: int) -> np.ndarray:
+        sizes.append(nbytes)
+        if len(sizes) > 1:
+            raise MemoryError
+        return np.empty(nbytes, dtype=np.uint8)
+
+    monkeypatch.setattr(memory_cache, "SLAB_NBYTES", 64)
+    monkeypatch.setattr(memory_cache, "allocate", scarce)
+    path, cells = many_chunks
+    with gpuload.open_loader(path, memory_cache="1MiB", num_threads=1, **SMALL) as loader:
+        for _ in range(3):
+            assert_epoch(loader, cells.toarray())
+        assert loader.stats.n_chunks_cached > 0
+        assert sizes[0] <= loader.memory()["cache"] < MIB
+    assert len(sizes) == 2
+    assert caplog.text.count(f"memory_cache={MIB}: the system has no memory beyond ") == 1
+
+
+def test_elements_are_aligned(store_variant: StoreVariant) -> None:
+    stored = store_variant("csr-gzip4")
+    with gpuload.open_loader(stored.path, memory_cache="1MiB", device="cpu") as loader:
+        list(loader)
+        for read in loader.store.recipe(np.array([[0, 131]])).reads:
+            address, _ = loader._backend._loads._cache.find(read)
+            assert address.all()
+            assert not (address % keeping.SLOT).any()
+
+
 def test_a_chunk_is_kept_once_whoever_decodes_it(store_variant: StoreVariant) -> None:
     """Two tasks have it at a time: blocks end inside chunks, and several fetches are loading."""
     with gpuload.open_loader(store_variant("csr-gzip4").path, device="cpu") as loader:
@@ -342,13 +418,13 @@ def test_a_chunk_is_kept_once_whoever_decodes_it(store_variant: StoreVariant) ->
     first, second = cache.reserve(read, 0, n), cache.reserve(read, 0, n)
     assert first.is_wanted.all()
     assert second is memory_cache.NOTHING
-    assert not cache.has(read).any()
+    assert not cache.find(read)[0].any()
     cache.settle(read, 0, first)  # it kept none
     again = cache.reserve(read, 0, n)
     assert again.is_wanted.all()
     again.kept[:, 0] = again.room[0], 2
     cache.settle(read, 0, again)
-    np.testing.assert_array_equal(cache.has(read), np.arange(n) == 0)
+    np.testing.assert_array_equal(cache.find(read)[0] > 0, np.arange(n) == 0)
     rest = cache.reserve(read, 0, n)
     np.testing.assert_array_equal(rest.is_wanted, np.arange(n) > 0)
 
@@ -393,7 +469,7 @@ def test_what_a_chunk_needs_is_found_out_once(store_variant: StoreVariant) -> No
     with gpuload.open_loader(store_variant("csr-gzip4").path, device="cpu") as loader:
         read = loader.store.recipe(np.array([[0, 131]])).reads[0]
     n = read.layout.chunk_size
-    cache = MemoryCache(2 * n, n_threads=1)
+    cache = MemoryCache(2 * n + 10 * read.layout.chunk_offset.size, n_threads=1)  # and what it notes of each chunk
     first = cache.reserve(read, 0, 1)
     first.kept[1, 0] = -4
     cache.settle(read, 0, first)
@@ -407,7 +483,7 @@ def test_what_a_chunk_needs_is_found_out_once(store_variant: StoreVariant) -> No
     again.kept[:, 1] = again.room[0], 2
     again.room[0] += 2 * n
     cache.settle(read, 0, again)
-    np.testing.assert_array_equal(cache.has(read)[:2], [False, True])
+    np.testing.assert_array_equal(cache.find(read)[0, :2] > 0, [False, True])
     assert cache.reserve(read, 0, 2) is memory_cache.NOTHING
 
 
@@ -432,7 +508,7 @@ def test_more_than_the_machine_has(plain: Stored, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(gpuload.PlanError, match=r"^memory_cache='900TB': this machine has .* GB; use less\.$"):
         gpuload.open_loader(plain.path, memory_cache="900TB", device="cpu")
     monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: MIB + 30_000)
-    told = rf"this machine, beside memory_cache={MIB}, has 0\.0 GB"
+    told = r"this machine, beside the 0\.0 GB of memory_cache, has 0\.0 GB"
     for settings in ({"fetch_factor": 256}, {"fetch_factor": 1, "batch_size": 100, "prefetch": 1}):
         gpuload.open_loader(plain.path, device="cpu", memory_cache=1000, **settings).close()
         with pytest.raises(gpuload.PlanError, match=told):
