@@ -108,7 +108,7 @@ def test_every_state_is_the_consumers_position(make_loader: MakeLoader) -> None:
     epoch=st.integers(0, 3),
     strategy=st.sampled_from([Sequential(), BlockShuffle(1), BlockShuffle(7)]),
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_runs_can_resume_with_other_numbers_of_ranks(
     make_loader: MakeLoader, chain: list[tuple[int, int, int]], uneven: str, epoch: int, strategy: Any
 ) -> None:
