@@ -130,7 +130,7 @@ def test_every_truncated_file_is_an_error(tmp_path: Path, name: str) -> None:
         if not key.startswith("X") and not key.startswith(("obs/depth/", "var/_index/")):
             continue
         whole = file.read_bytes()
-        for length in sorted({0, 1, len(whole) // 2, len(whole) - 1}):
+        for length in sorted({0, len(whole) // 2, len(whole) - 1}):
             if file.name == ".zattrs" and key != "X/.zattrs":
                 continue
             file.write_bytes(whole[:length])
