@@ -128,7 +128,7 @@ def test_shuffled_dense(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, block_size: int | str
 ) -> None:
     stored = store_variant(kind)
-    opened = open_fake(stored.path, layer=stored.layer, block_size=block_size, seed=3, **SMALL)
+    opened = open_fake(stored.path, layer=stored.layer, block_size=block_size, seed=3, batch_size=14, fetch_factor=2)
     for _ in range(2):
         seen = []
         for batch in opened.epoch():
@@ -138,7 +138,7 @@ def test_shuffled_dense(
 
 
 def test_csr(open_fake: Callable[..., Opened], stored: Stored) -> None:
-    opened = open_fake(stored.path, layer=stored.layer, output="csr", **SMALL)
+    opened = open_fake(stored.path, layer=stored.layer, output="csr", batch_size=14, fetch_factor=2)
     for batch in opened.epoch():
         expected = stored.expected[batch.rows] if stored.is_csr else csr_matrix(stored.expected[batch.rows])
         for name in ("indptr", "indices", "data"):

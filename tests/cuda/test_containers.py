@@ -242,7 +242,7 @@ def check(chunks: Sequence[bytes], plain: Sequence[bytes]) -> list[Made]:
 
 
 @pytest.mark.parametrize("cname", CODECS)
-@pytest.mark.parametrize(("typesize", "shuffle"), [(1, 0), (8, 0), *((n, 1) for n in range(1, 9))])
+@pytest.mark.parametrize(("typesize", "shuffle"), [(1, 0), (8, 0), *((n, 1) for n in (1, 2, 3, 4, 8))])
 def test_chunks_stored_by_hdf5_are_decoded(cname: str, shuffle: int, typesize: int) -> None:
     chunks, plain, names = [], [], []
     for size in SIZES:

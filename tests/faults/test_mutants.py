@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-N_QUICK, N_SLOW = 40, 6_000
+N_QUICK, N_SLOW = 24, 6_000
 TIME_LIMIT_S = 120
 ALLOWED = {
     "equal",

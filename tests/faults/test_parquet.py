@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-N_QUICK, N_SLOW = 35, 4_000
+N_QUICK, N_SLOW = 24, 4_000
 TIME_LIMIT_S = 240
 ALLOWED = {"equal", "right", "refused"}
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytest.importorskip("tiledb")
 
-N_QUICK, N_SLOW = 60, 3000
+N_QUICK, N_SLOW = 40, 3000
 OBS = ["cell_line", "donor", "number", "n_counts"]
 STORAGE: dict[str, dict[str, Any]] = {
     "dense": {"frames": {"text": ("zstd",)}},

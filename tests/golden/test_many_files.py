@@ -102,7 +102,8 @@ def test_similar_files_are_read_as_one(
     with closing(open_store([str(path) for path in paths], layer="X", obs=())) as store:
         assert len(store.joined.groups) == 1
     assert_same(paths, X, block_size=block_size, output=output)
-    assert_same(paths, X, shuffle=False, block_size="chunk", output=output)
+    if block_size == 3:  # the order of the rows does not depend on it
+        assert_same(paths, X, shuffle=False, block_size="chunk", output=output)
 
 
 @pytest.mark.parametrize("block_size", [3, "chunk", "2 chunks"])
@@ -168,6 +169,8 @@ def test_similar_dense_files_are_read_as_one(
             assert [read.target for read in store.recipe(np.array([[0, len(X)]])).reads] == ["X"]
             assert not store.recipe(np.empty((0, 2), dtype=np.int64)).reads
     assert_same(paths, csr_matrix(X), block_size=block_size, output=output)
+    if (block_size, output) != (1, "dense"):  # the rest has settings of its own
+        return
     with gpuload.open_loader(paths, obsm=["X_pca"], **SMALL) as loader:
         for batch in loader:
             np.testing.assert_array_equal(batch.X, X[batch.rows])

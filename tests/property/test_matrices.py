@@ -47,7 +47,7 @@ def assert_reads(path: Path, X: csr_matrix, chosen: dict[str, Any]) -> None:
 
 
 @given(X=csr_matrices(), options=encodings(), data=st.data(), chosen=SETTINGS)
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_csr(X: csr_matrix, options: dict[str, Any], data: st.DataObject, chosen: dict[str, Any]) -> None:
     chunks = st.integers(1, max(1, X.nnz + 5))
     per_array = [{**options, "chunks": (data.draw(chunks),), "maxshape": (None,)} for _ in range(2)]
@@ -63,7 +63,7 @@ def test_csr(X: csr_matrix, options: dict[str, Any], data: st.DataObject, chosen
 
 
 @given(X=csr_matrices(max_cols=12), options=encodings(), data=st.data(), chosen=SETTINGS)
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 def test_dense(X: csr_matrix, options: dict[str, Any], data: st.DataObject, chosen: dict[str, Any]) -> None:
     chunks = tuple(data.draw(st.integers(1, n + 3)) for n in X.shape)
     with tempfile.TemporaryDirectory() as folder:

@@ -441,7 +441,7 @@ def batches_of(fetch: Fetch, plan: Plan) -> list[np.ndarray]:
 
 
 @given(plans(), st.integers(1, 6), st.sampled_from(["drop", "pad"]), st.data())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_changing_world_sizes_hand_over_every_row(
     plan: Plan, world_size: int, uneven: str, data: st.DataObject
 ) -> None:

@@ -64,7 +64,7 @@ def test_resuming_at_any_step_gives_the_rest_of_the_epoch(
     plan = replace(PLAN, drop_last=drop_last)
     whole = make_loader(plan)
     first, second = rows_of(whole), rows_of(whole)
-    for step in range(len(first) + 1):
+    for step in (*range(0, len(first), 2), len(first)):  # at each place within a fetch of three, in turn
         before = make_loader(plan, prefetch=prefetch, takes_ahead=takes_ahead)
         batches = iter(before)
         assert rows_of(next(batches) for _ in range(step)) == first[:step]
@@ -108,7 +108,7 @@ def test_every_state_is_the_consumers_position(make_loader: MakeLoader) -> None:
     epoch=st.integers(0, 3),
     strategy=st.sampled_from([Sequential(), BlockShuffle(1), BlockShuffle(7)]),
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_runs_can_resume_with_other_numbers_of_ranks(
     make_loader: MakeLoader, chain: list[tuple[int, int, int]], uneven: str, epoch: int, strategy: Any
 ) -> None:

@@ -204,7 +204,7 @@ def test_draws_without_replacement_follow_the_weights() -> None:
     """One draw an epoch: chances in proportion to the weights. Two: those of drawing one after the other."""
     weights = np.array([1.0, 2.0, 3.0, 0.0, 4.0])
     cells = cells_of(2, 3, block_size=2)
-    n_epochs = 3000
+    n_epochs = 1500
     one = Weighted(weights, 1, replace=False).over(cells)
     hits = np.bincount([rows_of(one, cells, (1, epoch, 1))[0] for epoch in range(n_epochs)], minlength=5)
     p = weights / 10
@@ -588,7 +588,7 @@ def test_a_mixture_takes_files_by_path_and_by_name() -> None:
     st.sampled_from(["drop", "fill"]),
     st.integers(1, 3),
 )
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 def test_each_set_is_of_one_class(
     labels: list[Any], size: int, per_batch: int, factor: int, block_size: int, remainder: str, n_ranks: int
 ) -> None:

@@ -352,7 +352,7 @@ def test_verdicts_on_damaged_streams_match_zlib(name: str, tables: NDArray[np.ui
     rng = random.Random(name)
     plain = mixed(300, 8) if name == "small" else PLAIN[name][:4_000]
     streams = [deflate(plain, level, strategy)[2:-4] for level in (1, 4, 9) for strategy in (0, zlib.Z_FIXED)]
-    verdicts = [check_raw(mutate(rng.choice(streams), rng), len(plain), tables) for _ in range(4_000)]
+    verdicts = [check_raw(mutate(rng.choice(streams), rng), len(plain), tables) for _ in range(2_500)]
     assert 0 < sum(verdicts) < len(verdicts)
 
 

@@ -89,7 +89,7 @@ BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["cached", "streamed"])
 @pytest.mark.parametrize("kind", BITS)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=16)
 @given(seed=st.integers(0, 2**32 - 1), n_falling=st.sampled_from([0, 0, 1, 3]), has_map=st.booleans())
 def test_rows_of_several_tiles(is_streamed: bool, kind: str, seed: int, n_falling: int, has_map: bool) -> None:
     """Rows wider than a tile, some of which have unsorted columns, or a column twice."""
