@@ -148,6 +148,13 @@ ALSO = (
 )
 """The tasks of which the README tells the results of the other runs."""
 
+WITHOUT = {
+    "gpuload-kept/dense/chunk": "gpuload/dense/chunk-later",
+    "gpuload-kept/csr/chunk": "gpuload/csr/chunk-later",
+    "gpuload-kept/dense/1": "gpuload/dense/1",
+}
+"""Our arms with chunks kept in memory, and the same without."""
+
 OTHER_RUNS = "Other runs, on the same kind of files ([all arms](benchmarks/README.md#the-latest-figures)):"
 
 LIMITS = (
@@ -318,7 +325,9 @@ def other_run(records: Sequence[dict[str, Any]]) -> str:
     for task, ours, others in HEADLINE:
         if task in ALSO and ours in by_name:
             rate = by_name[ours].cells_per_s
-            ratios = [
+            without = by_name.get(WITHOUT.get(ours, ""))
+            ratios = [] if without is None else [f"{rate / without.cells_per_s:.1f}x the same without"]
+            ratios += [
                 f"{rate / by_name[other].cells_per_s:.1f}x {name}"
                 for name, other in zip(HEADLINE_RIVALS, others, strict=True)
                 if other in by_name
