@@ -270,8 +270,8 @@ def open_loader(
     memory_cache
         On the CPU: memory in which decoded chunks are kept, in bytes or as ``"20GiB"``; those that fit are read and
         decoded only in the first epoch. Whole numbers below 65,536, as gene numbers and counts are, take 1 or 2 bytes
-        each, other values 4: about a fifth more than a gzip file of counts. Neither kept are integers that float32
-        rounds, nor what is stored uncompressed. It is each process's own. None: no cache.
+        each, other values 4: about a fifth more than a gzip file of counts. Integers that float32 rounds, and what is
+        stored uncompressed, are not kept. Each process has its own. None: no cache.
     device_memory
         Maximum device memory to use, in bytes or as ``"20GiB"``; None: limited only by the GPU.
     device_cache
