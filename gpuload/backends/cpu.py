@@ -176,7 +176,7 @@ class CpuBackend:
             "residents": self._residents.peak_nbytes,
             "minibatches": self._outputs.peak_nbytes,
             "scratch": self._loads.peak_nbytes,
-            "cache": self._loads.cache_nbytes,
+            "cache": self._loads.cached_nbytes,
         }
 
     def asarray(self, host: NDArray[Any]) -> NDArray[Any]:

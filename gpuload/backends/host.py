@@ -86,7 +86,7 @@ class HostLoads:
         return sum(self._scratch_nbytes.copy().values()) + self._stored.peak_nbytes
 
     @property
-    def cache_nbytes(self) -> int:
+    def cached_nbytes(self) -> int:
         """Memory that the cache has taken, in bytes."""
         return self._cache.used_nbytes
 

@@ -117,7 +117,7 @@ class MemoryCache:
     def __init__(self, nbytes: int, n_threads: int) -> None:
         self._nbytes = self._left = nbytes
         self.used_nbytes = 0
-        """Memory allocated until the end, in bytes."""
+        """Bytes allocated; they stay counted once the memory is freed."""
         self._slab_nbytes = min(max(SLAB_NBYTES, nbytes // _MOST_SLABS), nbytes // (_SLABS_PER_THREAD * n_threads))
         self._memory: list[NDArray[np.uint8]] = []
         self._idle: list[_Slab] = []

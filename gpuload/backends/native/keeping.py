@@ -58,18 +58,32 @@ def _itemsize_for(src: Any, are_columns: bool) -> Callable[..., int]:
 
         return integers
 
+    signed = np.int32 if src.dtype.bitwidth == 32 else np.int64
+
     def floats(src: Any, are_columns: bool) -> int:
-        are_counts, are_single, high = True, True, src.dtype.type(0)
+        bits, are_counts, high = src.view(signed), True, np.int32(0)
         for k in range(src.size):
             value = src[np.uint64(k)]
-            are_counts &= (np.floor(value) == value) & (not np.signbit(value))
-            are_single &= np.isfinite(np.float32(value)) | (not np.isfinite(value))
-            high = max(high, value)
+            near = value if value > 0 else src.dtype.type(0)  # also of NaN, so that an integer can hold it
+            whole = np.int32(near if near < 1 << 16 else src.dtype.type(1 << 16))
+            are_counts &= (src.dtype.type(whole) == value) & (bits[np.uint64(k)] >= 0)  # negative zero is none
+            high = max(high, whole)
         if are_counts and high < 1 << 16:
             return 1 if high < 1 << 8 else 2
-        return 4 if are_single and not are_columns else NOT_EXACT
+        is_beyond = False
+        for k in range(src.size):
+            value = src[np.uint64(k)]
+            is_beyond |= np.isfinite(value) & (not np.isfinite(np.float32(value)))
+        return NOT_EXACT if are_columns or is_beyond else 4
 
     return floats
+
+
+@inline
+def _convert(src: Any, out: Any) -> None:
+    """Copy the elements of an array to one of another type."""
+    for k in range(src.size):
+        out[np.uint64(k)] = src[np.uint64(k)]
 
 
 @native
@@ -99,21 +113,13 @@ def keep_elements(src: Any, are_columns: bool, to: int, room: int) -> int:
     if n * itemsize > room:
         return -itemsize
     if itemsize == 1:
-        bytes_out = array_at(to, n, np.uint8)
-        for k in range(n):
-            bytes_out[np.uint64(k)] = src[np.uint64(k)]
+        _convert(src, array_at(to, n, np.uint8))
     elif itemsize == 2:
-        shorts_out = array_at(to, n, np.uint16)
-        for k in range(n):
-            shorts_out[np.uint64(k)] = src[np.uint64(k)]
+        _convert(src, array_at(to, n, np.uint16))
     elif itemsize == 4 and are_columns:
-        columns_out = array_at(to, n, np.int32)
-        for k in range(n):
-            columns_out[np.uint64(k)] = src[np.uint64(k)]
+        _convert(src, array_at(to, n, np.int32))
     elif itemsize == 4:
-        values_out = array_at(to, n, np.float32)
-        for k in range(n):
-            values_out[np.uint64(k)] = src[np.uint64(k)]
+        _convert(src, array_at(to, n, np.float32))
     return itemsize
 
 
