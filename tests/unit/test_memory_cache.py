@@ -298,12 +298,19 @@ def test_a_damaged_chunk_is_never_kept(copy_of: Callable[..., Path], plain: Stor
     damage(path, f"X/{name}", 1)
     edge = int(np.searchsorted(X.indptr, X.nnz // 3)) - 2  # cells of the first chunk alone
     with gpuload.open_loader(path, memory_cache="1MiB", num_threads=1, device="cpu") as loader:
+        reads = {part.target: part for part in loader.store.recipe(np.array([[0, 131]])).reads}
+        find = loader._backend._loads._cache.find
         for _ in range(3):
             with pytest.raises(gpuload.CorruptDataError, match=f"chunk 1 of /X/{name} at byte"):
                 loader.take(np.arange(131))
-        read = loader.stats.read_nbytes
-        np.testing.assert_array_equal(loader.take(np.arange(edge)).X, plain.dense[:edge])
-        assert loader.stats.read_nbytes == read  # that was kept, and from the failed reads
+        assert list(find(reads[name])[0] > 0) == [True, False, False]  # of the tasks that failed
+        for _ in range(2):
+            read = loader.stats.read_nbytes
+            np.testing.assert_array_equal(loader.take(np.arange(edge)).X, plain.dense[:edge])
+            assert find(reads["data"])[0, 0] > 0
+            assert find(reads["indices"])[0, 0] > 0
+        assert loader.stats.read_nbytes == read
+        assert not find(reads[name])[0, 1]
 
 
 def test_cells_before_damage_are_delivered_if_nothing_is_verified(tmp_path: Path) -> None:
