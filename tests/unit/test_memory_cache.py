@@ -330,6 +330,24 @@ def test_cells_before_damage_are_delivered_if_nothing_is_verified(tmp_path: Path
                 loader.take([398])
 
 
+@pytest.mark.parametrize("dtype", ["<i4", ">i4"])  # the kernels do not decode the second, so a library does
+def test_a_chunk_found_bad_is_not_kept(tmp_path: Path, dtype: str) -> None:
+    X = counts(20, 30)
+    write_gzip(tmp_path / "a.h5ad", X)
+    with h5py.File(tmp_path / "a.h5ad", "r+") as file:
+        del file["X/indices"]
+        columns = np.where(np.arange(X.nnz) == X.nnz - 1, 40, X.indices).astype(dtype)
+        file["X"].create_dataset("indices", data=columns, compression="gzip")
+    with gpuload.open_loader(tmp_path / "a.h5ad", memory_cache="1MiB", device="cpu") as loader:
+        read = next(part for part in loader.store.recipe(np.array([[0, 20]])).reads if part.target == "indices")
+        find = loader._backend._loads._cache.find
+        with pytest.raises(gpuload.CorruptDataError, match="column number outside the matrix"):
+            loader.take(np.arange(20))
+        assert not find(read)[0].any()
+        loader.take([3])
+        assert find(read)[0].all()
+
+
 def test_a_bad_chunk_is_not_kept_any_longer(tmp_path: Path) -> None:
     """So that one which a network has damaged, where nobody looked at first, is read again."""
     X = counts(20, 30)
