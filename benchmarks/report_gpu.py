@@ -35,8 +35,10 @@ H2D, FILL, INFLATE = "ceiling/h2d", "ceiling/fill", "ceiling/nvcomp-deflate"
 SHOWN = {
     FILE: "from the gzip .h5ad file",
     CACHED: "in later epochs, device_cache=",
+    "gpuload/dense/kept": "in later epochs, memory_cache=",
     "gpuload/csr": "from the file, as CSR",
     "gpuload/csr/cached": "in later epochs, as CSR",
+    "gpuload/csr/kept": "in later epochs, memory_cache=, as CSR",
     "gpuload-packed/dense": "packed, lz4",
     "gpuload-packed-zstd/dense": "packed, zstd",
     "gpuload-packed-none/dense": "packed, no codec",
@@ -136,15 +138,18 @@ def _arms(records: list[dict[str, Any]]) -> dict[str, Arm]:
 def ceilings(arms: dict[str, Arm], name: str) -> dict[str, float]:
     """Return the ceilings that bind an arm, in cells/s; only those that were measured.
 
-    A device cache spares copies to the device, and decoding if it holds decoded chunks. A minibatch of CSR is a few per
-    cent of the bytes of a dense one, so writing it counts as nothing.
+    A device cache spares copies to the device, and decoding if it holds decoded chunks; a cache in host memory, which
+    holds the same, only the latter. A minibatch of CSR is a few per cent of the bytes of a dense one, so writing it
+    counts as nothing.
     """
     arm, (kind, *words) = arms[name], name.removesuffix(COLD).split("/")
     is_cached, found = "cached" in words, {}
-    stored = _stored_per_cell(arm)
+    on_device = arms.get(name.replace("/kept", "/cached")) if "kept" in words else None
+    stored = _stored_per_cell(arm) if on_device is None else _cached_per_cell(on_device)
     if not is_cached and stored and (copied := _figure(arms, H2D, "bytes_per_s")):
         found["copies to the device"] = copied / stored
-    if not (is_cached and _holds_decoded(arm)) and (rate := _decoded(arms, kind)):
+    holder = arm if is_cached else on_device
+    if not (holder is not None and _holds_decoded(holder)) and (rate := _decoded(arms, kind)):
         found["nvCOMP alone"] = rate
     if "csr" not in words and (rate := _figure(arms, FILL, "cells_per_s")):
         found["writing dense rows"] = rate
@@ -162,6 +167,12 @@ def _decoded(arms: dict[str, Arm], kind: str) -> float | None:
 def _holds_decoded(arm: Arm) -> bool:
     last = arm.records[-1]
     return bool(last["memory_nbytes"]["cache"] > AS_STORED * last.get("store_nbytes", last["file"]["nbytes"]))
+
+
+def _cached_per_cell(arm: Arm) -> float | None:
+    """Return how many bytes of a device cache a cell takes; None if the number of cells is unknown."""
+    last = arm.records[-1]
+    return last["memory_nbytes"]["cache"] / last["file"]["n_obs"] if "n_obs" in last["file"] else None
 
 
 def _stored_per_cell(arm: Arm) -> float | None:
@@ -226,7 +237,7 @@ def table(arms: dict[str, Arm]) -> str:
             f"{arm.cells_per_s:,.0f}",
             "{:,.0f}-{:,.0f}".format(*arm.extremes),
             str(arm.n_epochs),
-            f"{arm.first_epoch:,.0f}" if arm.first_epoch and "/cached" not in name else "",
+            f"{arm.first_epoch:,.0f}" if arm.first_epoch and not {"cached", "kept"} & set(name.split("/")) else "",
             f"{lowest[0]} {lowest[1]:,.0f}" if lowest else "",
             _percent(_share(arms, name) if lowest else None),
             f"{arm.cells_per_s / rival:.1f}x" if is_beside and rival else "",

@@ -219,6 +219,7 @@ def annbatch(options: Options) -> dict[str, Any]:
 
 
 _LATER: dict[str, Any] = {"epoch": 1, "device_cache": "16GiB"}
+_KEPT: dict[str, Any] = {"epoch": 1, "memory_cache": "16GiB"}
 
 ARMS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "ceiling/h2d": lambda _: gpu_ceilings.h2d(),
@@ -226,6 +227,7 @@ ARMS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "ceiling/nvcomp-deflate": lambda options: gpu_ceilings.inflate(options.file),
     "gpuload/dense/pinned": lambda options: loader(options, io="pinned"),
     "gpuload/dense/cached": lambda options: loader(options, **_LATER),
+    "gpuload/dense/kept": lambda options: loader(options, **_KEPT),
     "gpuload/step/pinned": lambda options: loader(options, step_s=STEP_S, io="pinned"),
     "gpuload/step/cached": lambda options: loader(options, step_s=STEP_S, **_LATER),
     "gpuload/step/host": lambda options: loader(options, step_s=STEP_S, io="pinned", host_decode=0.3),
@@ -241,6 +243,7 @@ ARMS: dict[str, Callable[[Options], dict[str, Any]]] = {
     "gpuload-packed-none/dense": lambda options: packed(options, codec="none", io="pinned"),
     "gpuload/csr": lambda options: loader(options, output="csr"),
     "gpuload/csr/cached": lambda options: loader(options, output="csr", **_LATER),
+    "gpuload/csr/kept": lambda options: loader(options, output="csr", **_KEPT),
     "gpuload/dense": loader,
     "gpuload/dense/kvikio": lambda options: loader(options, io="kvikio"),
     "gpuload/step/urgent": lambda options: loader(options, step_s=STEP_S, io="pinned", is_urgent=True),

@@ -120,6 +120,7 @@ SPEED = (
     "ceiling/nvcomp-deflate",
     "gpuload/dense/pinned",
     "gpuload/dense/cached",
+    "gpuload/dense/kept",
     "gpuload/step/pinned",
     "gpuload/step/cached",
     "gpuload/step/host",

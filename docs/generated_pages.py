@@ -57,6 +57,7 @@ TIMED = {
 GPU_ARMS = {
     "gpuload/dense/pinned": "from the `.h5ad` file (gzip) in the page cache",
     "gpuload/dense/cached": "the same with `device_cache`, in later epochs",
+    "gpuload/dense/kept": "the same with `memory_cache`, in later epochs",
     "gpuload-packed/dense": "from a store of `gpuload pack` (lz4)",
     "gpuload-packed/dense/cached": "the same with `device_cache`, in later epochs",
     "gpuload/dense/pinned, cold": "from the `.h5ad` file, not in the page cache, through page-locked memory",

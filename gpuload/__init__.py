@@ -268,10 +268,11 @@ def open_loader(
         data is returned (later reads inflate only as much of the chunk as they need); ``"always"``, on every read;
         ``"never"``, which inflates only as much as needed from the start.
     memory_cache
-        On the CPU: memory in which decoded chunks are kept, in bytes or as ``"20GiB"``; those that fit are read and
-        decoded only in the first epoch. Whole numbers below 65,536, as gene numbers and counts are, take 1 or 2 bytes
-        each, other values 4: about a fifth more than a gzip file of counts. Integers that float32 rounds, and what is
-        stored uncompressed, are not kept. Each process has its own. None: no cache.
+        Host memory in which decoded chunks are kept, in bytes or as ``"20GiB"``; those that fit are read and decoded
+        only in the first epoch. Whole numbers below 65,536, as gene numbers and counts are, take 1 or 2 bytes each,
+        other values 4: about a fifth more than a gzip file of counts. Integers that float32 rounds, and what is stored
+        uncompressed, are not kept. Each process has its own. With a GPU, it is page-locked, has what finds no room in
+        `device_cache`, in the same form, and kernels read it in place. None: no cache.
     device_memory
         Maximum device memory to use, in bytes or as ``"20GiB"``; None: limited only by the GPU.
     device_cache
@@ -280,7 +281,8 @@ def open_loader(
         ``verify="always"`` all are. None: no cache.
     host_decode
         Share of the compressed chunks, from 0 to 1, that CPU cores decode in place of the GPU (`num_threads`), once
-        `device_cache` is full: for a GPU that training keeps busy beside idle cores. The minibatches are the same.
+        `device_cache` and `memory_cache` are full: for a GPU that training keeps busy beside idle cores. The
+        minibatches are the same.
     io
         How bytes reach the GPU: ``"kvikio"`` (GPUDirect Storage if available), ``"pinned"`` (through page-locked host
         memory), or ``"auto"``, which alternates for the first reads, then uses the faster and logs the choice.

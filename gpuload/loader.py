@@ -269,10 +269,10 @@ class Loader:
         """Return the peak memory use in bytes since the loader was opened, by purpose.
 
         ``"residents"``: decoded fetches, both in use and loading. ``"minibatches"``: those in progress, held by the
-        consumer, or kept for reuse. ``"scratch"``: working memory of the threads. ``"cache"``: what `memory_cache` or
-        `device_cache` has taken. ``"metadata"``: row offsets, chunk addresses and obs columns. On a GPU these are
-        device memory, except metadata; ``"host"``: memory in which the host decodes for it. Excludes memory used by
-        Python and its packages.
+        consumer, or kept for reuse. ``"scratch"``: working memory of the threads. ``"cache"``: what `device_cache`, or
+        on the CPU `memory_cache`, has taken. ``"metadata"``: row offsets, chunk addresses and obs columns. On a GPU
+        these are device memory, except metadata; ``"host"``: memory in which the host decodes for it, and
+        `memory_cache`. Excludes memory used by Python and its packages.
         """
         metadata = sum(table.store.metadata_nbytes for table in self._tables.values())
         return {**self._backend.memory(), "metadata": metadata}

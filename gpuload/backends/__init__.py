@@ -44,8 +44,8 @@ def open_backend(
     verify
         When checksums are verified: ``"once"``, ``"always"`` or ``"never"``.
     memory_cache
-        Bytes, or text such as ``"20GiB"``: memory in which the CPU's decoded chunks are kept. If ``"auto"`` finds a
-        GPU, it is ignored.
+        Bytes, or text such as ``"20GiB"``: host memory in which decoded chunks are kept; those that have no room in
+        `device_cache`, if there is a GPU, which reads them in place.
     device_memory, device_cache
         Bytes, or text such as ``"20GiB"``: limit on device memory, and the share of it that caches chunks.
         If ``"auto"`` finds no GPU, these, `host_decode` and `io` are ignored.
@@ -80,6 +80,8 @@ def open_backend(
     if device == "auto":
         number, why = first_gpu()
         _log.info("device='auto': chose %r (%s)", "cpu" if number is None else f"cuda:{number}", why)
+    if host_cache is not None and host_cache >= (there := memory_nbytes()):
+        raise PlanError(f"memory_cache={memory_cache!r}: this machine has {there / 1e9:.1f} GB; use less.")
     if number is None:
         given: dict[str, object] = {"device_memory": device_memory, "device_cache": device_cache}
         given |= {"host_decode": host_decode or None, "io": None if io == "auto" else io}
@@ -89,18 +91,9 @@ def open_backend(
             if device == "cpu":
                 raise PlanError(f"{name}={value!r}: needs a GPU; leave it out, or use device='cuda' or 'auto'.")
             _log.info("device='auto': %s=%r has no effect on the CPU", name, value)
-        if host_cache is not None and host_cache >= (there := memory_nbytes()):
-            raise PlanError(f"memory_cache={memory_cache!r}: this machine has {there / 1e9:.1f} GB; use less.")
         from gpuload.backends.cpu import CpuBackend
 
         return CpuBackend(num_threads=num_threads, verify=verify, n_matrices=n_matrices, cache_nbytes=host_cache or 0)
-    if memory_cache is not None:
-        if device != "auto":
-            raise PlanError(
-                f"memory_cache={memory_cache!r}: a GPU keeps chunks in its own memory; use device_cache, or "
-                "device='cpu'."
-            )
-        _log.info("device='auto': memory_cache=%r has no effect on a GPU; device_cache has", memory_cache)
     from gpuload.backends.cuda import open_cuda
 
     return open_cuda(
@@ -109,6 +102,7 @@ def open_backend(
         verify=verify,
         memory_nbytes=memory,
         cache_nbytes=cache or 0,
+        host_cache_nbytes=host_cache or 0,
         host_decode=host_decode,
         io=io,
     )

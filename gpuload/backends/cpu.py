@@ -20,6 +20,7 @@ from gpuload.backends.base import n_ahead
 from gpuload.backends.buffers import BufferPool
 from gpuload.backends.damage import RoundingWarning
 from gpuload.backends.gathering import Gatherer
+from gpuload.backends.memory_cache import Budget
 from gpuload.stats import Stats
 from gpuload.threads import QuickThreads
 
@@ -131,7 +132,7 @@ class CpuBackend:
         self.stats = Stats(n)
         self.host_cache_nbytes = cache_nbytes
         self._values = np.dtype(values)
-        self._loads = host.HostLoads(n, verify, self.stats, RoundingWarning(), cache_nbytes=cache_nbytes)
+        self._loads = host.HostLoads(n, verify, self.stats, RoundingWarning(), Budget(cache_nbytes))
         self._takes = QuickThreads(n, f"{host.THREADS}take")
         self._scratch = self._loads.scratch
         self._residents = BufferPool(max_idle=2 * n_matrices)

@@ -15,7 +15,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.backends.damage import RoundingWarning
+    from gpuload.backends.memory_cache import Budget
     from gpuload.layout import ArrayLayout
     from gpuload.stats import Stats
     from gpuload.types import ArrayRead
@@ -58,6 +59,13 @@ THREADS = "gpuload-"
 """Name prefix of a backend's threads."""
 
 
+class KeptChunks(NamedTuple):
+    """Chunks that the cache has: a read of them, and where they are; see `MemoryCache.find`."""
+
+    read: ArrayRead
+    where: NDArray[np.int64]
+
+
 class HostLoads:
     """Read and decode parts of arrays in threads; raise PlanError if `verify` is unknown.
 
@@ -65,17 +73,17 @@ class HostLoads:
     ----------
     verify
         ``"once"``, ``"always"`` or ``"never"``: when checksums are verified.
-    cache_nbytes
-        Memory in which `fill` keeps decoded chunks.
+    budget
+        Memory in which decoded chunks are kept.
     """
 
-    def __init__(self, n: int, verify: str, stats: Stats, rounding: RoundingWarning, *, cache_nbytes: int = 0) -> None:
+    def __init__(self, n: int, verify: str, stats: Stats, rounding: RoundingWarning, budget: Budget) -> None:
         check_choice("verify", verify, VERIFY)
         self._verify, self._stats, self._rounding = verify, stats, rounding
         self._threads = ThreadPoolExecutor(n, thread_name_prefix=f"{THREADS}load")
         self._far_reads = DaemonThreads(FAR_PARTS, f"{THREADS}read")
         self._stored = BufferPool(max_idle=FAR_PARTS)
-        self._cache = MemoryCache(cache_nbytes, n)
+        self._cache = MemoryCache(budget, n)
         self._scratch_nbytes: dict[tuple[int, str], int] = {}
         self.scratch = Workspace(self._scratch_nbytes)
         """Working memory of each thread, of these and of others that ask for it."""
@@ -92,16 +100,28 @@ class HostLoads:
 
     def fill(self, read: ArrayRead, out: NDArray[Any]) -> list[Future[None]]:
         """Start to fill a flat array with what a read wants: from the cache what that has, the rest from the source."""
-        kept, tasks = self._cache.find(read), []
-        is_kept = kept[0] != 0
-        if is_kept.any():
-            near = read if is_kept.all() else select_chunks(read, is_kept)
-            kept = kept[:, is_kept]
-            tasks = [self._threads.submit(self._copy, near, kept, out, lo, hi) for lo, hi in near.parts(KEPT_NBYTES)]
-            if near is read:
-                return tasks
-            read = select_chunks(read, ~is_kept)
-        return tasks + self.start(read, read.parts(TASK_NBYTES), partial(self.decode, out=out), out)
+        kept, rest = self.split(read)
+        tasks = []
+        if kept is not None:
+            copy = partial(self.copy, kept.read, kept.where, out)
+            tasks = [self.submit(copy, lo, hi) for lo, hi in kept.read.parts(KEPT_NBYTES)]
+        if rest is not None:
+            tasks += self.start(rest, rest.parts(TASK_NBYTES), partial(self.decode, out=out), out)
+        return tasks
+
+    def split(self, read: ArrayRead) -> tuple[KeptChunks | None, ArrayRead | None]:
+        """Return what the cache has of a read, and the rest; None for nothing."""
+        where = self._cache.find(read)
+        is_kept = where[0] != 0
+        if not is_kept.any():
+            return None, read
+        if is_kept.all():
+            return KeptChunks(read, where), None
+        return KeptChunks(select_chunks(read, is_kept), where[:, is_kept]), select_chunks(read, ~is_kept)
+
+    def submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
+        """Have a thread call a function."""
+        return self._threads.submit(call, *args)
 
     def start(
         self,
@@ -125,10 +145,11 @@ class HostLoads:
         submit, run = (self._threads.submit, self._near) if is_near else (self._far_reads.submit, self._far)
         return [submit(run, read, lo, hi, use, out) for lo, hi in parts]
 
-    def decode(self, part: Part, out: NDArray[Any]) -> None:
-        """Decode a part in one of these threads, and copy its pieces into an array."""
+    def decode(self, part: Part, out: NDArray[Any], *, may_keep: bool = True) -> None:
+        """Decode a part in one of these threads, copy its pieces into an array, and keep its chunks that have room."""
         start = time.perf_counter()
-        decoded, n_partial, is_rounded = self._decode_and_keep(part, out)
+        run = self._decode_and_keep if may_keep else self._decode
+        decoded, n_partial, is_rounded = run(part, out)
         if is_rounded and out.itemsize == 4:
             self._rounding.warn(part.read)
         counted = {"decoded_nbytes": decoded, "n_chunks": part.last - part.first, "n_chunks_partial": n_partial}
@@ -143,7 +164,17 @@ class HostLoads:
                 raise
         finally:
             self._cache.settle(part.read, part.first, keep)
-        return decode(part, out, self.scratch, self._verify)  # of a damaged chunk, perhaps what is wanted is whole
+        return self._decode(part, out)  # of a damaged chunk, perhaps what is wanted is whole
+
+    def _decode(self, part: Part, out: NDArray[Any]) -> tuple[int, int, bool]:
+        return decode(part, out, self.scratch, self._verify)
+
+    def copy(self, read: ArrayRead, where: NDArray[np.int64], out: NDArray[Any], lo: int, hi: int) -> None:
+        """Copy what is wanted of extents ``lo:hi`` of a read from where the cache has its chunks."""
+        start = time.perf_counter()
+        first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
+        self._cache.copy(read, first, last, where, out)
+        self._stats.spent("decode_s", start, n_chunks=last - first, n_chunks_cached=last - first)
 
     def close(self) -> None:
         """Stop the threads, after the running tasks, and free idle memory."""
@@ -152,13 +183,6 @@ class HostLoads:
         self._stored.clear()
         if not is_one_of_ours():  # else tasks may be running, which copy from it; it goes with the last of them
             self._cache.clear()
-
-    def _copy(self, read: ArrayRead, kept: NDArray[np.int64], out: NDArray[Any], lo: int, hi: int) -> None:
-        """Copy what is wanted of extents ``lo:hi`` of one array from the cache."""
-        start = time.perf_counter()
-        first, last = int(read.extent_chunks[lo]), int(read.extent_chunks[hi])
-        self._cache.copy(read, first, last, kept, out)
-        self._stats.spent("decode_s", start, n_chunks=last - first, n_chunks_cached=last - first)
 
     def _near(self, read: ArrayRead, lo: int, hi: int, use: Callable[[Part], None], out: NDArray[Any] | None) -> None:
         """Read extents ``lo:hi`` of one array, and call the function with them."""

@@ -59,7 +59,7 @@ class _Chunks:
     Attributes
     ----------
     layout
-        Kept alive, so that its id is not reused.
+        Kept alive, so that the id of its `verified` is not reused.
     address
         Address of each chunk's elements, or 0 if it is not kept.
     itemsize
@@ -111,14 +111,33 @@ NOTHING = Keeping(np.zeros(0, dtype=bool), np.zeros((2, 0), dtype=np.int64), np.
 """Nothing to keep."""
 
 
-class MemoryCache:
-    """Decoded chunks in at most `nbytes` of host memory, for `n_threads` that keep them; with 0, none is kept."""
+class Budget:
+    """Bytes of memory that caches share."""
 
-    def __init__(self, nbytes: int, n_threads: int) -> None:
-        self._nbytes = self._left = nbytes
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = self.left = nbytes
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> int:
+        """Take so many bytes, or what is left; return how many were taken."""
+        with self._lock:
+            taken = min(nbytes, self.left)
+            self.left -= taken
+        return taken
+
+
+class MemoryCache:
+    """Decoded chunks in host memory, for `n_threads` that keep them; of an empty budget, none is kept.
+
+    The chunks of a layout are also those of the layouts that share its `verified`.
+    """
+
+    def __init__(self, budget: Budget, n_threads: int) -> None:
+        self._budget, nbytes = budget, budget.nbytes
         self.used_nbytes = 0
         """Bytes allocated; they stay counted once the memory is freed."""
         self._slab_nbytes = min(max(SLAB_NBYTES, nbytes // _MOST_SLABS), nbytes // (_SLABS_PER_THREAD * n_threads))
+        self._is_open = nbytes > 0
         self._memory: list[NDArray[np.uint8]] = []
         self._idle: list[_Slab] = []
         self._chunks: dict[int, _Chunks] = {}
@@ -126,7 +145,7 @@ class MemoryCache:
 
     def find(self, read: ArrayRead) -> NDArray[np.int64]:
         """Return where the chunks of a read are kept, for `copy`: addresses, or 0, and bytes per element, (2, n)."""
-        known = self._chunks.get(id(read.layout))
+        known = self._chunks.get(id(read.layout.verified))
         if known is None:
             return np.zeros((2, read.chunk_id.size), dtype=np.int64)
         with self._lock:
@@ -154,7 +173,7 @@ class MemoryCache:
             out.ctypes.data,
         )
         if n < 0:
-            known, bad = self._chunks[id(layout)], read.chunk_id[first - 1 - n]
+            known, bad = self._chunks[id(layout.verified)], read.chunk_id[first - 1 - n]
             with self._lock:  # if a network has damaged it, it will be right when it is read again
                 known.address[bad] = known.itemsize[bad] = 0
                 known.is_taken[bad] = False
@@ -166,7 +185,7 @@ class MemoryCache:
         Other tasks find it only after `settle`, which must follow.
         """
         layout, chunks = read.layout, read.chunk_id[first:last]
-        if not self._nbytes or layout.is_raw:
+        if not self._is_open or layout.is_raw:
             return NOTHING
         with self._lock:
             known = self._of(layout)
@@ -174,7 +193,7 @@ class MemoryCache:
             n_items, itemsize = layout.decoded_nbytes(chunks) // layout.dtype.itemsize, known.itemsize[chunks]
             least = n_items * np.maximum(itemsize, 1)
             is_wanted = (read.chunk_nbytes[first:last] > 0) & ~known.is_taken[chunks]
-            is_wanted &= least <= max(self._left, largest.room if largest else 0)
+            is_wanted &= least <= max(self._budget.left, largest.room if largest else 0)
             if not is_wanted.any():
                 return NOTHING
             most = n_items * np.where(itemsize > 0, itemsize, keeping.MOST_NBYTES) + keeping.SLOT
@@ -214,39 +233,34 @@ class MemoryCache:
             self._chunks.clear()
             self._idle.clear()
             self._memory.clear()
-            self._nbytes = self._left = 0
+            self._is_open = False
 
     def _slab_for(self, nbytes: int, largest: _Slab | None) -> _Slab | None:
         """Return a slab that has so much room, if possible: the largest that is not in use, or a new one.
 
         None if the system has no memory for one: then there will be no more of them.
         """
-        if largest is None or largest.room < min(nbytes, self._left):
-            size = min(self._left, max(nbytes, self._slab_nbytes))
+        if largest is None or largest.room < min(nbytes, self._budget.left):
+            size = self._budget.take(max(nbytes, self._slab_nbytes))
             try:
                 memory = allocate(size)
             except MemoryError:
-                self._left = 0
+                self._budget.take(self._budget.left)
                 _log.warning(
                     "memory_cache=%d: the system has no memory beyond %d bytes of it; what does not fit is read and "
                     "decoded in each epoch",
-                    *(self._nbytes, self.used_nbytes),
+                    *(self._budget.nbytes, self.used_nbytes),
                 )
                 return None
             self._memory.append(memory)
-            self._take(size)
+            self.used_nbytes += size
             return _Slab(memory.ctypes.data, memory.ctypes.data + size)
         self._idle.remove(largest)
         return largest
 
     def _of(self, layout: ArrayLayout) -> _Chunks:
-        known = self._chunks.get(id(layout))
+        known = self._chunks.get(id(layout.verified))
         if known is None:
-            known = self._chunks[id(layout)] = _Chunks.of(layout)
-            self._take(min(known.nbytes, self._left))
+            known = self._chunks[id(layout.verified)] = _Chunks.of(layout)
+            self.used_nbytes += self._budget.take(known.nbytes)
         return known
-
-    def _take(self, nbytes: int) -> None:
-        """Count memory that is allocated."""
-        self._left -= nbytes
-        self.used_nbytes += nbytes

@@ -138,7 +138,7 @@ def _of_later_epochs(store: Store, memory_nbytes: int) -> list[str]:
         return []
     taken = f"{text.size(least)} if their values are counts below 256, and {text.size(most)} at most"
     later = "later epochs neither read nor decode, and true random order (block_size=1) costs hardly more"
-    return [f"memory_cache: decoded, all cells take {taken}. On the CPU, if they fit, {later}."]
+    return [f"memory_cache: decoded, all cells take {taken}. If they fit, {later}."]
 
 
 def _cost(outlook: Outlook) -> str:

@@ -81,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--memory-cache",
         metavar="SIZE",
-        help="memory to keep decoded chunks in for later epochs, such as 20GiB, on the CPU (default: none)",
+        help="host memory to keep decoded chunks in for later epochs, such as 20GiB; with a GPU, those without room in "
+        "--device-cache (default: none)",
     )
     group.add_argument("--device-memory", metavar="SIZE", help="GPU memory limit, such as 20GiB (default: no limit)")
     group.add_argument(

@@ -69,6 +69,7 @@ class FakeDevice:
         self._left = self._n_bytes = n_bytes
         self.n_allocated = self.n_freed = 0
         self._blocks: list[NDArray[np.uint8]] = []  # never freed: queued calls only have addresses
+        self.n_locked, self.n_lockable = 0, 1 << 40
         self.launched: list[str] = []
         self.used_in: set[int] = set()
         self._events: list[FakeEvent] = []
@@ -125,6 +126,21 @@ class FakeDevice:
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         block = self._new_block(nbytes)
         return np.asarray(_Exporter(block, nbytes, _Scribbler(block, self)))
+
+    def mapped(self, host: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        host.fill(0xAB)
+        self._blocks.append(host)
+        return host
+
+    def lock(self, host: NDArray[np.uint8]) -> None:
+        from gpuload.errors import DeviceError
+
+        if self.n_locked + host.nbytes > self.n_lockable:
+            raise DeviceError(f"{self.name}: out of memory. See `gpuload doctor`.")
+        self.n_locked += host.nbytes
+
+    def unlock(self, host: NDArray[np.uint8]) -> None:
+        self.n_locked -= host.nbytes
 
     def address(self, array: NDArray[Any]) -> int:
         return int(array.ctypes.data)

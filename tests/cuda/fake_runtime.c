@@ -14,7 +14,7 @@
 #include <sys/mman.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, NO_MEMORY = 2, NO_DEVICE = 101, INVALID_HANDLE = 400, FAILED = 719 };
-enum { CAPTURING = 900, GLOBAL = 0 };
+enum { CAPTURING = 900, GLOBAL = 0, HOST_MAPPED = 2 };
 enum { NOT_SUPPORTED = 801, N_DEVICES = 2, VERSION = 13000 };
 enum { MAX_THREADS = 1, MULTIPROCESSORS = 16, MAJOR = 75 }; /* device attributes */
 enum { STREAM = 0x5713, EVENT = 0xE7E7, MODULE = 0x30D0, GONE = 0xDEAD };
@@ -25,7 +25,7 @@ typedef struct block { struct block *next; uint64_t base; size_t nbytes; int dev
 
 static __thread int current;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static block_t *blocks;
+static block_t *blocks, *registered;
 static int n_launches[N_DEVICES], n_host_blocks;
 static int is_capturing; /* whether a thread captures a graph, in the default mode: global */
 static __thread int capture_mode;
@@ -144,10 +144,40 @@ result_t cudaFreeHost(void *memory) {
     free(memory);
     return SUCCESS;
 }
+/* Memory of others, page-locked by the page: two ranges must not share one. */
+result_t cudaHostRegister(void *memory, size_t nbytes, unsigned flags) {
+    if (is_refused()) return CAPTURING;
+    if (!(flags & HOST_MAPPED) || (uint64_t)memory % 4096) return INVALID_VALUE;
+    block_t *block = malloc(sizeof *block);
+    pthread_mutex_lock(&lock);
+    *block = (block_t){registered, (uint64_t)memory, nbytes, current};
+    registered = block;
+    pthread_mutex_unlock(&lock);
+    __atomic_add_fetch(&n_host_blocks, 1, __ATOMIC_SEQ_CST);
+    return SUCCESS;
+}
+result_t cudaHostUnregister(void *memory) {
+    pthread_mutex_lock(&lock);
+    block_t **at = &registered;
+    while (*at && (*at)->base != (uint64_t)memory) at = &(*at)->next;
+    block_t *found = *at;
+    if (found) *at = found->next;
+    pthread_mutex_unlock(&lock);
+    if (!found) return INVALID_VALUE;
+    free(found);
+    __atomic_sub_fetch(&n_host_blocks, 1, __ATOMIC_SEQ_CST);
+    return SUCCESS;
+}
 result_t cudaPointerGetAttributes(void *attributes, const void *pointer) {
     int device = fake_device_of((uint64_t)pointer), *found = attributes;
+    const void **pointers = attributes;
     memset(attributes, 0, 32);
     found[0] = device < 0 ? 0 : 2, found[1] = device < 0 ? 0 : device;
+    pthread_mutex_lock(&lock);
+    for (block_t *one = registered; one; one = one->next) {
+        if ((uint64_t)pointer - one->base < one->nbytes) found[0] = 1, pointers[1] = pointers[2] = pointer;
+    }
+    pthread_mutex_unlock(&lock);
     return SUCCESS;
 }
 result_t cudaMemcpyAsync(void *to, const void *from, size_t nbytes, int kind, void *stream) {

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import json
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,14 +81,33 @@ def test_consumer_thread_may_be_on_another_device(store_variant: StoreVariant, k
     assert fake.fake_n_launches(0) == n_launches
 
 
-def test_closing_frees_page_locked_memory(store_variant: StoreVariant) -> None:
+def test_chunks_in_host_memory_are_used_in_place_until_it_is_closed(store_variant: StoreVariant) -> None:
     from tests.cuda.on_fake_runtime import fake
 
-    before = fake.fake_n_host_blocks()
-    with gpuload.open_loader(store_variant("csr-gzip4").path, device="cuda:0", batch_size=7, obs=["depth"]) as loader:
-        for _ in loader:
-            pass
+    before, stored = fake.fake_n_host_blocks(), store_variant("csr-gzip4")
+    settings = {"batch_size": 7, "obs": ["depth"], "memory_cache": "1MiB"}
+    with gpuload.open_loader(stored.path, device="cuda:0", **settings) as loader:
+        for _ in range(2):
+            read = loader.stats.read_nbytes
+            for batch in loader:
+                np.testing.assert_array_equal(batch.X.get(), stored.dense[batch.rows])
+        assert loader.stats.read_nbytes == read
         assert fake.fake_n_host_blocks() > before
+    assert fake.fake_n_host_blocks() == before
+
+
+def test_host_memory_that_cannot_be_used_in_place_is_not_left_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    from gpuload.backends.buffers import allocate
+    from gpuload.backends.cuda.device import Device
+    from tests.cuda.on_fake_runtime import fake
+
+    device, before = Device(0), fake.fake_n_host_blocks()
+    elsewhere = SimpleNamespace(devicePointer=1 << 40)
+    monkeypatch.setattr(cupy.cuda.runtime, "pointerGetAttributes", lambda _: elsewhere)
+    with pytest.raises(gpuload.DeviceError, match=r"^cuda:0: it cannot use .* in place; leave memory_cache out\.$"):
+        device.lock(allocate(8192, 4096))
     assert fake.fake_n_host_blocks() == before
 
 

@@ -13,17 +13,32 @@ from scipy.sparse import csr_matrix
 import gpuload
 from gpuload.backends.cuda.cache import ChunkCache, Places
 from gpuload.backends.cuda.decode import Decoder
+from gpuload.backends.cuda.mapped import MappedMemory
+from gpuload.backends.memory_cache import Budget
 from tests.cuda import fake_device
+from tests.cuda.fake_device import FakeDevice
 from tests.cuda.test_backend import SMALL, damage_a_chunk, open_fake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from gpuload.backends.cuda.loading import DeviceLoads
     from tests.conftest import StoreVariant
     from tests.cuda.test_backend import Opened
 
 __all__ = ["open_fake"]  # a fixture
+
+
+@pytest.fixture(params=["device_cache", "memory_cache"])
+def room(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Return a setting that keeps chunks in device memory, or in host memory."""
+    return {request.param: "1MiB"}
+
+
+def caches_of(opened: Opened) -> list[ChunkCache]:
+    loads: DeviceLoads = opened.loader._backend._loads  # type: ignore[attr-defined]
+    return loads._caches
 
 
 def assert_same(found: Places, expected: Places) -> None:
@@ -35,11 +50,12 @@ def assert_same(found: Places, expected: Places) -> None:
     "kind", ["csr-gzip4", "csr-zstd", "csr-lzf", "csr-lz4", "csr-blosc-lz4-shuffle", "csr-blosc-blosclz-shuffle"]
 )
 @pytest.mark.parametrize("nbytes", [1000, 20_000, "1MiB"])
+@pytest.mark.parametrize("where", ["device_cache", "memory_cache"])
 def test_cached_chunks_are_not_read_again(
-    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, nbytes: int | str
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, nbytes: int | str, where: str
 ) -> None:
     stored = store_variant(kind)
-    opened = open_fake(stored.path, device_cache=nbytes, block_size=3, **SMALL)
+    opened = open_fake(stored.path, **{where: nbytes}, block_size=3, **SMALL)
     read = []
     for _ in range(3):
         before = opened.loader.stats.read_nbytes
@@ -47,7 +63,7 @@ def test_cached_chunks_are_not_read_again(
             np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
         read.append(opened.loader.stats.read_nbytes - before)
     stats = opened.loader.stats
-    if nbytes == "1MiB" and "blosclz" not in kind:
+    if nbytes == "1MiB" and (where == "memory_cache" or "blosclz" not in kind):  # which the host decodes
         assert read[1] == read[2] == 0
         assert stats.n_chunks_cached > 0
     assert opened.loader.memory()["cache"] <= (1 << 20 if nbytes == "1MiB" else int(nbytes))
@@ -61,15 +77,15 @@ def test_a_chunk_takes_room_in_the_cache_once(
     opened = open_fake(store_variant("csr-gzip4").path, device_cache="1MiB", prefetch=1, block_size=3, **SMALL)
     loader, decode = opened.loader, fake_device._plain
     read = loader.store.recipe(np.array([[0, 100]])).reads[0]
-    cache, numbers = ChunkCache(opened.device, 1 << 20), np.arange(read.chunk_id.size)
-    reserved = cache.reserve(read, numbers)
+    cache, numbers = ChunkCache(opened.device.empty(1 << 20)), np.arange(read.chunk_id.size)
+    reserved, _ = cache.reserve(read, numbers)
     nbytes = cache.used_nbytes
     assert reserved.numbers.size
-    assert not cache.reserve(read, numbers).numbers.size
+    assert not cache.reserve(read, numbers)[0].numbers.size
     cache.release(read, reserved.numbers)
-    assert_same(cache.reserve(read, numbers), reserved)
+    assert_same(cache.reserve(read, numbers)[0], reserved)
     cache.settle(read, reserved, [(reserved.numbers, -reserved.itemsize.astype(np.int32))], numbers[:0])
-    assert not cache.reserve(read, numbers).numbers.size
+    assert not cache.reserve(read, numbers)[0].numbers.size
     assert cache.used_nbytes == nbytes
     assert_same(cache.places(read), reserved)
 
@@ -94,12 +110,12 @@ def test_cache_room_of_a_failed_load_is_reused_when_full(
     read = opened.loader.store.recipe(np.array([[0, 100]])).reads[0]
     numbers = np.arange(read.chunk_id.size)
     last = numbers[-1:]
-    cache = ChunkCache(opened.device, int(-(-read.chunk_nbytes[-1] // 16) * 16), is_as_stored=True)
-    reserved = cache.reserve(read, last)
+    cache = ChunkCache(opened.device.empty(int(-(-read.chunk_nbytes[-1] // 16) * 16)), is_as_stored=True)
+    reserved, _ = cache.reserve(read, last)
     assert_same(reserved, Places(last, np.array([0]), np.array([0]), np.array([True])))
     cache.release(read, last)
     assert numbers.size > 1
-    assert_same(cache.reserve(read, numbers), reserved)
+    assert_same(cache.reserve(read, numbers)[0], reserved)
     assert cache.used_nbytes == cache.memory.nbytes
 
 
@@ -117,9 +133,9 @@ def test_failed_loads_do_not_fill_the_cache(open_fake: Callable[..., Opened], co
 
 
 def test_room_of_a_failed_part_is_released_after_what_was_launched_into_it(
-    open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, room: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = open_fake(store_variant("csr-gzip4").path, device_cache="1MiB", seed_of_streams=None, prefetch=1, **SMALL)
+    opened = open_fake(store_variant("csr-gzip4").path, **room, seed_of_streams=None, prefetch=1, **SMALL)
     enqueue, release = Decoder.enqueue, ChunkCache.release
     waiting: list[int] = []
 
@@ -139,7 +155,7 @@ def test_room_of_a_failed_part_is_released_after_what_was_launched_into_it(
 
 
 def test_a_failed_load_releases_only_what_it_has_not_settled(
-    open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, room: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others are no longer its own: another load may have reserved those that were not kept."""
     monkeypatch.setattr("gpuload.backends.cuda.loading.PART_NBYTES", 256)
@@ -163,7 +179,7 @@ def test_a_failed_load_releases_only_what_it_has_not_settled(
 
     monkeypatch.setattr(ChunkCache, "settle", settles)
     monkeypatch.setattr(ChunkCache, "release", releases)
-    opened = open_fake(store_variant("csr-gzip4").path, device_cache="1MiB", batch_size=64, fetch_factor=1, prefetch=1)
+    opened = open_fake(store_variant("csr-gzip4").path, **room, batch_size=64, fetch_factor=1, prefetch=1)
     with pytest.raises(gpuload.ReadError, match="the disk failed"):
         list(opened.epoch())
     assert settled
@@ -172,11 +188,11 @@ def test_a_failed_load_releases_only_what_it_has_not_settled(
 
 
 def test_a_load_outlives_a_loader_that_its_own_thread_closes(
-    open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, room: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a garbage collection does that begins there; a launch without the cache's memory would end the process."""
     stored, places = store_variant("csr-gzip4"), ChunkCache.places
-    opened = open_fake(stored.path, device_cache="1MiB", **SMALL)
+    opened = open_fake(stored.path, **room, **SMALL)
     list(opened.epoch())
     loads: Any = opened.loader._backend._loads  # type: ignore[attr-defined]
 
@@ -193,6 +209,158 @@ def test_a_load_outlives_a_loader_that_its_own_thread_closes(
     np.testing.assert_array_equal(resident.indices, expected.indices)
 
 
+# --- host memory that the device uses in place ---
+
+
+@pytest.mark.parametrize("verify", ["once", "always"])
+@pytest.mark.parametrize("kind", ["csr-gzip4", "csr-blosc-lz4-shuffle", "dense-gzip4"])
+def test_host_memory_has_what_finds_no_room_in_device_memory(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, verify: str
+) -> None:
+    stored = store_variant(kind)
+    settings = {"device_cache": 1000, "memory_cache": "1MiB", "verify": verify, "block_size": 3}
+    opened = open_fake(stored.path, layer=stored.layer, **settings, **SMALL)
+    read = []
+    for _ in range(3):
+        before = opened.loader.stats.read_nbytes
+        for batch in opened.epoch():
+            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+        read.append(opened.loader.stats.read_nbytes - before)
+    assert read[0] > 0
+    assert read[1:] == [0, 0]
+    on_device, in_host = caches_of(opened)
+    assert 0 < on_device.used_nbytes <= 1000
+    assert in_host.used_nbytes > 0
+    memory = opened.loader.memory()
+    assert memory["cache"] == on_device.used_nbytes
+    assert memory["host"] >= opened.device.n_locked == 1 << 20
+    for part in opened.loader.store.recipe(np.array([[0, len(stored.dense)]])).reads:
+        both = np.concatenate([cache.places(part).numbers for cache in (on_device, in_host)])
+        np.testing.assert_array_equal(np.sort(both), np.flatnonzero(part.chunk_nbytes))  # each is in one of them
+
+
+def test_chunks_that_another_load_is_keeping_find_no_room_elsewhere(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant
+) -> None:
+    opened = open_fake(store_variant("csr-gzip4").path, device_cache=1000, memory_cache="1MiB", **SMALL)
+    loads: DeviceLoads = opened.loader._backend._loads  # type: ignore[attr-defined]
+    read = opened.loader.store.recipe(np.array([[0, 100]])).reads[0]
+    numbers = np.arange(read.chunk_id.size)
+    kept = loads._reserve(read, numbers)
+    assert [each.cache for each in kept] == loads._caches
+    np.testing.assert_array_equal(np.sort(np.concatenate([each.reserved.numbers for each in kept])), numbers)
+    assert loads._reserve(read, numbers) == []
+
+
+def test_memory_is_page_locked_as_it_is_needed(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpuload.backends.cuda.mapped.PIECE_NBYTES", 512)
+    stored = store_variant("csr-gzip4")
+    opened = open_fake(stored.path, memory_cache="1MiB", block_size=3, prefetch=1, **SMALL)
+    for number, batch in enumerate(opened.epoch()):
+        np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+        (cache,) = caches_of(opened)
+        assert number == 0 or cache.used_nbytes <= opened.device.n_locked < cache.used_nbytes + 512
+    assert 512 < opened.device.n_locked < 1 << 20
+    opened.loader.close()
+    assert opened.device.n_locked == 0
+
+
+def test_less_can_be_page_locked_than_was_asked_for(
+    open_fake: Callable[..., Opened],
+    store_variant: StoreVariant,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("gpuload.backends.cuda.mapped.PIECE_NBYTES", 1024)
+    stored = store_variant("csr-gzip4")
+    opened = open_fake(stored.path, memory_cache="1MiB", shuffle=False, **SMALL)
+    opened.device.n_lockable = 2500
+    read = []
+    for _ in range(3):
+        before = opened.loader.stats.read_nbytes
+        for batch in opened.epoch():
+            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+        read.append(opened.loader.stats.read_nbytes - before)
+    assert read[0] > read[1] == read[2] > 0
+    (cache,) = caches_of(opened)
+    assert 0 < cache.used_nbytes <= opened.device.n_locked == 2048
+    assert not cache.has_room
+    told = (
+        "memory_cache=1048576: no more than 2048 bytes of it could be page-locked (cuda:0: out of memory. See "
+        "`gpuload doctor`); what does not fit is read and decoded in each epoch"
+    )
+    assert [record.message for record in caplog.records if "memory_cache" in record.message] == [told]
+
+
+def test_host_memory_that_cannot_be_reserved(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocate(*_: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("gpuload.backends.cuda.mapped.allocate", allocate)
+    with pytest.raises(gpuload.PlanError, match=r"^memory_cache=1048576: the system refuses .* memory; use less\.$"):
+        open_fake(store_variant("csr-gzip4").path, memory_cache="1MiB", **SMALL)
+
+
+def test_caches_of_host_memory_share_what_they_may_take(open_fake: Callable[..., Opened]) -> None:
+    device, budget = FakeDevice(), Budget(10_000)
+    mapped = MappedMemory(device, budget)
+    assert mapped.prepare(1) == 10_000
+    assert budget.left == 0
+    mapped.close()
+    budget = Budget(10_000)
+    mapped = MappedMemory(device, budget)
+    assert budget.take(4_000) == 4_000
+    assert mapped.prepare(1) == mapped.prepare(10_000) == device.n_locked == 6_000
+    del mapped
+    assert device.n_locked == 0
+
+
+@pytest.mark.parametrize("kind", ["csr-blosc-blosclz-shuffle", "csr-gzip4", "dense-gzip4-shuffle-tiles"])
+def test_what_the_host_decodes_is_decoded_once(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str
+) -> None:
+    """What the device has no decoder for, and the host's share of what it has one for."""
+    stored = store_variant(kind)
+    settings = {"memory_cache": "1MiB", "host_decode": 1.0, "block_size": 3}
+    opened = open_fake(stored.path, layer=stored.layer, **settings, **SMALL)
+    for cache in caches_of(opened):
+        cache.has_room = False  # else the device would decode it
+    found = []
+    for _ in range(3):
+        before = opened.loader.stats.as_dict()
+        for batch in opened.epoch():
+            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+        after = opened.loader.stats.as_dict()
+        found.append([after[name] - before[name] for name in ("read_nbytes", "decoded_nbytes", "n_chunks_cached")])
+    assert found[0][0] > 0
+    assert found[1][:2] == found[2][:2] == [0, 0]
+    assert found[1][2] > 0
+    assert opened.loader.memory()["host"] >= opened.loader._backend._loads._host._loads.cached_nbytes > 0
+
+
+def test_what_the_device_finds_bad_is_decoded_by_the_host_each_time(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is kept nowhere: with marks of its own for what is verified, it would be taken for another array each time."""
+
+    def failing(algorithm: str, stored: bytes, room: int) -> bytes:
+        raise ValueError("bad for the device alone")
+
+    monkeypatch.setattr(fake_device, "_plain", failing)
+    stored = store_variant("csr-gzip4")
+    opened = open_fake(stored.path, memory_cache="1MiB", block_size=3, **SMALL)
+    for _ in range(2):
+        for batch in opened.epoch():
+            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
+    loads: DeviceLoads = opened.loader._backend._loads  # type: ignore[attr-defined]
+    assert loads._host._loads._cache._chunks == {}
+    assert opened.loader.stats.n_chunks_cached == 0
+
+
 # --- chunks kept decoded ---
 
 
@@ -203,12 +371,12 @@ def test_chunks_get_the_room_that_most_of_those_measured_need(
     write_csr(tmp_path / "cells.h5ad", csr_matrix(np.arange(1.0, 1201).reshape(60, 20).astype(np.float32)), "f4")
     opened = open_fake(tmp_path / "cells.h5ad", **SMALL)
     (read,) = [each for each in opened.loader.store.recipe(np.array([[0, 60]])).reads if each.target == target]
-    cache = ChunkCache(opened.device, 1 << 20)
+    cache = ChunkCache(opened.device.empty(1 << 20))
     assert read.chunk_id.size == 24
 
     def reserved_and_settled(first: int, last: int, needs: int) -> int:
         """Return the bytes per element that were reserved."""
-        reserved = cache.reserve(read, np.arange(first, last))
+        reserved, _ = cache.reserve(read, np.arange(first, last))
         (itemsize,) = set(reserved.itemsize.tolist())
         cache.settle(read, reserved, [(reserved.numbers, np.full(last - first, -needs, np.int32))], np.arange(0))
         return int(itemsize)
@@ -219,7 +387,7 @@ def test_chunks_get_the_room_that_most_of_those_measured_need(
     assert reserved_and_settled(6, 9, 1) == 2
     assert reserved_and_settled(9, 12, 1) == 1  # five against four; the guess is one more
     assert reserved_and_settled(12, 24, 4) == 1
-    again = cache.reserve(read, np.arange(24))  # what neither was kept decoded nor as stored
+    again, _ = cache.reserve(read, np.arange(24))  # what neither was kept decoded nor as stored
     assert set(again.itemsize.tolist()) <= {0, 2}
 
 
@@ -254,48 +422,49 @@ def counts() -> csr_matrix:
 
 @pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "i8", "u2", "u4", "u8", "u1"])
 def test_counts_are_decompressed_once(
-    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix, dtype: str
+    open_fake: Callable[..., Opened], room: dict[str, str], tmp_path: Path, counts: csr_matrix, dtype: str
 ) -> None:
     write_csr(tmp_path / "cells.h5ad", counts, dtype)
-    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size=3, **SMALL)
+    opened = open_fake(tmp_path / "cells.h5ad", **room, block_size=3, **SMALL)
     read, decoded = epochs(opened, counts.toarray(), 3)
     assert read[1:] == decoded[1:] == [0, 0]
     assert decoded[0] > 0
     slots = 2 * -(-counts.nnz // 50) * 16
-    assert 3 * counts.nnz <= opened.loader.memory()["cache"] <= 3 * counts.nnz + slots  # a gene number: two bytes
+    (cache,) = caches_of(opened)
+    assert 3 * counts.nnz <= cache.used_nbytes <= 3 * counts.nnz + slots  # a gene number: two bytes
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">i4", ">u8", "f2", "u1", "i2", "i1"])
 def test_counts_of_other_types_are_right_too(
-    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix, dtype: str
+    open_fake: Callable[..., Opened], room: dict[str, str], tmp_path: Path, counts: csr_matrix, dtype: str
 ) -> None:
     """They stay compressed, except those of one byte."""
     counts.data %= 128
     write_csr(tmp_path / "cells.h5ad", counts, dtype)
-    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size=3, **SMALL)
+    opened = open_fake(tmp_path / "cells.h5ad", **room, block_size=3, **SMALL)
     read, _ = epochs(opened, counts.toarray(), 2)
     assert read[1] == 0
 
 
 @pytest.mark.parametrize("large", [256, 65_535])
 def test_counts_of_two_bytes_are_decompressed_until_that_is_known(
-    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix, large: int
+    open_fake: Callable[..., Opened], room: dict[str, str], tmp_path: Path, counts: csr_matrix, large: int
 ) -> None:
     counts.data[::50] = large  # in each chunk
     write_csr(tmp_path / "cells.h5ad", counts, "f4")
-    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size=3, prefetch=1, **SMALL)
+    opened = open_fake(tmp_path / "cells.h5ad", **room, block_size=3, prefetch=1, **SMALL)
     read, decoded = epochs(opened, counts.toarray(), 4)
     assert decoded[2:] == read[2:] == [0, 0]
     assert 0 < read[1] < read[0] / 2  # those that were loaded first
 
 
 def test_stored_bytes_are_kept_where_there_is_room_for_them(
-    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix
+    open_fake: Callable[..., Opened], room: dict[str, str], tmp_path: Path, counts: csr_matrix
 ) -> None:
     counts.data[:] = 1
     counts.data[::50] = 256  # in each chunk, whose stored bytes are fewer than its values
     write_csr(tmp_path / "cells.h5ad", counts, "f4")
-    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", shuffle=False, prefetch=1, **SMALL)
+    opened = open_fake(tmp_path / "cells.h5ad", **room, shuffle=False, prefetch=1, **SMALL)
     read, decoded = epochs(opened, counts.toarray(), 3)
     assert read[1:] == [0, 0]
     assert decoded[0] / 3 < decoded[1] < decoded[0] * 2 / 3  # the counts, and not the gene numbers
@@ -303,18 +472,22 @@ def test_stored_bytes_are_kept_where_there_is_room_for_them(
 
 @pytest.mark.parametrize("value", [65_536, 0.5, -1, -0.0, 1e-40, np.inf, np.nan, 16_777_217])
 def test_other_values_stay_compressed(
-    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix, value: float
+    open_fake: Callable[..., Opened], room: dict[str, str], tmp_path: Path, counts: csr_matrix, value: float
 ) -> None:
     counts.data[::50] = value  # in each chunk
     write_csr(tmp_path / "cells.h5ad", counts, "f4")
-    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", shuffle=False, prefetch=1, **SMALL)
+    opened = open_fake(tmp_path / "cells.h5ad", **room, shuffle=False, prefetch=1, **SMALL)
     read, decoded = epochs(opened, counts.toarray(), 4)
     assert read[2:] == [0, 0]
     assert decoded[0] / 3 < decoded[2] == decoded[3] < decoded[0] * 2 / 3  # the values, and not the gene numbers
 
 
 def test_what_the_device_decoded_wrongly_is_not_kept(
-    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix, monkeypatch: pytest.MonkeyPatch
+    open_fake: Callable[..., Opened],
+    room: dict[str, str],
+    tmp_path: Path,
+    counts: csr_matrix,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its checksum shows that it is wrong, and the host decodes it; zeros would be kept in a byte each."""
     write_csr(tmp_path / "cells.h5ad", counts, "f4")
@@ -327,18 +500,20 @@ def test_what_the_device_decoded_wrongly_is_not_kept(
         return bytes(len(plain)) if stored in wrong else plain
 
     monkeypatch.setattr(fake_device, "_plain", decoded)
-    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size=3, prefetch=1, **SMALL)
+    opened = open_fake(tmp_path / "cells.h5ad", **room, block_size=3, prefetch=1, **SMALL)
     read, _ = epochs(opened, counts.toarray(), 3)
     assert 0 < read[2] < read[0] / 10  # of that chunk alone
 
 
-def test_columns_of_cached_chunks_are_checked_too(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
+def test_columns_of_cached_chunks_are_checked_too(
+    open_fake: Callable[..., Opened], room: dict[str, str], tmp_path: Path
+) -> None:
     """The first fetch caches a chunk of which the second reads the column that is none."""
     X = csr_matrix(np.ones((60, 20), dtype=np.float32))
     write_csr(tmp_path / "cells.h5ad", X, "f4")
     with h5py.File(tmp_path / "cells.h5ad", "r+") as file:
         file["X/indices"][28 * 20] = 20
-    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", shuffle=False, prefetch=1, **SMALL)
+    opened = open_fake(tmp_path / "cells.h5ad", **room, shuffle=False, prefetch=1, **SMALL)
     batches = opened.epoch()
     for _ in range(4):
         next(batches)
@@ -348,33 +523,37 @@ def test_columns_of_cached_chunks_are_checked_too(open_fake: Callable[..., Opene
 
 
 def test_a_chunk_of_other_values_changes_no_other(
-    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix
+    open_fake: Callable[..., Opened], room: dict[str, str], tmp_path: Path, counts: csr_matrix
 ) -> None:
     counts.data[57] = 0.25
     write_csr(tmp_path / "cells.h5ad", counts, "f4")
-    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size="chunk", prefetch=1, **SMALL)
+    opened = open_fake(tmp_path / "cells.h5ad", **room, block_size="chunk", prefetch=1, **SMALL)
     read, decoded = epochs(opened, counts.toarray(), 4)
     assert read[2:] == [0, 0]
     assert 1 <= decoded[3] <= 2  # of one chunk, which two blocks may share
 
 
-def test_dense_chunks_of_counts_are_decompressed_once(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
+def test_dense_chunks_of_counts_are_decompressed_once(
+    open_fake: Callable[..., Opened], room: dict[str, str], tmp_path: Path
+) -> None:
     X = np.random.default_rng(2).integers(0, 256, (60, 300)).astype(np.float32)
     anndata.AnnData(X).write_h5ad(tmp_path / "cells.h5ad")
     with h5py.File(tmp_path / "cells.h5ad", "r+") as file:
         kept = dict(file["X"].attrs)
         del file["X"]
         file.create_dataset("X", data=X, chunks=(8, 70), compression="gzip").attrs.update(kept)
-    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size=3, **SMALL)
+    opened = open_fake(tmp_path / "cells.h5ad", **room, block_size=3, **SMALL)
     read, decoded = epochs(opened, X, 3)
     assert read[1:] == decoded[1:] == [0, 0]
 
 
-def test_dense_chunks_of_zeros_stay_compressed(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
+def test_dense_chunks_of_zeros_stay_compressed(
+    open_fake: Callable[..., Opened], room: dict[str, str], tmp_path: Path
+) -> None:
     X = np.zeros((60, 300), dtype=np.float32)
     X[::7, ::50] = 3
     anndata.AnnData(X).write_h5ad(tmp_path / "cells.h5ad", compression="gzip")
-    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size=3, **SMALL)
+    opened = open_fake(tmp_path / "cells.h5ad", **room, block_size=3, **SMALL)
     read, decoded = epochs(opened, X, 2)
     assert read[1] == 0
     assert decoded[1] > 0
@@ -382,16 +561,18 @@ def test_dense_chunks_of_zeros_stay_compressed(open_fake: Callable[..., Opened],
 
 
 def test_checksums_that_are_always_verified_need_the_stored_bytes(
-    open_fake: Callable[..., Opened], tmp_path: Path, counts: csr_matrix
+    open_fake: Callable[..., Opened], room: dict[str, str], tmp_path: Path, counts: csr_matrix
 ) -> None:
     write_csr(tmp_path / "cells.h5ad", counts, "f4")
-    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", verify="always", block_size="chunk", **SMALL)
+    opened = open_fake(tmp_path / "cells.h5ad", **room, verify="always", block_size="chunk", **SMALL)
     read, decoded = epochs(opened, counts.toarray(), 2)
     assert read[1] == 0
     assert decoded[1] > 0
 
 
-def test_chunks_that_the_host_decodes_are_kept_as_stored(open_fake: Callable[..., Opened], tmp_path: Path) -> None:
+def test_chunks_that_the_host_decodes_are_kept_as_stored(
+    open_fake: Callable[..., Opened], room: dict[str, str], tmp_path: Path
+) -> None:
     """Chunks whose writer skipped the compression, which the device does not decode."""
     X = csr_matrix(np.random.default_rng(1).integers(1, 9, (40, 30)).astype(np.float32))
     write_csr(tmp_path / "cells.h5ad", X, "f4")
@@ -401,5 +582,5 @@ def test_chunks_that_the_host_decodes_are_kept_as_stored(open_fake: Callable[...
             plain = np.zeros(50, dtype=np.float32)
             plain[: X.data[first : first + 50].size] = X.data[first : first + 50]
             data.id.write_direct_chunk((first,), plain.tobytes(), filter_mask=1)
-    opened = open_fake(tmp_path / "cells.h5ad", device_cache="1MiB", block_size=3, prefetch=1, **SMALL)
+    opened = open_fake(tmp_path / "cells.h5ad", **room, block_size=3, prefetch=1, **SMALL)
     epochs(opened, X.toarray(), 3)

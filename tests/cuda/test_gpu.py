@@ -299,8 +299,11 @@ def test_subnormal_values_are_not_flushed_to_zero(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found, X.toarray() if isinstance(X, csr_matrix) else X.astype(np.float32))
 
 
-def test_later_epochs_come_from_the_cache(wide: Path) -> None:
-    with gpuload.open_loader(wide, device="cuda:0", batch_size=256, fetch_factor=8, device_cache="1GiB") as loader:
+@pytest.mark.parametrize("caches", [("1GiB", None), (None, "1GiB"), (1_000_000, "1GiB")], ids=str)
+def test_later_epochs_come_from_the_caches(wide: Path, caches: tuple[Any, Any]) -> None:
+    """Of the device, and of the host's memory: kernels write chunks there, and read them from there."""
+    kept = dict(zip(("device_cache", "memory_cache"), caches, strict=True))
+    with gpuload.open_loader(wide, device="cuda:0", batch_size=256, fetch_factor=8, **kept) as loader:
         for _ in loader:
             pass
         before = loader.stats.read_nbytes

@@ -131,11 +131,18 @@ def test_cores_do_not_wait_for_what_the_gpu_decodes(open_fake: Callable[..., Ope
     assert not late
 
 
-@pytest.mark.parametrize(("nbytes", "helps"), [("1MiB", False), (2500, True)])
-def test_the_cache_is_filled_by_the_gpu_first(
-    open_fake: Callable[..., Opened], small: Stored, nbytes: int | str, helps: bool
+@pytest.mark.parametrize(
+    ("caches", "helps"),
+    [
+        ({"device_cache": "1MiB"}, False),
+        ({"device_cache": 2500}, True),
+        ({"device_cache": 2500, "memory_cache": "1MiB"}, False),
+    ],
+)
+def test_the_caches_are_filled_by_the_gpu_first(
+    open_fake: Callable[..., Opened], small: Stored, caches: dict[str, Any], helps: bool
 ) -> None:
-    opened = open_fake(small.path, host_decode=1.0, device_cache=nbytes, **SMALL)
+    opened = open_fake(small.path, host_decode=1.0, **caches, **SMALL)
     loads: Any = opened.loader._backend._loads  # type: ignore[attr-defined]
     start, n_reads = loads._host.start, [0]
 

@@ -441,6 +441,8 @@ def test_gpu_arms_are_compared_with_the_ceilings_that_bind_them():
         gpu_record("gpuload/dense/cached", cache_nbytes=9_990_000, **later),  # as stored
         gpu_record("gpuload-packed/dense/cached", cache_nbytes=8_000_000, store_nbytes=7_000_000, **later),  # decoded
         gpu_record("gpuload/csr/cached", cache_nbytes=12_000_000, **later),
+        gpu_record("gpuload/dense/kept", **later),
+        gpu_record("gpuload/csr/kept", **later),
         gpu_record("gpuload-packed/dense", cells_per_s=1e6, store_nbytes=5_000_000),
         gpu_record("gpuload-packed-none/dense", cells_per_s=1e6, store_nbytes=20_000_000),
     ]
@@ -451,6 +453,8 @@ def test_gpu_arms_are_compared_with_the_ceilings_that_bind_them():
     assert report_gpu.ceilings(arms, "gpuload/dense/cached") == {nvcomp: 2e6, rows: 4e6}
     assert report_gpu.ceilings(arms, "gpuload-packed/dense/cached") == {rows: 4e6}
     assert report_gpu.ceilings(arms, "gpuload/csr/cached") == {}
+    assert report_gpu.ceilings(arms, "gpuload/dense/kept") == {copies: 50e9 / 9990, nvcomp: 2e6, rows: 4e6}
+    assert report_gpu.ceilings(arms, "gpuload/csr/kept") == {copies: 50e9 / 12_000}
     assert report_gpu.ceilings(arms, "gpuload-packed/dense") == {copies: 10e6, nvcomp: 3e6, rows: 4e6}
     assert report_gpu.ceilings(arms, "gpuload-packed-none/dense") == {copies: 2.5e6, rows: 4e6}
     unsized = [{**record, "file": {"name": "cells.h5ad", "nbytes": 10_000_000}} for record in records]

@@ -18,7 +18,7 @@ from scipy.sparse import csr_matrix
 
 import gpuload
 from gpuload.backends import memory_cache
-from gpuload.backends.memory_cache import MemoryCache
+from gpuload.backends.memory_cache import Budget, MemoryCache
 from gpuload.backends.native import keeping
 from tests.writers import counts, genes_frame, write_csr, write_h5ad
 
@@ -439,7 +439,7 @@ def test_a_chunk_is_kept_once_whoever_decodes_it(store_variant: StoreVariant) ->
     """Two tasks have it at a time: blocks end inside chunks, and several fetches are loading."""
     with gpuload.open_loader(store_variant("csr-gzip4").path, device="cpu") as loader:
         read = loader.store.recipe(np.array([[0, 131]])).reads[0]
-    cache, n = MemoryCache(MIB, n_threads=2), read.chunk_id.size
+    cache, n = MemoryCache(Budget(MIB), n_threads=2), read.chunk_id.size
     first, second = cache.reserve(read, 0, n), cache.reserve(read, 0, n)
     assert first.is_wanted.all()
     assert second is memory_cache.NOTHING
@@ -494,7 +494,8 @@ def test_what_a_chunk_needs_is_found_out_once(store_variant: StoreVariant) -> No
     with gpuload.open_loader(store_variant("csr-gzip4").path, device="cpu") as loader:
         read = loader.store.recipe(np.array([[0, 131]])).reads[0]
     n = read.layout.chunk_size
-    cache = MemoryCache(2 * n + 10 * read.layout.chunk_offset.size, n_threads=1)  # and what it notes of each chunk
+    noted = 10 * read.layout.chunk_offset.size
+    cache = MemoryCache(Budget(2 * n + noted), n_threads=1)
     first = cache.reserve(read, 0, 1)
     first.kept[1, 0] = -4
     cache.settle(read, 0, first)
@@ -524,14 +525,10 @@ def test_slabs_have_room_for_the_largest_chunk(plain: Stored, monkeypatch: pytes
 # --- settings
 
 
-def test_a_gpu_has_a_cache_of_its_own(plain: Stored) -> None:
-    with pytest.raises(gpuload.PlanError, match=r"^memory_cache='1GiB': .*use device_cache, or device='cpu'\.$"):
-        gpuload.open_loader(plain.path, memory_cache="1GiB", device="cuda:0")
-
-
 def test_more_than_the_machine_has(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(gpuload.PlanError, match=r"^memory_cache='900TB': this machine has .* GB; use less\.$"):
-        gpuload.open_loader(plain.path, memory_cache="900TB", device="cpu")
+    for device in ("cpu", "cuda:0"):
+        with pytest.raises(gpuload.PlanError, match=r"^memory_cache='900TB': this machine has .* GB; use less\.$"):
+            gpuload.open_loader(plain.path, memory_cache="900TB", device=device)
     monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: MIB + 30_000)
     told = r"this machine, beside the 0\.0 GB of memory_cache, has 0\.0 GB"
     for settings in ({"fetch_factor": 256}, {"fetch_factor": 1, "batch_size": 100, "prefetch": 1}):

@@ -1,9 +1,9 @@
 """The CUDA backend: reads stored bytes into device memory, decodes them there, and gathers minibatches with kernels.
 
 `loading` fills residents: `readers`, `kvikio` and `pinned` read bytes; `decode`, with `work`, `nvcomp` and
-`containers`, decodes them into rows; `on_host` reads and decodes what a device cannot. `gathering` makes minibatches
-of them. `device` wraps all of CUDA that the rest uses, `memory` tracks which stream may use which memory, and
-`kernels/` holds the device code.
+`containers`, decodes them into rows; `on_host` reads and decodes what a device cannot; `cache` keeps them, in device
+memory and in `mapped` host memory. `gathering` makes minibatches of them. `device` wraps all of CUDA that the rest
+uses, `memory` tracks which stream may use which memory, and `kernels/` holds the device code.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def open_cuda(
     verify: str,
     memory_nbytes: int | None,
     cache_nbytes: int,
+    host_cache_nbytes: int,
     host_decode: float,
     io: str,
 ) -> CudaBackend:
@@ -39,7 +40,7 @@ def open_cuda(
     num_threads
         Threads that read, and threads that decode on the host; None takes KvikIO's own setting or `pinned.NUM_THREADS`,
         and one per core available to this process.
-    verify, cache_nbytes, host_decode
+    verify, cache_nbytes, host_cache_nbytes, host_decode
         As for `CudaBackend`.
     memory_nbytes
         Limit on device memory; None for no limit.
@@ -72,6 +73,7 @@ def open_cuda(
             num_threads=num_threads,
             verify=verify,
             cache_nbytes=cache_nbytes,
+            host_cache_nbytes=host_cache_nbytes,
             host_decode=host_decode,
         )
     except BaseException:

@@ -57,14 +57,13 @@ class CudaBackend:
     ----------
     num_threads
         Threads for what the host decodes; None takes one per core available to this process.
-    cache_nbytes
-        Device memory for caching stored chunks.
+    cache_nbytes, host_cache_nbytes
+        Device memory, and host memory, for keeping chunks.
     host_decode
         Share of the chunks, from 0 to 1, that the host decodes.
     """
 
     takes_ahead = 0
-    host_cache_nbytes = 0
 
     def __init__(
         self,
@@ -75,10 +74,12 @@ class CudaBackend:
         num_threads: int | None = None,
         verify: str = "once",
         cache_nbytes: int = 0,
+        host_cache_nbytes: int = 0,
         host_decode: float = 0.0,
     ) -> None:
         self.device = device.name
         self.device_nbytes: int | None = device.capacity()
+        self.host_cache_nbytes = host_cache_nbytes
         self.stats = Stats()
         self._device = device
         self._pools: list[DevicePool] = []
@@ -87,6 +88,7 @@ class CudaBackend:
             num_threads=num_threads,
             verify=verify,
             cache_nbytes=cache_nbytes,
+            host_cache_nbytes=host_cache_nbytes,
             host_decode=host_decode,
         )
         self._gatherer = Gatherer(device, self._pools)

@@ -1,4 +1,6 @@
-"""Cache of chunks in device memory, so that later epochs need neither read nor, mostly, decode them.
+"""Cache of chunks that the device reads in place, so that later epochs need neither read nor, mostly, decode them.
+
+It is device memory, or host memory that kernels read over PCIe (`mapped`), for what finds no room there.
 
 A chunk is kept decoded, in the smallest unsigned type that holds its values, where these are whole numbers below 65,536
 and that takes at most `MOST_ROOM` times the room of the stored bytes: gzip's chunks of gene numbers and counts grow by
@@ -10,7 +12,7 @@ gains nothing. So room given to a chunk remains that chunk's, whether or not the
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +20,10 @@ import numpy as np
 from gpuload.backends.cuda.work import slots
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
-    from gpuload.backends.cuda.device import Device
     from gpuload.layout import ArrayLayout
     from gpuload.types import ArrayRead
 
@@ -98,49 +101,63 @@ class _Chunks:
         return int(np.searchsorted(np.cumsum(self.n_needing), self.n_needing.sum() / 2))
 
 
+@dataclass(slots=True, eq=False)
+class Kept:
+    """Chunks of a read that a load copies to the room that it reserved for them in a cache.
+
+    Attributes
+    ----------
+    narrowed
+        Pairs: numbers of those that are copied there decoded, and minus the bytes that an element of each needs
+        (int32). Those that need more than they were given are copied as stored, if they have room for that.
+    """
+
+    cache: ChunkCache
+    reserved: Places
+    narrowed: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = field(default_factory=list)
+
+
 class ChunkCache:
-    """Chunks in one allocation of device memory of `nbytes`; with 0, none is cached.
+    """Chunks in one array of memory.
 
     Parameters
     ----------
+    memory : uint8
+        Where they are kept.
     is_as_stored
         Whether to keep all chunks as stored, so that their checksums can be verified on each use.
+    prepare
+        Called before its first bytes are used, with their number; returns how many can be.
     """
 
-    def __init__(self, device: Device, nbytes: int, *, is_as_stored: bool = False) -> None:
-        self._device = device
-        self._nbytes = nbytes
-        self._is_as_stored = is_as_stored
-        self._used = 0
+    def __init__(self, memory: Any, *, is_as_stored: bool = False, prepare: Callable[[int], int] | None = None) -> None:
+        self.memory: Any = memory
+        self._is_as_stored, self._prepare = is_as_stored, prepare
         self._lock = threading.Lock()
         self._chunks: dict[int, _Chunks] = {}
-        self.has_room = nbytes > 0
+        self.has_room = True
         """Whether all chunks so far had room."""
-        self.memory: Any = device.empty(nbytes) if nbytes else None
-
-    @property
-    def used_nbytes(self) -> int:
+        self.used_nbytes = 0
         """Bytes assigned to chunks."""
-        return self._used
 
     def places(self, read: ArrayRead) -> Places:
         """Return which chunks of a read are cached, and where."""
         known = self._chunks.get(id(read.layout))
-        if self.memory is None or known is None or read.layout.is_raw:
+        if known is None or read.layout.is_raw:
             return NOWHERE
         with self._lock:
             place, itemsize = known.place[read.chunk_id], known.itemsize[read.chunk_id]
         numbers = np.flatnonzero(place >= 0)
         return Places(numbers, place[numbers], itemsize[numbers], np.ones(numbers.size, dtype=bool))
 
-    def reserve(self, read: ArrayRead, numbers: NDArray[np.int64]) -> Places:
-        """Reserve room for chunks of a read; return those that fit and are not reserved yet.
+    def reserve(self, read: ArrayRead, numbers: NDArray[np.int64]) -> tuple[Places, NDArray[np.int64]]:
+        """Reserve room for chunks of a read; return those that fit and are not reserved yet, and those without room.
 
         Other reads find them only after `settle`.
         """
-        if self.memory is None or read.layout.is_raw:
-            return NOWHERE
         numbers = numbers[read.chunk_nbytes[numbers] > 0]
+        if self.memory is None or read.layout.is_raw or not numbers.size:
+            return NOWHERE, numbers[:0]
         with self._lock:
             known = self._of(read)
             numbers = numbers[~known.is_taken[read.chunk_id[numbers]]]
@@ -151,16 +168,16 @@ class ChunkCache:
             nbytes = slots(np.where(is_narrow, narrow, stored))
             place = known.room[chunk]
             is_new = (place < 0) | (known.room_nbytes[chunk] < nbytes)
-            ends = self._used + np.cumsum(np.where(is_new, nbytes, 0))
-            fits = ~is_new | (ends <= self._nbytes)
+            ends = self.used_nbytes + np.cumsum(np.where(is_new, nbytes, 0))
+            fits = ~is_new | (ends <= self._available(int(ends[-1]) if ends.size else 0))
             self.has_room &= bool(fits.all())
-            self._used = int(ends[is_new & fits].max(initial=self._used))
+            self.used_nbytes = int(ends[is_new & fits].max(initial=self.used_nbytes))
             place = np.where(is_new, ends - nbytes, place)
             known.room_nbytes[chunk[is_new & fits]] = nbytes[is_new & fits]
             known.room[chunk[fits]] = place[fits]
             known.is_taken[chunk[fits]] = True
             itemsize = np.where(is_narrow, needed, 0).astype(np.int8)
-            return Places(numbers, place, itemsize, known.room_nbytes[chunk] >= stored).of(fits)
+            return Places(numbers, place, itemsize, known.room_nbytes[chunk] >= stored).of(fits), numbers[~fits]
 
     def settle(
         self,
@@ -202,7 +219,11 @@ class ChunkCache:
         """Free the memory, once no load is in progress."""
         with self._lock:
             self._chunks.clear()
-            self.memory, self._nbytes, self._used = None, 0, 0
+            self.memory, self.used_nbytes = None, 0
+
+    def _available(self, nbytes: int) -> int:
+        """Return how many bytes can be used, as many as are wanted if possible."""
+        return int(self.memory.nbytes) if self._prepare is None else self._prepare(nbytes)
 
     def _of(self, read: ArrayRead) -> _Chunks:
         layout = read.layout

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.backends.cuda.cache import NOWHERE
 from gpuload.backends.cuda.containers import ROWS
 from gpuload.backends.cuda.steps import CHECKSUM_NBYTES, chunk_nbytes, steps_of
 from gpuload.backends.cuda.work import N_THREADS, Work, slots
@@ -23,11 +22,12 @@ from gpuload.backends.native.chunks import BAD_CRC32C
 from gpuload.backends.native.inflate import BAD_CHECKSUM
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
-    from gpuload.backends.cuda.cache import Places
+    from gpuload.backends.cuda.cache import Kept, Places
     from gpuload.backends.cuda.containers import Cut
     from gpuload.backends.cuda.device import Device
     from gpuload.backends.cuda.nvcomp import Nvcomp
@@ -56,11 +56,8 @@ class Outcome:
         meaningless for suspects.
     verified
         Layout's chunk numbers whose checksums are verified, provided that nothing bad is reported.
-    reserved
-        Chunks of the read that have been given room in the cache.
-    narrowed
-        Pairs: numbers of those that are copied there decoded, and minus the bytes that an element of each needs
-        (int32). Those that need more than they were given are copied as stored, if they have room for that.
+    kept
+        Chunks of the read that are copied into caches too.
     on_host
         Parts that the host decodes; each is in the resident once its future is done.
     held
@@ -71,8 +68,7 @@ class Outcome:
     reports: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = field(default_factory=list)
     is_rounded: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = field(default_factory=list)
     verified: NDArray[np.int64] | None = None
-    reserved: Places = NOWHERE
-    narrowed: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = field(default_factory=list)
+    kept: Sequence[Kept] = ()
     on_host: list[Future[None]] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)
 
@@ -131,8 +127,7 @@ class Decoder:
         lane: Lane,
         *,
         verify: str,
-        reserved: Places = NOWHERE,
-        cache: Any = None,
+        kept: Sequence[Kept] = (),
     ) -> tuple[Outcome, NDArray[np.int64]]:
         """Enqueue the decoding of chunks on a lane's stream; return the outcome, and the chunks left to the host.
 
@@ -146,23 +141,23 @@ class Decoder:
             Stored bytes, in device memory; they must be ready on the stream.
         verify
             ``"once"``: verify chunks not verified before; ``"always"`` or ``"never"``.
-        reserved, cache : uint8
-            Chunks that have room in the cache, and its memory: they are copied there too, decoded or as stored.
+        kept
+            Chunks that have room in caches: they are copied there too, decoded or as stored.
         """
         steps = self.steps(read.layout)
         assert steps is not None  # noqa: S101 - narrows the type
-        whole = self._part(read, numbers, out, lane, reserved)
+        whole = self._part(read, numbers, out, lane, kept)
         nbytes = read.chunk_nbytes[numbers]
         is_absent = nbytes == 0
         payload = nbytes - steps.around
         can_device = ~is_absent & (read.chunk_mask[numbers] == 0) & (payload > 0)
         if steps.codec is None and not read.layout.is_raw:
             can_device &= payload == read.layout.decoded_nbytes(read.chunk_id[numbers])
-        self._keep_stored(whole, place, arena, cache)
+        self._keep_stored(whole, place, arena)
         if can_device.any():
             part = whole.of(can_device)
             self._deliver(
-                part, cache, *self._on_device(part, steps, place[can_device], payload[can_device], arena, verify=verify)
+                part, *self._on_device(part, steps, place[can_device], payload[can_device], arena, verify=verify)
             )
         self._fill_pieces(whole.of(is_absent))
         return whole.outcome, numbers[~is_absent & ~can_device]
@@ -174,9 +169,9 @@ class Decoder:
         return part.outcome
 
     def _part(
-        self, read: ArrayRead, numbers: NDArray[np.int64], out: Any, lane: Lane, reserved: Places = NOWHERE
+        self, read: ArrayRead, numbers: NDArray[np.int64], out: Any, lane: Lane, kept: Sequence[Kept] = ()
     ) -> _Part:
-        outcome = Outcome(read, reserved=reserved)
+        outcome = Outcome(read, kept=kept)
         work = Work(self._device, self._nvcomp, lane, outcome.held)
         return _Part(read, numbers, out, work, outcome)
 
@@ -333,36 +328,41 @@ class Decoder:
         if part.numbers.size:
             self._copy_pieces(part, None, np.full(part.numbers.size, -1))
 
-    def _deliver(self, part: _Part, cache: Any, decoded: Any, start: NDArray[np.int64]) -> None:
-        """Launch the copy of decoded chunks into the cache, if they are to be kept there so, and of their pieces.
+    def _deliver(self, part: _Part, decoded: Any, start: NDArray[np.int64]) -> None:
+        """Launch the copy of decoded chunks into caches, if they are to be kept there so, and of their pieces.
 
         Their stored bytes are there already, if they have room for those.
         """
-        outcome, work, layout = part.outcome, part.work, part.read.layout
-        for itemsize in np.unique(outcome.reserved.itemsize[outcome.reserved.itemsize > 0]).tolist():
-            kept = outcome.reserved.of(outcome.reserved.itemsize == itemsize)
-            kept = kept.of(np.isin(kept.numbers, part.numbers))
-            n = kept.numbers.size
-            if n:
-                full = layout.decoded_nbytes(part.read.chunk_id[kept.numbers])
-                on = work.upload(start=start[np.searchsorted(part.numbers, kept.numbers)], full=full, place=kept.place)
-                needed, name = work.codes(n), kernel_type(layout.dtype)
-                chunks = (decoded, on["start"], on["full"])
-                work.launch(f"measure_{name}", n, *chunks, np.int64(n), needed)
-                work.launch(f"narrow_{name}_u{itemsize}", n, *chunks, on["place"], needed, np.int64(n), cache)
-                outcome.narrowed.append((kept.numbers, work.download(needed, np.int32)))
+        for kept in part.outcome.kept:
+            is_there = np.isin(kept.reserved.numbers, part.numbers)
+            for itemsize in np.unique(kept.reserved.itemsize[kept.reserved.itemsize > 0]).tolist():
+                those = kept.reserved.of(is_there & (kept.reserved.itemsize == itemsize))
+                if those.numbers.size:
+                    self._keep_narrow(part, kept, those, decoded, start)
         self._copy_pieces(part, decoded, start)
 
-    def _keep_stored(self, part: _Part, place: NDArray[np.int64], arena: Any, cache: Any) -> None:
-        """Launch the copy of chunks' stored bytes from the arena into the cache, where they have room for them."""
-        kept = part.outcome.reserved
-        kept = kept.of(kept.has_room_for_stored)
-        n = kept.numbers.size
-        if n:
-            nbytes = part.read.chunk_nbytes[kept.numbers]
-            source = place[np.searchsorted(part.numbers, kept.numbers)]
-            on = part.work.upload(source=source, nbytes=nbytes, place=kept.place)
-            part.work.launch("gather_payloads", n, arena, on["source"], on["nbytes"], on["place"], np.int64(n), cache)
+    def _keep_narrow(self, part: _Part, kept: Kept, those: Places, decoded: Any, start: NDArray[np.int64]) -> None:
+        """Launch the copy of decoded chunks into a cache, in elements of the size that was reserved for all of them."""
+        work, layout, n = part.work, part.read.layout, those.numbers.size
+        full = layout.decoded_nbytes(part.read.chunk_id[those.numbers])
+        on = work.upload(start=start[np.searchsorted(part.numbers, those.numbers)], full=full, place=those.place)
+        needed, name, itemsize = work.codes(n), kernel_type(layout.dtype), int(those.itemsize[0])
+        chunks = (decoded, on["start"], on["full"])
+        work.launch(f"measure_{name}", n, *chunks, np.int64(n), needed)
+        work.launch(f"narrow_{name}_u{itemsize}", n, *chunks, on["place"], needed, np.int64(n), kept.cache.memory)
+        kept.narrowed.append((those.numbers, work.download(needed, np.int32)))
+
+    def _keep_stored(self, part: _Part, place: NDArray[np.int64], arena: Any) -> None:
+        """Launch the copy of chunks' stored bytes from the arena into caches, where they have room for them."""
+        for kept in part.outcome.kept:
+            those = kept.reserved.of(kept.reserved.has_room_for_stored)
+            n = those.numbers.size
+            if n:
+                nbytes = part.read.chunk_nbytes[those.numbers]
+                source = place[np.searchsorted(part.numbers, those.numbers)]
+                on = part.work.upload(source=source, nbytes=nbytes, place=those.place)
+                ranges = (arena, on["source"], on["nbytes"], on["place"])
+                part.work.launch("gather_payloads", n, *ranges, np.int64(n), kept.cache.memory)
 
     def _copy_pieces(
         self, part: _Part, decoded: Any, base: NDArray[np.int64], dtype: np.dtype[Any] | None = None

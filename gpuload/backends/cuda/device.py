@@ -35,6 +35,9 @@ ended, of memory (ECC), of NVLink, of MPS. They surface in whichever call comes 
 
 _DRIVER = "libcuda.so.1"
 
+_MAPPED = 2
+"""cudaHostRegisterMapped"""
+
 _THREAD_LOCAL = 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL"""
 
@@ -168,6 +171,26 @@ class Device:
         """Allocate page-locked host memory, uninitialised."""
         with self._on_device():
             return np.frombuffer(self._pinned.malloc(max(1, nbytes)), dtype=np.uint8)[:nbytes]
+
+    def mapped(self, host: NDArray[np.uint8]) -> Any:
+        """Return host memory as an array, which keeps it alive, for kernels to use in place once it is locked."""
+        cuda = self._cupy.cuda
+        memory = cuda.UnownedMemory(host.ctypes.data, host.nbytes, host, self._number)
+        return self._cupy.ndarray((host.nbytes,), dtype=np.uint8, memptr=cuda.MemoryPointer(memory, 0))
+
+    def lock(self, host: NDArray[np.uint8]) -> None:
+        """Page-lock host memory for use by kernels; raise DeviceError if the system or the GPU does not permit it."""
+        runtime, address = self._cupy.cuda.runtime, host.ctypes.data
+        with self._on_device():
+            runtime.hostRegister(address, host.nbytes, _MAPPED)
+            if runtime.pointerGetAttributes(address).devicePointer != address:
+                runtime.hostUnregister(address)
+                raise DeviceError(f"{self.name}: it cannot use the host's memory in place; leave memory_cache out.")
+
+    def unlock(self, host: NDArray[np.uint8]) -> None:
+        """Undo `lock`."""
+        with self._on_device():
+            self._cupy.cuda.runtime.hostUnregister(host.ctypes.data)
 
     def address(self, array: Any) -> int:
         """Return the address of an array."""

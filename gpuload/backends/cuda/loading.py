@@ -25,15 +25,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends import host
-from gpuload.backends.cuda.cache import NOWHERE, ChunkCache
+from gpuload.backends.cuda.cache import ChunkCache, Kept
 from gpuload.backends.cuda.decode import Decoder, Outcome
+from gpuload.backends.cuda.mapped import MappedMemory
 from gpuload.backends.cuda.memory import DevicePool, Lease
 from gpuload.backends.cuda.on_host import HostDecoder
 from gpuload.backends.cuda.readers import PAGE, place_extents
 from gpuload.backends.damage import RoundingWarning
+from gpuload.backends.memory_cache import Budget
 from gpuload.layout import select_chunks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from gpuload.backends.cuda.cache import Places
@@ -164,6 +168,7 @@ class DeviceLoads:
         num_threads: int | None,
         verify: str,
         cache_nbytes: int,
+        host_cache_nbytes: int,
         host_decode: float,
     ) -> None:
         self._device, self._reader, self._stats, self._verify = device, reader, stats, verify
@@ -174,10 +179,19 @@ class DeviceLoads:
         self._lanes = _Lanes(device, pools, self._scratch)
         self._decoder = Decoder(device, nvcomp)
         self._rounding = RoundingWarning()
-        self._host = HostDecoder(device, nvcomp, host.n_threads(num_threads), verify, stats, self._rounding)
+        budget, n_threads = Budget(host_cache_nbytes), host.n_threads(num_threads)
+        self._host = HostDecoder(device, nvcomp, n_threads, verify, stats, self._rounding, budget)
         self._warned_of: set[str] = set()
         self._device_reads = self._host_reads = False
-        self._cache = ChunkCache(device, cache_nbytes, is_as_stored=verify == "always")
+        self._caches: list[ChunkCache] = []
+        """Where chunks are kept, fastest first."""
+        self._mapped: MappedMemory | None = None
+        is_as_stored = verify == "always"
+        if cache_nbytes:
+            self._caches.append(ChunkCache(device.empty(cache_nbytes), is_as_stored=is_as_stored))
+        if host_cache_nbytes:
+            self._mapped = mapped = MappedMemory(device, budget)
+            self._caches.append(ChunkCache(mapped.memory, is_as_stored=is_as_stored, prepare=mapped.prepare))
         self._threads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
         self._arena_nbytes: dict[int, int] = {}
 
@@ -192,12 +206,15 @@ class DeviceLoads:
 
     def memory(self) -> dict[str, int]:
         """Return the peak memory held, in bytes, by what uses it; ``"host"`` is in host memory."""
+        mapped = self._mapped
+        locked = 0 if mapped is None else mapped.locked_nbytes
+        on_device = (cache.used_nbytes for cache in self._caches if mapped is None or cache.memory is not mapped.memory)
         return {
             "residents": self.residents.peak_nbytes,
             "arenas": sum(self._arena_nbytes.copy().values()),
             "scratch": sum(pool.peak_nbytes for pool in self._scratch),
-            "cache": self._cache.used_nbytes,
-            "host": self._host.peak_nbytes,
+            "cache": sum(on_device),
+            "host": self._host.peak_nbytes + locked,
         }
 
     def close(self) -> None:
@@ -207,8 +224,11 @@ class DeviceLoads:
         is_ours = host.is_one_of_ours()
         self._threads.shutdown(wait=not is_ours, cancel_futures=True)
         self._reader.close()
-        if not is_ours:  # else loads may be in progress, which copy from the cache; it goes with the last of them
-            self._cache.clear()
+        if not is_ours:  # else loads may be in progress, which copy from the caches; these go with the last of them
+            for cache in self._caches:
+                cache.clear()
+            if self._mapped is not None:
+                self._mapped.close()
 
     def _load(self, recipe: Recipe) -> CudaResident:
         self._device.use()
@@ -232,8 +252,8 @@ class DeviceLoads:
         for stream in (lane.stream, lane.of_host.stream):
             self._device.wait(self._device.record(stream))  # memory that launches use must outlive them
         for outcome in outcomes:
-            if outcome.reserved.numbers.size:
-                self._cache.release(outcome.read, outcome.reserved.numbers)
+            for kept in outcome.kept:
+                kept.cache.release(outcome.read, kept.reserved.numbers)
 
     def _filled(self, recipe: Recipe, outcomes: list[Outcome]) -> CudaResident:
         """Return the resident of a recipe once it is whole; append the outcome of each part as it is launched."""
@@ -245,11 +265,13 @@ class DeviceLoads:
                 self._warn_of_host(read.layout)
                 outcomes.append(self._on_host(read, resident))
                 continue
-            cached = self._cache.places(read)
-            if cached.numbers.size:
-                self._run_cached(read, cached, resident, outcomes)
             is_left = np.ones(read.chunk_id.size, dtype=bool)
-            is_left[cached.numbers] = False
+            for cache in self._caches:
+                cached = cache.places(read)
+                cached = cached.of(is_left[cached.numbers])
+                if cached.numbers.size:
+                    self._run_cached(read, cached, cache.memory, resident, outcomes)
+                    is_left[cached.numbers] = False
             is_of_host = self._is_of_host(read, is_left)
             if is_of_host.any():
                 outcomes.append(self._on_host(_chosen(read, is_of_host), resident))
@@ -315,12 +337,12 @@ class DeviceLoads:
         self._device.stream_wait(lane.stream, self._device.record(arena.stream))
         middle = time.perf_counter()
         numbers, at = _chunks_of(read, lo, hi, place)
-        reserved = self._cache.reserve(read, numbers)
+        kept = self._reserve(read, numbers)
         try:
-            self._enqueue(read, numbers, at, arena.memory, resident, outcomes, reserved)
+            self._enqueue(read, numbers, at, arena.memory, resident, outcomes, kept)
         except BaseException:
-            if not any(outcome.reserved is reserved for outcome in outcomes):
-                outcomes.append(Outcome(read, reserved=reserved))  # released after what was launched into its room
+            if not any(outcome.kept is kept for outcome in outcomes):
+                outcomes.append(Outcome(read, kept=kept))  # released after what was launched into its room
             raise
         self._device.stream_wait(arena.stream, self._device.record(lane.stream))
         decode_s = time.perf_counter() - middle + start - begun
@@ -329,9 +351,9 @@ class DeviceLoads:
     def _is_of_host(self, read: ArrayRead, is_left: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return which chunks are the host's share of those left to decode: the last ones, by their stored bytes.
 
-        None while the device's cache has room, which only the device fills.
+        None while a cache has room that only the device fills.
         """
-        if not self._host_decode or read.layout.is_raw or self._cache.has_room:
+        if not self._host_decode or read.layout.is_raw or any(cache.has_room for cache in self._caches):
             return np.zeros_like(is_left)
         nbytes: NDArray[np.int64] = np.cumsum(read.chunk_nbytes * is_left)
         return is_left & (nbytes > (1 - self._host_decode) * int(nbytes[-1]))
@@ -347,10 +369,21 @@ class DeviceLoads:
             how, "%s: %s is stored as %s, which the GPU has no decoder for; the host decodes it", source.name, name, how
         )
 
-    def _run_cached(self, read: ArrayRead, cached: Places, resident: CudaResident, outcomes: list[Outcome]) -> None:
-        """Launch what puts chunks of a read that are in the cache into the resident, and append the outcomes."""
+    def _reserve(self, read: ArrayRead, numbers: NDArray[np.int64]) -> list[Kept]:
+        """Reserve room for chunks of a read, in the first cache that has it."""
+        found = []
+        for cache in self._caches:
+            reserved, numbers = cache.reserve(read, numbers)
+            if reserved.numbers.size:
+                found.append(Kept(cache, reserved))
+        return found
+
+    def _run_cached(
+        self, read: ArrayRead, cached: Places, memory: Any, resident: CudaResident, outcomes: list[Outcome]
+    ) -> None:
+        """Launch what puts chunks of a read that a cache has in its memory into the resident; append the outcomes."""
         self._stats.add(n_chunks_cached=cached.numbers.size)
-        lane, memory = self._lanes.own, self._cache.memory
+        lane = self._lanes.own
         for itemsize in np.unique(cached.itemsize).tolist():
             those = cached.of(cached.itemsize == itemsize)
             if itemsize:
@@ -370,7 +403,7 @@ class DeviceLoads:
         memory: Any,
         resident: CudaResident,
         outcomes: list[Outcome],
-        reserved: Places = NOWHERE,
+        kept: Sequence[Kept] = (),
     ) -> None:
         """Launch the decoding of chunks, append the outcome, and start to decode on the host what is left to it."""
         out, lane = resident.flat(read.target), self._lanes.own
@@ -382,8 +415,7 @@ class DeviceLoads:
             out,
             lane,
             verify=self._verify,
-            reserved=reserved,
-            cache=self._cache.memory,
+            kept=kept,
         )
         outcomes.append(outcome)
         if left.size:
@@ -410,7 +442,7 @@ class DeviceLoads:
             out, again = resident.flat(read.target), _only(read, suspects)
             # With marks of its own: what the host verifies, the device may get wrong again, in another load meanwhile.
             again = replace(again, layout=replace(again.layout))
-            outcome.on_host += self._host.start(again, out, self._lanes.own.of_host)
+            outcome.on_host += self._host.start(again, out, self._lanes.own.of_host, is_suspect=True)
         for task in outcome.on_host:
             task.result()
         if suspects.size:
@@ -427,9 +459,9 @@ class DeviceLoads:
             right = np.setdiff1d(outcome.verified, suspected) if suspects.size else outcome.verified
             read.layout.verified[right] = 1
             read.layout.verified[suspected] = 0
-        if outcome.reserved.numbers.size:
-            self._cache.settle(read, outcome.reserved, outcome.narrowed, suspects)
-            outcome.reserved = NOWHERE  # another load may have those that were not kept by the time this one fails
+        for kept in outcome.kept:
+            kept.cache.settle(read, kept.reserved, kept.narrowed, suspects)
+        outcome.kept = ()  # another load may have those that were not kept by the time this one fails
 
     def _warn_once(self, what: str, message: str, *args: object) -> None:
         if what not in self._warned_of:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from gpuload.backends import host
 from gpuload.backends.cuda.work import Work
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from numpy.typing import NDArray
@@ -27,11 +28,21 @@ if TYPE_CHECKING:
     from gpuload.backends.cuda.work import Lane
     from gpuload.backends.damage import RoundingWarning
     from gpuload.backends.decoding import Part
+    from gpuload.backends.memory_cache import Budget
     from gpuload.stats import Stats
     from gpuload.types import ArrayRead
 
 _NO_LIMIT = np.array([1 << 31])
 """The host has compared the column numbers with their limits."""
+
+
+class _Job(NamedTuple):
+    """A read, the same read packed, and the flat array of a resident that it fills, on behalf of a lane."""
+
+    read: ArrayRead
+    packed: ArrayRead
+    out: Any
+    lane: Lane
 
 
 class HostDecoder:
@@ -43,45 +54,74 @@ class HostDecoder:
         Where the residents are.
     n_threads
         Threads that decode.
-    verify, stats, rounding
+    verify, stats, rounding, budget
         As for `host.HostLoads`.
     """
 
     def __init__(
-        self, device: Device, nvcomp: Nvcomp, n_threads: int, verify: str, stats: Stats, rounding: RoundingWarning
+        self,
+        device: Device,
+        nvcomp: Nvcomp,
+        n_threads: int,
+        verify: str,
+        stats: Stats,
+        rounding: RoundingWarning,
+        budget: Budget,
     ) -> None:
         self._device, self._nvcomp = device, nvcomp
-        self._loads = host.HostLoads(n_threads, verify, stats, rounding)
+        self._loads = host.HostLoads(n_threads, verify, stats, rounding, budget)
         self._pinned: dict[int, NDArray[np.uint8]] = {}  # by thread
 
     @property
     def peak_nbytes(self) -> int:
         """Peak memory on the host, in bytes."""
-        return self._loads.peak_nbytes + sum(memory.nbytes for memory in self._pinned.copy().values())
+        pinned = sum(memory.nbytes for memory in self._pinned.copy().values())
+        return self._loads.peak_nbytes + self._loads.cached_nbytes + pinned
 
-    def start(self, read: ArrayRead, out: Any, lane: Lane) -> list[Future[None]]:
+    def start(self, read: ArrayRead, out: Any, lane: Lane, *, is_suspect: bool = False) -> list[Future[None]]:
         """Start to decode a read, part by part, into the flat array of the resident that it fills.
 
-        A part whose future is done is there: its thread has waited for the lane's stream.
+        A part whose future is done is there: its thread has waited for the lane's stream. What the cache has is not
+        decoded, and what is decoded is kept there, unless the device found it bad.
         """
-        dtype = np.dtype(np.int32 if read.target == "indices" else np.float32)
-        parts = read.parts(max(1, host.TASK_NBYTES * min(read.layout.dtype.itemsize, dtype.itemsize) // dtype.itemsize))
-        return self._loads.start(_packed(read, parts), parts, partial(self._place, read, out, dtype, lane))
+        itemsize = np.dtype(_dtype(read)).itemsize
+        nbytes = max(1, host.TASK_NBYTES * min(read.layout.dtype.itemsize, itemsize) // itemsize)
+        kept, rest = (None, read) if is_suspect else self._loads.split(read)
+        tasks = []
+        if kept is not None:
+            parts = kept.read.parts(nbytes)
+            copy = partial(self._copy, _Job(kept.read, _packed(kept.read, parts), out, lane), kept.where)
+            tasks = [self._loads.submit(copy, lo, hi) for lo, hi in parts]
+        if rest is not None:
+            parts = rest.parts(nbytes)
+            job = _Job(rest, _packed(rest, parts), out, lane)
+            tasks += self._loads.start(job.packed, parts, partial(self._decode, job, may_keep=not is_suspect))
+        return tasks
 
     def close(self) -> None:
         """Stop the threads, after the running tasks, and free their memory."""
         self._loads.close()
         self._pinned.clear()
 
-    def _place(self, read: ArrayRead, out: Any, dtype: np.dtype[Any], lane: Lane, part: Part) -> None:
-        """Decode a part of the packed read, and copy its pieces to their places in the resident."""
-        device, packed = self._device, part.read
+    def _decode(self, job: _Job, part: Part, *, may_keep: bool) -> None:
+        """Decode a part of a job, and copy its pieces to their places."""
+        self._place(job, part.first, part.last, partial(self._loads.decode, part, may_keep=may_keep))
+
+    def _copy(self, job: _Job, where: NDArray[np.int64], lo: int, hi: int) -> None:
+        """Copy the pieces of extents ``lo:hi`` of a job from the cache to their places."""
+        first, last = int(job.packed.extent_chunks[lo]), int(job.packed.extent_chunks[hi])
+        self._place(job, first, last, partial(self._loads.copy, job.packed, where, lo=lo, hi=hi))
+
+    def _place(self, job: _Job, first: int, last: int, fill: Callable[[NDArray[Any]], None]) -> None:
+        """Have a function fill an array with the pieces of chunks ``first:last`` of a job, then copy these there."""
+        device, (read, packed, out, lane) = self._device, job
         device.use()
-        pieces = slice(int(packed.chunk_pieces[part.first]), int(packed.chunk_pieces[part.last]))
-        n, stride, last = pieces.stop - pieces.start, packed.layout.dest_stride, pieces.stop - 1
-        n_items = int(packed.piece_dest[last] + (packed.piece_rows[last] - 1) * stride + packed.piece_width[last])
+        pieces = slice(int(packed.chunk_pieces[first]), int(packed.chunk_pieces[last]))
+        n, stride, end = pieces.stop - pieces.start, packed.layout.dest_stride, pieces.stop - 1
+        n_items = int(packed.piece_dest[end] + (packed.piece_rows[end] - 1) * stride + packed.piece_width[end])
+        dtype = np.dtype(_dtype(read))
         values = self._memory(n_items * dtype.itemsize)
-        self._loads.decode(part, values.view(dtype))
+        fill(values.view(dtype))
         held: list[Any] = []
         work = Work(device, self._nvcomp, lane, held)
         try:
@@ -111,6 +151,11 @@ class HostDecoder:
             self._pinned.pop(thread, None)
             found = self._pinned[thread] = self._device.pinned(1 << (nbytes - 1).bit_length())  # as CuPy rounds it
         return found[:nbytes]
+
+
+def _dtype(read: ArrayRead) -> type:
+    """Return the type of the elements of the resident that a read fills."""
+    return np.int32 if read.target == "indices" else np.float32
 
 
 def _packed(read: ArrayRead, parts: list[tuple[int, int]]) -> ArrayRead:
