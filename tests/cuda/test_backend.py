@@ -314,8 +314,8 @@ def test_what_the_host_verifies_in_place_of_the_device_is_verified_again_by_anot
     (matrix,) = opened.loader.store.matrices
     start, marks = on_host.start, list[int]()
 
-    def finished(read: Any, *args: Any) -> Any:
-        tasks = start(read, *args)
+    def finished(read: Any, *args: Any, **options: Any) -> Any:
+        tasks = start(read, *args, **options)
         for task in tasks:
             task.result()
         layout = getattr(matrix, read.target)
@@ -349,7 +349,7 @@ def test_a_stream_without_an_nvcomp_status_is_not_taken_for_decoded(
     retried: list[int] = []
     on_host: Any = opened.loader._backend._loads._host  # type: ignore[attr-defined]
     retry = on_host.start
-    on_host.start = lambda read, *args: retried.append(read.chunk_id.size) or retry(read, *args)
+    on_host.start = lambda read, *args, **kw: retried.append(read.chunk_id.size) or retry(read, *args, **kw)
     for batch in opened.epoch():
         np.testing.assert_array_equal(batch.X, store_variant(kind).dense[batch.rows])
     assert opened.loader.stats.n_chunks == sum(retried)
