@@ -127,7 +127,7 @@ class ChunkCache:
     is_as_stored
         Whether to keep all chunks as stored, so that their checksums can be verified on each use.
     prepare
-        Called before its first bytes are used, with their number; returns how many can be.
+        Of host memory: called before its first bytes are used, with their number; returns how many can be.
     """
 
     def __init__(self, memory: Any, *, is_as_stored: bool = False, prepare: Callable[[int], int] | None = None) -> None:
@@ -139,6 +139,11 @@ class ChunkCache:
         """Whether all chunks so far had room."""
         self.used_nbytes = 0
         """Bytes assigned to chunks."""
+
+    @property
+    def is_in_host(self) -> bool:
+        """Whether its memory is the host's."""
+        return self._prepare is not None
 
     def places(self, read: ArrayRead) -> Places:
         """Return which chunks of a read are cached, and where."""

@@ -206,15 +206,13 @@ class DeviceLoads:
 
     def memory(self) -> dict[str, int]:
         """Return the peak memory held, in bytes, by what uses it; ``"host"`` is in host memory."""
-        mapped = self._mapped
-        locked = 0 if mapped is None else mapped.locked_nbytes
-        on_device = (cache.used_nbytes for cache in self._caches if mapped is None or cache.memory is not mapped.memory)
+        in_host = 0 if self._mapped is None else self._mapped.locked_nbytes
         return {
             "residents": self.residents.peak_nbytes,
             "arenas": sum(self._arena_nbytes.copy().values()),
             "scratch": sum(pool.peak_nbytes for pool in self._scratch),
-            "cache": sum(on_device),
-            "host": self._host.peak_nbytes + locked,
+            "cache": sum(cache.used_nbytes for cache in self._caches if not cache.is_in_host),
+            "host": self._host.peak_nbytes + in_host,
         }
 
     def close(self) -> None:

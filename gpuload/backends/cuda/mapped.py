@@ -74,4 +74,5 @@ class MappedMemory:
                 self._device.unlock(self._pieces.pop())
 
     def __del__(self) -> None:
-        self.close()  # memory that is freed while it is page-locked could not be so again
+        with contextlib.suppress(Exception):  # as the interpreter ends, there may be nothing left to call
+            self.close()  # what is freed while it is page-locked could not be so again
