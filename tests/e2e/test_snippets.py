@@ -82,7 +82,7 @@ INSTEAD = {
         ("min_samples=1_000", "min_samples=20", "there are twenty samples"),
         ('.to("cuda", non_blocking=True)', '.to("cpu", non_blocking=True)', NO_GPU),
     ],
-    "docs/howto/ddp.md": [('device="cuda"', 'device="cpu"', NO_GPU)],
+    "docs/howto/ddp.md": [('device="cuda"', 'device="cpu"', NO_GPU), ('"20GiB"', '"64MiB"', SHORT)],
     "docs/howto/object-storage.md": [
         ('"/local/blocks"', '"blocks"', OUTSIDE),
         ('budget="200GiB"', 'budget="64MiB"', OUTSIDE),

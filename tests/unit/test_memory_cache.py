@@ -313,6 +313,25 @@ def test_a_damaged_chunk_is_never_kept(copy_of: Callable[..., Path], plain: Stor
         assert not find(reads[name])[0, 1]
 
 
+@pytest.mark.parametrize("keeps_its_blocks", [True, False])
+def test_a_rank_finds_what_it_has_read_before(plain: Stored, keeps_its_blocks: bool) -> None:
+    def own_blocks(epoch_seed: int, rank: int, world_size: int) -> np.ndarray:
+        starts = np.arange(0, 131, 10)[rank::world_size]
+        np.random.default_rng(epoch_seed).shuffle(starts)
+        return np.stack([starts, np.minimum(starts + 10, 131)], axis=1)
+
+    settings = {"sampler": own_blocks} if keeps_its_blocks else {"block_size": 10}
+    for rank in range(2):
+        given = {"rank": rank, "world_size": 2, "batch_size": 16, "device": "cpu", "memory_cache": "1MiB"}
+        with gpuload.open_loader(plain.path, **given, **settings) as loader:
+            first = np.concatenate([batch.rows for batch in loader])
+            read = loader.stats.read_nbytes
+            second = np.concatenate([batch.rows for batch in loader])
+            assert np.isin(second, first).all() == keeps_its_blocks
+            assert not np.array_equal(second, first)
+            assert not keeps_its_blocks or loader.stats.read_nbytes == read
+
+
 def test_cells_before_damage_are_delivered_if_nothing_is_verified(tmp_path: Path) -> None:
     """They would not be if a chunk that should be kept, so decoded whole, had to be whole."""
     X = counts(400, 200)
