@@ -99,8 +99,8 @@ class BufferPool:
         return None
 
 
-def allocate(nbytes: int, alignment: int = ALIGNMENT) -> NDArray[np.uint8]:
-    """Return uninitialised memory, aligned to a cache line unless more is asked for."""
-    raw = np.empty(nbytes + alignment, dtype=np.uint8)
-    skip = -raw.ctypes.data % alignment
+def allocate(nbytes: int) -> NDArray[np.uint8]:
+    """Return uninitialised memory, aligned to a cache line."""
+    raw = np.empty(nbytes + ALIGNMENT, dtype=np.uint8)
+    skip = -raw.ctypes.data % ALIGNMENT
     return raw[skip : skip + nbytes]

@@ -109,6 +109,11 @@ class HostLoads:
             tasks += self.start(rest, rest.parts(TASK_NBYTES), partial(self.decode, out=out), out)
         return tasks
 
+    def has(self, read: ArrayRead) -> NDArray[np.bool_]:
+        """Return which chunks of a read the cache has."""
+        is_there: NDArray[np.bool_] = self._cache.find(read)[0] != 0
+        return is_there
+
     def split(self, read: ArrayRead) -> tuple[KeptChunks | None, ArrayRead | None]:
         """Return what the cache has of a read, and the rest; None for nothing."""
         where = self._cache.find(read)

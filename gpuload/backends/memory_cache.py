@@ -245,11 +245,12 @@ class MemoryCache:
             try:
                 memory = allocate(size)
             except MemoryError:
+                used = self._budget.nbytes - self._budget.left - size
                 self._budget.take(self._budget.left)
                 _log.warning(
                     "memory_cache=%d: the system has no memory beyond %d bytes of it; what does not fit is read and "
                     "decoded in each epoch",
-                    *(self._budget.nbytes, self.used_nbytes),
+                    *(self._budget.nbytes, used),
                 )
                 return None
             self._memory.append(memory)

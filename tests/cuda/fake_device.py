@@ -8,6 +8,7 @@ but in every run. Kernels are the package's own, compiled for the CPU.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import random
 import threading
 import weakref
@@ -128,8 +129,7 @@ class FakeDevice:
         return np.asarray(_Exporter(block, nbytes, _Scribbler(block, self)))
 
     def mapped(self, host: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        host.fill(0xAB)
-        self._blocks.append(host)
+        _protect(host, may_be_used=False)
         return host
 
     def lock(self, host: NDArray[np.uint8]) -> None:
@@ -138,8 +138,12 @@ class FakeDevice:
         if self.n_locked + host.nbytes > self.n_lockable:
             raise DeviceError(f"{self.name}: out of memory. See `gpuload doctor`.")
         self.n_locked += host.nbytes
+        _protect(host, may_be_used=True)
+        host.fill(0xAB)
 
     def unlock(self, host: NDArray[np.uint8]) -> None:
+        self.synchronize()  # what uses it later ends the process
+        _protect(host, may_be_used=False)
         self.n_locked -= host.nbytes
 
     def address(self, array: NDArray[Any]) -> int:
@@ -244,6 +248,17 @@ class FakeDevice:
 
         if n_blocks:
             self.give(stream, run)
+
+
+def _protect(host: NDArray[np.uint8], *, may_be_used: bool) -> None:
+    """Permit or forbid the use of host memory: of all its pages, or of those that it has for itself."""
+    first, last = host.ctypes.data // mmap.PAGESIZE, -(-(host.ctypes.data + host.nbytes) // mmap.PAGESIZE)
+    if not may_be_used:
+        first, last = -(-host.ctypes.data // mmap.PAGESIZE), (host.ctypes.data + host.nbytes) // mmap.PAGESIZE
+    if last > first:
+        permitted = mmap.PROT_READ | mmap.PROT_WRITE if may_be_used else 0
+        pages = ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t((last - first) * mmap.PAGESIZE)
+        assert ctypes.CDLL(None).mprotect(*pages, permitted) == 0
 
 
 def _at(address: int, nbytes: int, dtype: np.dtype[Any]) -> NDArray[Any]:

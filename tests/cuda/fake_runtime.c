@@ -14,7 +14,7 @@
 #include <sys/mman.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, NO_MEMORY = 2, NO_DEVICE = 101, INVALID_HANDLE = 400, FAILED = 719 };
-enum { CAPTURING = 900, GLOBAL = 0, HOST_MAPPED = 2 };
+enum { REGISTERED = 712, CAPTURING = 900, GLOBAL = 0, HOST_MAPPED = 2 };
 enum { NOT_SUPPORTED = 801, N_DEVICES = 2, VERSION = 13000 };
 enum { MAX_THREADS = 1, MULTIPROCESSORS = 16, MAJOR = 75 }; /* device attributes */
 enum { STREAM = 0x5713, EVENT = 0xE7E7, MODULE = 0x30D0, GONE = 0xDEAD };
@@ -147,9 +147,17 @@ result_t cudaFreeHost(void *memory) {
 /* Memory of others, page-locked by the page: two ranges must not share one. */
 result_t cudaHostRegister(void *memory, size_t nbytes, unsigned flags) {
     if (is_refused()) return CAPTURING;
-    if (!(flags & HOST_MAPPED) || (uint64_t)memory % 4096) return INVALID_VALUE;
+    if (!(flags & HOST_MAPPED)) return INVALID_VALUE;
     block_t *block = malloc(sizeof *block);
     pthread_mutex_lock(&lock);
+    for (block_t *one = registered; one; one = one->next) {
+        uint64_t end = (uint64_t)memory + nbytes, its_end = one->base + one->nbytes;
+        if ((uint64_t)memory / 4096 <= (its_end - 1) / 4096 && one->base / 4096 <= (end - 1) / 4096) {
+            pthread_mutex_unlock(&lock);
+            free(block);
+            return REGISTERED;
+        }
+    }
     *block = (block_t){registered, (uint64_t)memory, nbytes, current};
     registered = block;
     pthread_mutex_unlock(&lock);
@@ -157,6 +165,7 @@ result_t cudaHostRegister(void *memory, size_t nbytes, unsigned flags) {
     return SUCCESS;
 }
 result_t cudaHostUnregister(void *memory) {
+    if (is_refused()) return CAPTURING;
     pthread_mutex_lock(&lock);
     block_t **at = &registered;
     while (*at && (*at)->base != (uint64_t)memory) at = &(*at)->next;

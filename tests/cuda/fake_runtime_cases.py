@@ -99,15 +99,21 @@ def test_chunks_in_host_memory_are_used_in_place_until_it_is_closed(store_varian
 def test_host_memory_that_cannot_be_used_in_place_is_not_left_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    from gpuload.backends.buffers import allocate
     from gpuload.backends.cuda.device import Device
+    from gpuload.backends.cuda.mapped import _reserved
     from tests.cuda.on_fake_runtime import fake
 
-    device, before = Device(0), fake.fake_n_host_blocks()
+    def interrupted(_: int) -> None:
+        raise KeyboardInterrupt
+
+    device, before, host = Device(0), fake.fake_n_host_blocks(), _reserved(8192)
     elsewhere = SimpleNamespace(devicePointer=1 << 40)
     monkeypatch.setattr(cupy.cuda.runtime, "pointerGetAttributes", lambda _: elsewhere)
     with pytest.raises(gpuload.DeviceError, match=r"^cuda:0: it cannot use .* in place; leave memory_cache out\.$"):
-        device.lock(allocate(8192, 4096))
+        device.lock(host)
+    monkeypatch.setattr(cupy.cuda.runtime, "pointerGetAttributes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        device.lock(host)
     assert fake.fake_n_host_blocks() == before
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
+import re
+import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -11,17 +16,17 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
-from gpuload.backends.cuda.cache import ChunkCache, Places
+from gpuload.backends.cuda.cache import ChunkCache, Kept, Places
 from gpuload.backends.cuda.decode import Decoder
 from gpuload.backends.cuda.mapped import MappedMemory
 from gpuload.backends.memory_cache import Budget
 from tests.cuda import fake_device
 from tests.cuda.fake_device import FakeDevice
 from tests.cuda.test_backend import SMALL, damage_a_chunk, open_fake
+from tests.forks import status_of_fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from gpuload.backends.cuda.loading import DeviceLoads
     from tests.conftest import StoreVariant
@@ -233,7 +238,7 @@ def test_host_memory_has_what_finds_no_room_in_device_memory(
     assert in_host.used_nbytes > 0
     memory = opened.loader.memory()
     assert memory["cache"] == on_device.used_nbytes
-    assert memory["host"] >= opened.device.n_locked == 1 << 20
+    assert memory["host"] >= opened.device.n_locked >= in_host.used_nbytes
     for part in opened.loader.store.recipe(np.array([[0, len(stored.dense)]])).reads:
         both = np.concatenate([cache.places(part).numbers for cache in (on_device, in_host)])
         np.testing.assert_array_equal(np.sort(both), np.flatnonzero(part.chunk_nbytes))  # each is in one of them
@@ -246,10 +251,12 @@ def test_chunks_that_another_load_is_keeping_find_no_room_elsewhere(
     loads: DeviceLoads = opened.loader._backend._loads  # type: ignore[attr-defined]
     read = opened.loader.store.recipe(np.array([[0, 100]])).reads[0]
     numbers = np.arange(read.chunk_id.size)
-    kept = loads._reserve(read, numbers)
+    kept: list[Kept] = []
+    loads._reserve(read, numbers, kept)
     assert [each.cache for each in kept] == loads._caches
     np.testing.assert_array_equal(np.sort(np.concatenate([each.reserved.numbers for each in kept])), numbers)
-    assert loads._reserve(read, numbers) == []
+    loads._reserve(read, numbers, again := [])
+    assert again == []
 
 
 def test_memory_is_page_locked_as_it_is_needed(
@@ -297,25 +304,70 @@ def test_less_can_be_page_locked_than_was_asked_for(
 def test_host_memory_that_cannot_be_reserved(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def allocate(*_: int) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("gpuload.backends.cuda.mapped.allocate", allocate)
-    with pytest.raises(gpuload.PlanError, match=r"^memory_cache=1048576: the system refuses .* memory; use less\.$"):
-        open_fake(store_variant("csr-gzip4").path, memory_cache="1MiB", **SMALL)
+    monkeypatch.setattr("gpuload.backends.memory_nbytes", lambda: 1 << 62)
+    with pytest.raises(gpuload.PlanError, match=rf"^memory_cache={1 << 60}: the system refuses .* memory; use less\.$"):
+        open_fake(store_variant("csr-gzip4").path, memory_cache=1 << 60, **SMALL)
 
 
-def test_caches_of_host_memory_share_what_they_may_take(open_fake: Callable[..., Opened]) -> None:
-    device, budget = FakeDevice(), Budget(10_000)
+def test_caches_of_host_memory_share_what_they_may_take() -> None:
+    device, budget = FakeDevice(), Budget(10 * mmap.PAGESIZE)
     mapped = MappedMemory(device, budget)
-    assert mapped.prepare(1) == 10_000
-    assert budget.left == 0
-    mapped.close()
-    budget = Budget(10_000)
-    mapped = MappedMemory(device, budget)
-    assert budget.take(4_000) == 4_000
-    assert mapped.prepare(1) == mapped.prepare(10_000) == device.n_locked == 6_000
+    assert mapped.prepare(1) == device.n_locked == mmap.PAGESIZE
+    assert budget.take(4 * mmap.PAGESIZE + 1) == 4 * mmap.PAGESIZE + 1
+    assert mapped.prepare(budget.nbytes) == mapped.prepare(1) == device.n_locked == 6 * mmap.PAGESIZE - 1
     del mapped
+    assert device.n_locked == 0
+
+
+def test_a_forked_process_neither_gets_host_memory_nor_calls_the_device() -> None:
+    device = FakeDevice()
+    mapped = MappedMemory(device, Budget(8 << 20))
+    mapped.prepare(1)
+    address, found = mapped._host.ctypes.data, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if place := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            found = int(place[1], 16) <= address < int(place[2], 16)
+        if found and line.startswith("VmFlags:"):
+            assert " dc" in line  # "don't copy area on fork"
+            break
+    assert found
+
+    def close() -> bool:
+        mapped.close()
+        return device.n_locked > 0
+
+    assert status_of_fork(close, []) == 0
+    mapped.close()
+    assert device.n_locked == 0
+
+
+def test_host_memory_is_freed_when_the_loader_is_closed(
+    open_fake: Callable[..., Opened], store_variant: StoreVariant
+) -> None:
+    opened = open_fake(store_variant("csr-gzip4").path, memory_cache="1MiB", **SMALL)
+    list(opened.epoch())
+    loads: DeviceLoads = opened.loader._backend._loads  # type: ignore[attr-defined]
+    assert loads._mapped is not None
+    host = weakref.ref(loads._mapped._host.base)
+    opened.loader.close()
+    gc.collect()
+    assert host() is None
+
+
+def test_an_interrupt_leaves_nothing_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, unlock = FakeDevice(), FakeDevice.unlock
+    mapped = MappedMemory(device, Budget(1 << 20))
+    mapped.prepare(1 << 20)
+
+    def interrupted(self: FakeDevice, host: np.ndarray) -> None:
+        unlock(self, host)
+        monkeypatch.setattr(FakeDevice, "unlock", unlock)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeDevice, "unlock", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mapped.close()
+    mapped.close()
     assert device.n_locked == 0
 
 
@@ -571,7 +623,7 @@ def test_checksums_that_are_always_verified_need_the_stored_bytes(
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_chunks_that_the_host_decodes_are_kept_as_stored(
+def test_chunks_that_the_device_does_not_decode_are_not_in_its_caches(
     open_fake: Callable[..., Opened], room: dict[str, str], tmp_path: Path, step: int
 ) -> None:
     """Chunks whose writer skipped the compression, which the device does not decode, as it does those between."""
@@ -584,4 +636,9 @@ def test_chunks_that_the_host_decodes_are_kept_as_stored(
             plain[: X.data[first : first + 50].size] = X.data[first : first + 50]
             data.id.write_direct_chunk((first,), plain.tobytes(), filter_mask=1)
     opened = open_fake(tmp_path / "cells.h5ad", **room, block_size=3, prefetch=1, **SMALL)
-    epochs(opened, X.toarray(), 3)
+    read, _ = epochs(opened, X.toarray(), 3)
+    stats = opened.loader.stats
+    assert 0 < stats.n_chunks_cached <= stats.n_chunks
+    assert (read[2] == 0) == ("memory_cache" in room)  # the host keeps what it has decoded
+    n_kept = sum((known.place >= 0).sum() for cache in caches_of(opened) for known in cache._chunks.values())
+    assert n_kept == 2 * -(-X.nnz // 50) - len(range(0, X.nnz, 50 * step))

@@ -117,6 +117,16 @@ class Decoder:
             known = self._known[id(layout)] = layout, steps_of(layout)
         return known[1]
 
+    def decodes(self, read: ArrayRead, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which chunks of a read the device decodes: all with bytes, unless their writer skipped a filter."""
+        steps = self.steps(read.layout)
+        assert steps is not None  # noqa: S101 - narrows the type
+        nbytes = read.chunk_nbytes[numbers]
+        can: NDArray[np.bool_] = (nbytes > steps.around) & (nbytes > 0) & (read.chunk_mask[numbers] == 0)
+        if steps.codec is None and not read.layout.is_raw:
+            can &= nbytes - steps.around == read.layout.decoded_nbytes(read.chunk_id[numbers])
+        return can
+
     def enqueue(
         self,
         read: ArrayRead,
@@ -142,17 +152,15 @@ class Decoder:
         verify
             ``"once"``: verify chunks not verified before; ``"always"`` or ``"never"``.
         kept
-            Chunks that have room in caches: they are copied there too, decoded or as stored.
+            Chunks, which `decodes` says it decodes, that have room in caches: they are copied there, decoded or as
+            stored.
         """
         steps = self.steps(read.layout)
         assert steps is not None  # noqa: S101 - narrows the type
         whole = self._part(read, numbers, out, lane, kept)
-        nbytes = read.chunk_nbytes[numbers]
-        is_absent = nbytes == 0
-        payload = nbytes - steps.around
-        can_device = ~is_absent & (read.chunk_mask[numbers] == 0) & (payload > 0)
-        if steps.codec is None and not read.layout.is_raw:
-            can_device &= payload == read.layout.decoded_nbytes(read.chunk_id[numbers])
+        is_absent = read.chunk_nbytes[numbers] == 0
+        payload = read.chunk_nbytes[numbers] - steps.around
+        can_device = self.decodes(read, numbers)
         self._keep_stored(whole, place, arena)
         if can_device.any():
             part = whole.of(can_device)
@@ -334,11 +342,9 @@ class Decoder:
         Their stored bytes are there already, if they have room for those.
         """
         for kept in part.outcome.kept:
-            is_there = np.isin(kept.reserved.numbers, part.numbers)
             for itemsize in np.unique(kept.reserved.itemsize[kept.reserved.itemsize > 0]).tolist():
-                those = kept.reserved.of(is_there & (kept.reserved.itemsize == itemsize))
-                if those.numbers.size:
-                    self._keep_narrow(part, kept, those, decoded, start)
+                those = kept.reserved.of(kept.reserved.itemsize == itemsize)
+                self._keep_narrow(part, kept, those, decoded, start)
         self._copy_pieces(part, decoded, start)
 
     def _keep_narrow(self, part: _Part, kept: Kept, those: Places, decoded: Any, start: NDArray[np.int64]) -> None:

@@ -183,7 +183,12 @@ class Device:
         runtime, address = self._cupy.cuda.runtime, host.ctypes.data
         with self._on_device():
             runtime.hostRegister(address, host.nbytes, _MAPPED)
-            if runtime.pointerGetAttributes(address).devicePointer != address:
+            try:
+                is_in_place = runtime.pointerGetAttributes(address).devicePointer == address
+            except BaseException:
+                runtime.hostUnregister(address)
+                raise
+            if not is_in_place:
                 runtime.hostUnregister(address)
                 raise DeviceError(f"{self.name}: it cannot use the host's memory in place; leave memory_cache out.")
 

@@ -221,12 +221,14 @@ class DeviceLoads:
         self._host.close()
         is_ours = host.is_one_of_ours()
         self._threads.shutdown(wait=not is_ours, cancel_futures=True)
-        self._reader.close()
-        if not is_ours:  # else loads may be in progress, which copy from the caches; these go with the last of them
-            for cache in self._caches:
-                cache.clear()
-            if self._mapped is not None:
-                self._mapped.close()
+        try:
+            self._reader.close()
+        finally:
+            if not is_ours:  # else loads may be in progress, which copy from the caches; these go with the last of them
+                for cache in self._caches:
+                    cache.clear()
+                if self._mapped is not None:
+                    self._mapped.close()
 
     def _load(self, recipe: Recipe) -> CudaResident:
         self._device.use()
@@ -270,7 +272,7 @@ class DeviceLoads:
                 if cached.numbers.size:
                     self._run_cached(read, cached, cache.memory, resident, outcomes)
                     is_left[cached.numbers] = False
-            is_of_host = self._is_of_host(read, is_left)
+            is_of_host = self._is_of_host(read, is_left) | is_left & self._host.has(read)
             if is_of_host.any():
                 outcomes.append(self._on_host(_chosen(read, is_of_host), resident))
             is_of_device = is_left & ~is_of_host
@@ -335,8 +337,9 @@ class DeviceLoads:
         self._device.stream_wait(lane.stream, self._device.record(arena.stream))
         middle = time.perf_counter()
         numbers, at = _chunks_of(read, lo, hi, place)
-        kept = self._reserve(read, numbers)
+        kept: list[Kept] = []
         try:
+            self._reserve(read, numbers[self._decoder.decodes(read, numbers)], kept)
             self._enqueue(read, numbers, at, arena.memory, resident, outcomes, kept)
         except BaseException:
             if not any(outcome.kept is kept for outcome in outcomes):
@@ -367,14 +370,12 @@ class DeviceLoads:
             how, "%s: %s is stored as %s, which the GPU has no decoder for; the host decodes it", source.name, name, how
         )
 
-    def _reserve(self, read: ArrayRead, numbers: NDArray[np.int64]) -> list[Kept]:
-        """Reserve room for chunks of a read, in the first cache that has it."""
-        found = []
+    def _reserve(self, read: ArrayRead, numbers: NDArray[np.int64], kept: list[Kept]) -> None:
+        """Reserve room for chunks of a read, in the first cache that has it, and append what was reserved."""
         for cache in self._caches:
             reserved, numbers = cache.reserve(read, numbers)
             if reserved.numbers.size:
-                found.append(Kept(cache, reserved))
-        return found
+                kept.append(Kept(cache, reserved))
 
     def _run_cached(
         self, read: ArrayRead, cached: Places, memory: Any, resident: CudaResident, outcomes: list[Outcome]

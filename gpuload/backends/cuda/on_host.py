@@ -78,6 +78,10 @@ class HostDecoder:
         pinned = sum(memory.nbytes for memory in self._pinned.copy().values())
         return self._loads.peak_nbytes + self._loads.cached_nbytes + pinned
 
+    def has(self, read: ArrayRead) -> NDArray[np.bool_]:
+        """Return which chunks of a read are in the cache."""
+        return self._loads.has(read)
+
     def start(self, read: ArrayRead, out: Any, lane: Lane, *, is_suspect: bool = False) -> list[Future[None]]:
         """Start to decode a read, part by part, into the flat array of the resident that it fills.
 
