@@ -20,12 +20,16 @@ def usable_cores() -> int:
     with suppress(OSError, ValueError), open(_CPU_LIMIT) as limit:  # no control group, or no limit: "max"
         quota, period = map(int, limit.read().split())
         n = min(n, -(-quota // period))
-    n_processes, is_bound = os.environ.get("LOCAL_WORLD_SIZE", "1"), False
+    is_bound = False
     with suppress(OSError):  # the process that started this one has ended
         is_bound = bound < os.sched_getaffinity(os.getppid())
-    if n_processes.isdecimal() and not is_bound:
-        n //= max(1, int(n_processes))
-    return max(1, n)
+    return max(1, n if is_bound else n // n_processes())
+
+
+def n_processes() -> int:
+    """Return how many processes torchrun has started on this machine, 1 without it."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(given)) if given.isdecimal() else 1
 
 
 def memory_nbytes() -> int:

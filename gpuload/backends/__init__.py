@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuload.checks import check_choice, check_share, parse_nbytes
 from gpuload.errors import GpuloadError, MissingDependencyError, PlanError, shown
-from gpuload.machine import memory_nbytes
+from gpuload.machine import memory_nbytes, n_processes
 
 if TYPE_CHECKING:
     from gpuload.backends.base import Backend
@@ -80,8 +80,9 @@ def open_backend(
     if device == "auto":
         number, why = first_gpu()
         _log.info("device='auto': chose %r (%s)", "cpu" if number is None else f"cuda:{number}", why)
-    if host_cache is not None and host_cache >= (there := memory_nbytes()):
-        raise PlanError(f"memory_cache={memory_cache!r}: this machine has {there / 1e9:.1f} GB; use less.")
+    if host_cache is not None and n_processes() * host_cache >= (there := memory_nbytes()):
+        among = f" for {n_processes()} processes" if n_processes() > 1 else ""
+        raise PlanError(f"memory_cache={memory_cache!r}: this machine has {there / 1e9:.1f} GB{among}; use less.")
     if number is None:
         given: dict[str, object] = {"device_memory": device_memory, "device_cache": device_cache}
         given |= {"host_decode": host_decode or None, "io": None if io == "auto" else io}

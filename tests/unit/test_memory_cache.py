@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from scipy.sparse import csr_matrix
 
 import gpuload
+from gpuload import machine
 from gpuload.backends import memory_cache
 from gpuload.backends.memory_cache import Budget, MemoryCache
 from gpuload.backends.native import keeping
@@ -548,6 +549,12 @@ def test_more_than_the_machine_has(plain: Stored, monkeypatch: pytest.MonkeyPatc
     for device in ("cpu", "cuda:0"):
         with pytest.raises(gpuload.PlanError, match=r"^memory_cache='900TB': this machine has .* GB; use less\.$"):
             gpuload.open_loader(plain.path, memory_cache="900TB", device=device)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    of_each = machine.memory_nbytes() // 8
+    with pytest.raises(gpuload.PlanError, match=rf"^memory_cache={of_each + 1}: .* GB for 8 processes; use less\.$"):
+        gpuload.open_loader(plain.path, memory_cache=of_each + 1, device="cpu")
+    gpuload.open_loader(plain.path, memory_cache=of_each - 1, device="cpu").close()
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: MIB + 30_000)
     told = r"this machine, beside the 0\.0 GB of memory_cache, has 0\.0 GB"
     for settings in ({"fetch_factor": 256}, {"fetch_factor": 1, "batch_size": 100, "prefetch": 1}):
