@@ -265,11 +265,11 @@ def test_memory_is_page_locked_as_it_is_needed(
     monkeypatch.setattr("gpuload.backends.cuda.mapped.PIECE_NBYTES", 512)
     stored = store_variant("csr-gzip4")
     opened = open_fake(stored.path, memory_cache="1MiB", block_size=3, prefetch=1, **SMALL)
-    for number, batch in enumerate(opened.epoch()):
+    assert opened.device.n_locked == 0
+    for batch in opened.epoch():
         np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
-        (cache,) = caches_of(opened)
-        assert number == 0 or cache.used_nbytes <= opened.device.n_locked < cache.used_nbytes + 512
-    assert 512 < opened.device.n_locked < 1 << 20
+    (cache,) = caches_of(opened)
+    assert 1000 < cache.used_nbytes <= opened.device.n_locked < cache.used_nbytes + 512
     opened.loader.close()
     assert opened.device.n_locked == 0
 
@@ -290,7 +290,7 @@ def test_less_can_be_page_locked_than_was_asked_for(
         for batch in opened.epoch():
             np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
         read.append(opened.loader.stats.read_nbytes - before)
-    assert read[0] > read[1] == read[2] > 0
+    assert read[0] > read[1] >= read[2] > 0
     (cache,) = caches_of(opened)
     assert 0 < cache.used_nbytes <= opened.device.n_locked == 2048
     assert not cache.has_room
@@ -382,15 +382,15 @@ def test_what_the_host_decodes_is_decoded_once(
     for cache in caches_of(opened):
         cache.has_room = False  # else the device would decode it
     found = []
-    for _ in range(3):
+    for _ in range(4):
         before = opened.loader.stats.as_dict()
         for batch in opened.epoch():
             np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
         after = opened.loader.stats.as_dict()
         found.append([after[name] - before[name] for name in ("read_nbytes", "decoded_nbytes", "n_chunks_cached")])
     assert found[0][0] > 0
-    assert found[1][:2] == found[2][:2] == [0, 0]
-    assert found[1][2] > 0
+    assert found[-1][:2] == [0, 0]
+    assert found[-1][2] > 0
     assert opened.loader.memory()["host"] >= opened.loader._backend._loads._host._loads.cached_nbytes > 0
 
 
