@@ -116,14 +116,17 @@ result_t cudaMalloc(void **memory, size_t nbytes) {
     pthread_mutex_unlock(&lock);
     return SUCCESS;
 }
-result_t cudaFree(void *memory) {
-    if (!memory) return SUCCESS;
+static block_t *take_out(block_t **at, void *memory) {
     pthread_mutex_lock(&lock);
-    block_t **at = &blocks;
     while (*at && (*at)->base != (uint64_t)memory) at = &(*at)->next;
     block_t *found = *at;
     if (found) *at = found->next;
     pthread_mutex_unlock(&lock);
+    return found;
+}
+result_t cudaFree(void *memory) {
+    if (!memory) return SUCCESS;
+    block_t *found = take_out(&blocks, memory);
     if (!found) return INVALID_VALUE;
     memset(memory, 0xDD, found->nbytes);
     free(memory);
@@ -166,12 +169,7 @@ result_t cudaHostRegister(void *memory, size_t nbytes, unsigned flags) {
 }
 result_t cudaHostUnregister(void *memory) {
     if (is_refused()) return CAPTURING;
-    pthread_mutex_lock(&lock);
-    block_t **at = &registered;
-    while (*at && (*at)->base != (uint64_t)memory) at = &(*at)->next;
-    block_t *found = *at;
-    if (found) *at = found->next;
-    pthread_mutex_unlock(&lock);
+    block_t *found = take_out(&registered, memory);
     if (!found) return INVALID_VALUE;
     free(found);
     __atomic_sub_fetch(&n_host_blocks, 1, __ATOMIC_SEQ_CST);

@@ -46,6 +46,18 @@ def caches_of(opened: Opened) -> list[ChunkCache]:
     return loads._caches
 
 
+def epochs(opened: Opened, expected: np.ndarray, n: int) -> tuple[list[int], list[int]]:
+    """Return of each epoch the bytes that were read, and the streams that were decompressed."""
+    read, decoded = [], []
+    for _ in range(n):
+        before = opened.loader.stats.read_nbytes, opened.nvcomp.n_decoded
+        for batch in opened.epoch():
+            np.testing.assert_array_equal(batch.X.view(np.uint32), expected[batch.rows].view(np.uint32))
+        read.append(opened.loader.stats.read_nbytes - before[0])
+        decoded.append(opened.nvcomp.n_decoded - before[1])
+    return read, decoded
+
+
 def assert_same(found: Places, expected: Places) -> None:
     for name in ("numbers", "place", "itemsize"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
@@ -61,12 +73,7 @@ def test_cached_chunks_are_not_read_again(
 ) -> None:
     stored = store_variant(kind)
     opened = open_fake(stored.path, **{where: nbytes}, block_size=3, **SMALL)
-    read = []
-    for _ in range(3):
-        before = opened.loader.stats.read_nbytes
-        for batch in opened.epoch():
-            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
-        read.append(opened.loader.stats.read_nbytes - before)
+    read, _ = epochs(opened, stored.dense, 3)
     stats = opened.loader.stats
     if nbytes == "1MiB" and (where == "memory_cache" or "blosclz" not in kind):  # which the host decodes
         assert read[1] == read[2] == 0
@@ -225,12 +232,7 @@ def test_host_memory_has_what_finds_no_room_in_device_memory(
     stored = store_variant(kind)
     settings = {"device_cache": 1000, "memory_cache": "1MiB", "verify": verify, "block_size": 3}
     opened = open_fake(stored.path, layer=stored.layer, **settings, **SMALL)
-    read = []
-    for _ in range(3):
-        before = opened.loader.stats.read_nbytes
-        for batch in opened.epoch():
-            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
-        read.append(opened.loader.stats.read_nbytes - before)
+    read, _ = epochs(opened, stored.dense, 3)
     assert read[0] > 0
     assert read[1:] == [0, 0]
     on_device, in_host = caches_of(opened)
@@ -284,12 +286,7 @@ def test_less_can_be_page_locked_than_was_asked_for(
     stored = store_variant("csr-gzip4")
     opened = open_fake(stored.path, memory_cache="1MiB", shuffle=False, **SMALL)
     opened.device.n_lockable = 2500
-    read = []
-    for _ in range(3):
-        before = opened.loader.stats.read_nbytes
-        for batch in opened.epoch():
-            np.testing.assert_array_equal(batch.X, stored.dense[batch.rows])
-        read.append(opened.loader.stats.read_nbytes - before)
+    read, _ = epochs(opened, stored.dense, 3)
     assert read[0] > read[1] >= read[2] > 0
     (cache,) = caches_of(opened)
     assert 0 < cache.used_nbytes <= opened.device.n_locked == 2048
@@ -450,18 +447,6 @@ def write_csr(path: Path, X: csr_matrix, dtype: str, chunk_size: int = 50) -> No
         for name, values in (("data", X.data.astype(dtype)), ("indices", X.indices.astype("i4"))):
             del file["X"][name]
             file["X"].create_dataset(name, data=values, **kept)
-
-
-def epochs(opened: Opened, expected: np.ndarray, n: int) -> tuple[list[int], list[int]]:
-    """Return of each epoch the bytes that were read, and the streams that were decompressed."""
-    read, decoded = [], []
-    for _ in range(n):
-        before = opened.loader.stats.read_nbytes, opened.nvcomp.n_decoded
-        for batch in opened.epoch():
-            np.testing.assert_array_equal(batch.X.view(np.uint32), expected[batch.rows].view(np.uint32))
-        read.append(opened.loader.stats.read_nbytes - before[0])
-        decoded.append(opened.nvcomp.n_decoded - before[1])
-    return read, decoded
 
 
 @pytest.fixture

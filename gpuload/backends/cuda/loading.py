@@ -339,7 +339,7 @@ class DeviceLoads:
         numbers, at = _chunks_of(read, lo, hi, place)
         kept: list[Kept] = []
         try:
-            self._reserve(read, numbers[self._decoder.decodes(read, numbers)], kept)
+            self._reserve(read, numbers, kept)
             self._enqueue(read, numbers, at, arena.memory, resident, outcomes, kept)
         except BaseException:
             if not any(outcome.kept is kept for outcome in outcomes):
@@ -371,7 +371,10 @@ class DeviceLoads:
         )
 
     def _reserve(self, read: ArrayRead, numbers: NDArray[np.int64], kept: list[Kept]) -> None:
-        """Reserve room for chunks of a read, in the first cache that has it, and append what was reserved."""
+        """Reserve room for chunks that the device decodes, in the first cache that has it; append what was reserved."""
+        if not self._caches:
+            return
+        numbers = numbers[self._decoder.decodes(read, numbers)]
         for cache in self._caches:
             reserved, numbers = cache.reserve(read, numbers)
             if reserved.numbers.size:

@@ -2,9 +2,10 @@
 
 A GPU with unified addressing, as all have on 64-bit systems, uses page-locked host memory under the address that the
 host has for it (CUDA C++ Programming Guide, "Mapped Memory"). Its addresses are reserved at once, which takes no
-memory; it is page-locked piece by piece as it is needed, which takes longer than reading it does.
+memory; it is page-locked piece by piece as it is needed, since that takes time.
 
-A forked process does not get it: Linux would copy page-locked memory at once, all of it.
+A forked process does not get it: since 5.9, Linux copies private memory that is pinned for a device as the process is
+forked, all of it, and not when it is written.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from gpuload.backends.memory_cache import Budget
 
 PIECE_NBYTES = 256 << 20
-"""Most bytes that are page-locked at a time: some tenths of a second."""
+"""Most bytes that are page-locked at a time."""
 
 _N_PIECES = 16
 """A budget for fewer pieces of that size has smaller ones, to leave something to the others that share it."""
