@@ -1,7 +1,7 @@
 # Four commands: install, check, test, bench; and the demo. Each makes the virtual environment it needs, once.
 #
 #   make demo                    the main job: real files on disk -> shuffled minibatches -> a falling loss
-#   make test                    the test suite
+#   make test                    the test suite; make test-all, also the tests that take longer
 #   make docs                    the documentation, in build/docs
 #   make test-gpu                the tests that need a GPU; make bench-gpu, the benchmark on one, with BENCH_GPU='its options'
 #   make test-gpu GPULOAD_PYTHON=python3       with that interpreter as it is: nothing is made, installed or downloaded
@@ -19,13 +19,18 @@ INSTALL ?= $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FILE ?= demo-data/tahoe_shaped.h5ad
 GPU_TESTS := tests/cuda/test_gpu.py tests/cuda/test_gpu_programs.py tests/e2e/test_pipelines.py
 
-.PHONY: demo test check docs bench test-gpu bench-gpu install clean
+.PHONY: demo test test-all check docs bench test-gpu bench-gpu install clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/gpuload demo
 
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=25
+
 test: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=25
+	$(PYTEST)
+
+test-all: $(VENV)/test.stamp
+	$(PYTEST) -m 'not gpu'
 
 check: $(VENV)/check.stamp
 	$(BIN)/ruff check .

@@ -41,6 +41,7 @@ def test_packing_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert run_pack.main(["--file", str(path)]) == 1
 
 
+@pytest.mark.slow
 def test_each_turn_runs_in_its_own_process(tmp_path: Path) -> None:
     path = written(cells(50, 20), tmp_path / "in.h5ad")
     (record,) = run_pack.in_turns({"gpuload": sys.executable}, path, "64MiB", 1)

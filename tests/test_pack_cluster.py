@@ -45,6 +45,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_cluster_makes_the_same_store(tmp_path: Path) -> None:
     sources = []
     for number, n_vars in enumerate((200, 150)):

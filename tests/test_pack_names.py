@@ -77,6 +77,7 @@ def test_names_follow_the_packed_order(files: list[list[str]], random: object, h
         assert not names.are([*pieces[:-1], pieces[-1] + "x"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["object", "string"])
 def test_names_take_few_bytes_per_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
     n, paths = 30_000, []

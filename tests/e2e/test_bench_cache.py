@@ -40,6 +40,7 @@ def server(plain: Stored, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         yield running
 
 
+@pytest.mark.slow
 def test_bench_reports_cache_hits_per_epoch(
     server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -195,6 +195,7 @@ def test_entropy():
     assert entropy_bits(np.array([0, 1, 2, 3])) == pytest.approx(2)
 
 
+@pytest.mark.slow
 def test_runner_and_report_end_to_end(cells, tmp_path, capsys):
     pytest.importorskip("torch")
     pytest.importorskip("matplotlib")
@@ -584,6 +585,7 @@ def test_every_round_starts_at_a_different_arm():
     assert list(frame.in_turns((), 2)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", run_codecs.ARMS)
 def test_cells_are_read_in_every_compression(tmp_path, arm):
     pytest.importorskip("anndata")
@@ -605,6 +607,7 @@ def test_cells_are_read_in_every_compression(tmp_path, arm):
             assert list(data._filters) == ([numbers[arm]] if arm != "none" else [])
 
 
+@pytest.mark.slow
 def test_compressions_are_compared_in_a_table(tmp_path, capsys):
     pytest.importorskip("anndata")
     out = tmp_path / "codecs.jsonl"

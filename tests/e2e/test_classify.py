@@ -122,6 +122,7 @@ def test_every_order_is_trained_scored_and_plotted(run_and_draw: Callable[..., A
     assert not list(tmp_path.glob("*.pt")), "a finished run leaves no checkpoint"
 
 
+@pytest.mark.slow
 def test_it_learns_every_label(run: Callable[..., Any], tmp_path: Path) -> None:
     code, _, err = run("--out", tmp_path, "--seeds", 1, "--epochs", 20, "--orders", "block", "balanced", "--lr", 0.01)
     assert (code, err) == (0, "")
@@ -184,6 +185,7 @@ def test_cells_without_a_label_have_no_loss(classify: ModuleType) -> None:
     assert float(loss.detach()) == pytest.approx(float(expected.detach()))
 
 
+@pytest.mark.slow
 def test_bfloat16_changes_the_losses_slightly(run: Callable[..., Any], tmp_path: Path) -> None:
     common = ("--seeds", 1, "--orders", "random", "--models", "mlp")
     for name, more in (("exact", ()), ("rounded", ("--bf16",))):
@@ -224,7 +226,9 @@ def interrupt(classify: ModuleType, monkeypatch: pytest.MonkeyPatch, step: int) 
     return calls
 
 
-@pytest.mark.parametrize("n_done", [5, 61, 200])
+@pytest.mark.parametrize(
+    "n_done", [pytest.param(5, marks=pytest.mark.slow), 61, pytest.param(200, marks=pytest.mark.slow)]
+)
 def test_resumed_run_matches_an_uninterrupted_one(
     run: Callable[..., Any],
     classify: ModuleType,
@@ -375,6 +379,7 @@ def test_changed_data_are_refused(run: Callable[..., Any], screen: Path, tmp_pat
     assert (code, err.startswith(said.format(genes))) == (2, True)
 
 
+@pytest.mark.slow
 def test_remade_screen_counts_as_the_same_data(run: Callable[..., Any], tmp_path: Path) -> None:
     common = ("--out", tmp_path / "out", "--seeds", 1, "--orders", "block", "--test", "plate_14")
     for _ in range(2):
@@ -633,6 +638,7 @@ def tahoe(classify: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
+@pytest.mark.slow
 def test_tahoe_files_are_classified_unchanged(run: Callable[..., Any], tahoe: Path, tmp_path: Path) -> None:
     common = ("--test", "plate14", "--seeds", 1, "--orders", "streaming", "block", "balanced", "--out", tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tahoe.glob("*.h5ad")}
@@ -670,6 +676,7 @@ def test_tahoe_files_are_packed_and_classified(
     assert report["summary"][0]["entropy_bits"]["plate"] > 2, "streaming, and mixed all the same"
 
 
+@pytest.mark.slow
 def test_drug_mechanisms_are_added_to_tahoe_files(
     classify: ModuleType, run: Callable[..., Any], tahoe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -819,6 +826,7 @@ def test_summary_has_means_and_standard_deviations(classify: ModuleType) -> None
     assert row["n_seeds"] == 2
 
 
+@pytest.mark.slow
 def test_benchmark_runs_at_tiny_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "classify.jsonl"
     fewer = ("--seeds", "1", "--orders", "block", "streaming", "--loader-seconds", "0.05")
@@ -855,6 +863,7 @@ def in_lightning(classify: ModuleType, screen: Path, in_process: Callable[..., A
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Lightning's and PyTorch's warnings about each other
 def test_lightning_gives_the_same_scores_and_resumes_only_with_the_same_settings(
     in_lightning: Callable[..., Any], run: Callable[..., Any], screen: Path, tmp_path: Path
@@ -939,6 +948,7 @@ def test_process_started_by_lightning_leaves_output_to_rank_0(
     assert (code, out, err) == (2, "", f"classify_lightning.py: {said}.\n")
 
 
+@pytest.mark.slow
 def test_lightning_has_its_own_command_line(
     in_lightning: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -807,6 +807,7 @@ def test_demo_compares_the_orders_and_saves_table_and_picture(run, demo_folder):
         assert order["held_out_loss"][-1][2] < order["held_out_loss"][0][2]
 
 
+@pytest.mark.slow
 def test_demo_does_not_make_its_files_twice(run, demo_folder):
     demo._synthetic(SimpleNamespace(data=demo_folder, cells=2_000, fresh=False, quiet=True))  # unless another test did
     before = (demo_folder / demo.SYNTHETIC).stat().st_mtime_ns
@@ -817,6 +818,7 @@ def test_demo_does_not_make_its_files_twice(run, demo_folder):
     assert [o["order"] for o in json.loads(out)["data_sets"][0]["orders"]] == list(demo.ORDERS)
 
 
+@pytest.mark.slow
 def test_demo_continues_without_a_network(run, demo_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(real_data, "PACKAGE", "gpuload-no-such-package==0")
     monkeypatch.setattr(real_data, "_PIP", (*real_data._PIP, "--no-index"))
@@ -860,6 +862,7 @@ def test_demo_refuses_a_folder_that_cannot_be_written_to(run, demo_folder, optio
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_demo_prints_results_that_it_cannot_save(run, demo_folder, tmp_path):
     (tmp_path / "demo.json").mkdir()
     code, out, err = _demo(run, demo_folder, "--out", tmp_path)

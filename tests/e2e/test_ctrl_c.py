@@ -147,7 +147,10 @@ def test_every_command_is_tried() -> None:
     assert ARGUMENTS.keys() == COMMANDS.keys()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [name if name in ("demo", "pack", "bench") else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS],
+)
 def test_interrupted_command_leaves_nothing_behind(command: str, cells: Path, tmp_path: Path) -> None:
     check_an_interrupt(command, cells, tmp_path, 0.6)
 

@@ -114,6 +114,7 @@ def test_four_ranks_train_save_and_two_continue(plain: Stored, tmp_path: Path, w
     assert two[0]["state"]["epoch"] == 3
 
 
+@pytest.mark.slow
 def test_rank_benchmark_runs_at_tiny_size(plain: Stored, tmp_path: Path, warmed_up: None) -> None:
     out = tmp_path / "ranks.jsonl"
     options = ["--file", str(plain.path), "--out", str(out), "--rounds", "1", "--epochs", "2"]

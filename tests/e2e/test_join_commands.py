@@ -75,6 +75,7 @@ def test_gene_file_in_another_encoding_is_refused(
     assert f"{names}: not a text file in UTF-8; expected one gene name per line." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tune_saves_how_genes_are_joined(
     paths: list[str], genes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

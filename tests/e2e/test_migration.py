@@ -99,6 +99,7 @@ def test_every_script_is_on_the_page() -> None:
         assert f"with_{name}.py" in page
 
 
+@pytest.mark.slow
 def test_scripts_are_timed_after_their_cells_are_checked(tmp_path: Path) -> None:
     out = tmp_path / "times.jsonl"
     arms = ["gpuload", "samples by ID, gpuload"]

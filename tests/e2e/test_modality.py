@@ -139,6 +139,7 @@ def test_interrupt_prints_no_traceback(run: Any, modality: ModuleType, monkeypat
     assert run("folder") == (130, "", "modality.py: interrupted\n")
 
 
+@pytest.mark.slow
 def test_prediction_beats_simpler_baselines(run_and_draw: Callable[..., Any], tmp_path: Path) -> None:
     code, out, err = run_and_draw(tmp_path, "--make", 900)
     assert code == 0, err
@@ -161,6 +162,7 @@ def test_prediction_beats_simpler_baselines(run_and_draw: Callable[..., Any], tm
     assert "compiled" not in err
 
 
+@pytest.mark.slow
 def test_open_problems_files_yield_a_valid_prediction(cells: tuple[Paired, Paired], predicted: Path) -> None:
     found = anndata.read_h5ad(predicted / "prediction.h5ad")
     assert found.layers["normalized"].format == "csc"

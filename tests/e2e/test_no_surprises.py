@@ -234,6 +234,7 @@ def test_progress_bars_are_for_terminals_and_notebooks(
     assert ("counting" in out.getvalue()) == is_shown
 
 
+@pytest.mark.slow
 def test_no_colours_even_in_a_terminal(store_variant: object, plain: Any) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "gpuload", "inspect", str(plain.path)]

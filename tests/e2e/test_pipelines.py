@@ -329,6 +329,7 @@ def test_a_missing_package_is_named_with_the_pip_command(tmp_path):
     assert err.startswith("train_dali.py: No module named 'torch'. From the checkout, pip install '.[dali]'")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_training_with_130(path):
     with start(path, *SMALL, "--epochs", 100_000) as process:
         # Not before it trains: PyTorch imports modules first, some of which drop whatever is raised meanwhile.

@@ -71,6 +71,7 @@ def test_blood_cells_match_what_anndata_reads(fetched: Callable[[str], list[Path
         assert found.tolist() == whole.obs["bulk_labels"].iloc[rows].tolist()
 
 
+@pytest.mark.slow
 def test_svd_of_mouse_cells_matches_the_full_matrix(fetched: Callable[[str], list[Path]]) -> None:
     (path,) = fetched("mouse")
     dense = anndata.read_h5ad(path).X.toarray()
@@ -89,6 +90,7 @@ def test_svd_of_mouse_cells_matches_the_full_matrix(fetched: Callable[[str], lis
     assert np.all(few <= exact * (1 + 1e-5))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_proteins_of_blood_cells_are_predicted(
     fetched: Callable[[str], list[Path]],

@@ -230,6 +230,7 @@ print(status("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_estimate_includes_bytes_in_transfer(tmp_path, monkeypatch):
     """These bytes exist twice, as responses and assembled; the process has done the same on a small scale before."""
     pytest.importorskip("obstore")
@@ -348,6 +349,7 @@ def test_tune_never_advises_worse_than_the_defaults(path, label, monkeypatch):
     assert tuned.settings["fetch_factor"] == 94  # 94 * 16 cells are all
 
 
+@pytest.mark.slow
 def test_inspect_never_advises_worse_than_the_defaults(store, monkeypatch):
     """Two settings promise nearly what the defaults do; only the one that mixes better may be advised."""
     speed = {(16, 40): 100.0, (8, 10): 97.0, (16, 10): 96.0, (8, 40): 90.0}
@@ -381,6 +383,7 @@ def test_inspect_says_what_a_cache_of_all_cells_takes(path, tmp_path):
         assert "memory_cache" not in " ".join(advice.advise(store, 64, None, 1 << 40).reasons)
 
 
+@pytest.mark.slow
 def test_slow_candidates_are_skipped_and_the_best_timed_first(store, monkeypatch):
     speed = {1: 10.0, 4: 59.0, 8: 61.0, 16: 80.0, 32: 90.0, 64: 100.0}
     monkeypatch.setattr(Pace, "cells_per_s", lambda self, o: speed.get(o.block_size, 20.0))
@@ -503,6 +506,7 @@ def test_wrong_usage_of_tune_is_refused(run, path, arguments, message):
     assert message in err
 
 
+@pytest.mark.slow
 def test_inspect_draws_its_choices(run, path, tmp_path):
     pytest.importorskip("matplotlib")
     png = tmp_path / "choices.png"
@@ -529,6 +533,7 @@ def test_unsupported_picture_formats_are_refused_before_the_work(arguments, name
     assert f"{name!r}: expected a name that ends in .png, .svg, .pdf" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_inspect_meets_the_required_entropy(run, path, monkeypatch):
     monkeypatch.setattr("gpuload.outlook.MAX_FETCH_FACTOR", 9)  # a fetch of the whole file loses nothing
     found = {}
@@ -552,6 +557,7 @@ def test_inspect_meets_the_required_entropy(run, path, monkeypatch):
 # --- the benchmark ---
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_the_advice_with_every_setting(path, tmp_path, capsys):
     out = tmp_path / "tune.jsonl"
     options = (

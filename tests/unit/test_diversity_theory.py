@@ -120,7 +120,10 @@ def test_plate_entropies_match_published_ones(block_size, fetch_factor):
     assert found == pytest.approx(measured, abs=0.05)
 
 
-@pytest.mark.parametrize("block_size", DRUGS)
+@pytest.mark.parametrize(
+    "block_size",
+    [size if size in (1, 256, 512, 4096) else pytest.param(size, marks=pytest.mark.slow) for size in DRUGS],
+)
 def test_drug_entropies_match_or_label_runs_explain_them(block_size, drug_runs):
     """One label a block is right for blocks up to 256; above, two plates' short runs make minibatches more diverse."""
     sizes = {"batch_size": 4096, "block_size": block_size, "fetch_factor": 4}

@@ -370,7 +370,7 @@ def test_all_tests_that_need_a_gpu_are_run(session: Any) -> None:
     assert f"GPU_TESTS := {' '.join((session.TESTS, *session.PROGRAMS))}\n" in (ROOT / "Makefile").read_text()
 
 
-@pytest.mark.parametrize("options", [(), ("-m", "gpu")])
+@pytest.mark.parametrize("options", [pytest.param((), marks=pytest.mark.slow), ("-m", "gpu")])
 def test_only_tests_that_need_a_gpu_see_one(tmp_path: Path, options: tuple[str, ...]) -> None:
     ask = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], end='')"]
     body = f"(subprocess.run({ask}, capture_output=True, text=True).stdout, os.environ['CUDA_VISIBLE_DEVICES'])"
@@ -438,6 +438,7 @@ def files_in(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
 
 
+@pytest.mark.slow
 def test_later_wheels_are_added_to_what_a_folder_has(install: Any, tmp_path: Path) -> None:
     first, both = {"gplone-1": {"gpl/one/a.py": "1"}}, ("gplone", "gpltwo")
     assert install(first, *both[:1]).returncode == 0
@@ -453,6 +454,7 @@ def test_later_wheels_are_added_to_what_a_folder_has(install: Any, tmp_path: Pat
     assert install(first, *both).stdout == "nothing to install\n"
 
 
+@pytest.mark.slow
 def test_a_newer_wheel_replaces_the_whole_of_an_older_one(install: Any, tmp_path: Path) -> None:
     install(
         {"gplone-1": {"gpl/one/a.py": "1", "gpl/one/old.py": ""}, "gpltwo-1": {"gpl/b.py": "2"}}, "gplone", "gpltwo"

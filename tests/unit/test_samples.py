@@ -787,7 +787,9 @@ LEFT_EARLY = """if True:
     [
         "signal.setitimer(signal.ITIMER_REAL, 0.1); samples.__getitems__(list(range(50)))",
         "next(iter(SampleLoader(samples, batch_size=2))); sys.exit(3)",
-        "batches = iter(SampleLoader(samples, batch_size=2)); next(batches); sys.exit(3)",
+        pytest.param(
+            "batches = iter(SampleLoader(samples, batch_size=2)); next(batches); sys.exit(3)", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_process_that_exits_while_samples_are_decoded_is_not_aborted(data: Path, work: str) -> None:
