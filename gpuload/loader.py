@@ -288,8 +288,9 @@ class Loader:
     def verdict(self) -> str:
         """Return the bottleneck so far, in one sentence.
 
-        It begins with ``"store-bound"``, ``"decode-bound"``, ``"copy-bound"`` or ``"consumer-bound"``, and says how
-        long the consumer waited; ``loader.stats.reset()`` starts over.
+        It begins with ``"store-bound"`` (reading: ``stats.read_s``), ``"decode-bound"`` (``stats.decode_s``),
+        ``"copy-bound"`` (gathering: ``stats.take_s``) or ``"consumer-bound"`` (the loop itself), and says how long the
+        consumer waited; ``loader.stats.reset()`` starts over.
         """
         return self.stats.verdict_so_far()
 

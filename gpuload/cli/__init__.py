@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from gpuload import __version__
-from gpuload.errors import GpuloadError, PlanError
+from gpuload.errors import GpuloadError, PlanError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -138,6 +138,24 @@ def _no_interrupt_lost() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """The parser of one command: it refuses what it does not know itself, so that the usage shown is the command's."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse the arguments, of which none may be left over."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            said = f"unrecognized arguments: {' '.join(unknown)}"
+            name = unknown[0].partition("=")[0]
+            if not name.startswith("-") and self._get_positional_actions():
+                self.error(f"{said}; give all paths together, before the options")
+            near = nearest(name, [option for option in self._option_string_actions if option.startswith("--")])
+            self.error(f"{said}; did you mean {near}?" if near else said)
+        return found, unknown
+
+
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser; only the command found in `argv` is imported and given its options."""
     parser = argparse.ArgumentParser(
@@ -147,7 +165,7 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"gpuload {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser)
     for name, summary in COMMANDS.items():
         sentence = summary[0].upper() + summary[1:] + "."
         command = commands.add_parser(

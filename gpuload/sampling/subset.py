@@ -61,7 +61,7 @@ class Subset:
         """Find the rows; they are stored as runs, or 4 bytes each, whichever is smaller."""
         within = list_of_mask(cells.take(self._mask(cells)))
         if not within.n_rows:
-            those = " that the enclosing one selects" if cells.chosen else ""
+            those = " that where= or an enclosing Subset keeps" if cells.chosen else ""
             raise PlanError(f"Subset: it selects no cells{those}; name at least one.")
         part = cells.part(within)
         inner = plain(part) if self.inner is None else as_sampler(self.inner).over(part)

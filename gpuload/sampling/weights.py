@@ -50,7 +50,10 @@ def check_weights(given: Any, cells: Cells) -> NDArray[Any]:
         bad = np.flatnonzero(~((part >= 0) & (part < np.inf)))
         if bad.size:
             at = start + int(bad[0]) if cells.chosen is None else int(cells.chosen.slice(start, start + SLICE)[bad[0]])
-            raise PlanError(f"Weighted: weights[{at}]={part[bad[0]]}; expected finite numbers of at least 0.")
+            raise PlanError(
+                f"Weighted: weights[{at}]={part[bad[0]]}; expected finite numbers of at least 0 (a cell of weight 0 is "
+                "never drawn)."
+            )
         total_is_zero &= not (part >= _MIN_WEIGHT).any()
     if total_is_zero:
         raise PlanError("Weighted: all weights are 0; at least one must be above 0.")

@@ -86,6 +86,17 @@ def test_version(run):
         (["bench", "x", "--block-size", "row"], "'row' is not a whole number of at least 1, 'chunk' or 'N chunks'"),
         (["bench", "x", "--seconds", "-1"], "'-1' is not a number above 0"),
         (["bench", "x", "--seconds", "soon"], "'soon' is not a number above 0"),
+        (
+            ["inspect", "x", "--labl", "drug"],
+            "inspect: error: unrecognized arguments: --labl drug; did you mean --label?",
+        ),
+        (["inspect", "x", "--labl=drug"], "inspect: error: unrecognized arguments: --labl=drug; did you mean --label?"),
+        (["doctor", "x"], "doctor: error: unrecognized arguments: x\n"),
+        (["tune", "x", "--zzz"], "tune: error: unrecognized arguments: --zzz\n"),
+        (
+            ["inspect", "x", "--label", "drug", "y"],
+            "unrecognized arguments: y; give all paths together, before the opt",
+        ),
         (["demo", "--cells", "10"], "--cells 10: expected at least 2000"),
     ],
 )
