@@ -357,13 +357,15 @@ def test_host_memory_is_freed_when_the_loader_is_closed(
     assert host() is None
 
 
-def test_an_interrupt_leaves_nothing_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_interrupt_leaves_nothing_page_locked(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
     device, unlock = FakeDevice(), FakeDevice.unlock
     mapped = MappedMemory(device, Budget(1 << 20))
     mapped.prepare(1 << 20)
 
     def interrupted(self: FakeDevice, host: np.ndarray) -> None:
-        unlock(self, host)
+        if is_late:
+            unlock(self, host)
         monkeypatch.setattr(FakeDevice, "unlock", unlock)
         raise KeyboardInterrupt
 

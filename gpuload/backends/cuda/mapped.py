@@ -83,11 +83,9 @@ class MappedMemory:
         if os.getpid() != self._process:  # the device is not this process's
             return
         while self._pieces:
-            try:
-                with contextlib.suppress(DeviceError):  # the device may have failed, perhaps in the consumer's work
-                    self._device.unlock(self._pieces[-1])
-            finally:
-                self._pieces.pop()
+            with contextlib.suppress(DeviceError):  # the device may have failed, perhaps in the consumer's work
+                self._device.unlock(self._pieces[-1])
+            self._pieces.pop()  # not if interrupted: it may be page-locked still, and to ask twice does no harm
         self.memory, self._host = None, np.empty(0, dtype=np.uint8)
 
     def __del__(self) -> None:
