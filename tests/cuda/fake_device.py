@@ -70,6 +70,7 @@ class FakeDevice:
         self._left = self._n_bytes = n_bytes
         self.n_allocated = self.n_freed = 0
         self._blocks: list[NDArray[np.uint8]] = []  # never freed: queued calls only have addresses
+        self._locked: set[int] = set()
         self.n_locked, self.n_lockable = 0, 1 << 40
         self.launched: list[str] = []
         self.used_in: set[int] = set()
@@ -138,10 +139,16 @@ class FakeDevice:
         if self.n_locked + host.nbytes > self.n_lockable:
             raise DeviceError(f"{self.name}: out of memory. See `gpuload doctor`.")
         self.n_locked += host.nbytes
+        self._locked.add(host.ctypes.data)
         _protect(host, may_be_used=True)
         host.fill(0xAB)
 
     def unlock(self, host: NDArray[np.uint8]) -> None:
+        from gpuload.errors import DeviceError
+
+        if host.ctypes.data not in self._locked:
+            raise DeviceError(f"{self.name}: this memory is not page-locked.")
+        self._locked.remove(host.ctypes.data)
         self.synchronize()  # what uses it later ends the process
         _protect(host, may_be_used=False)
         self.n_locked -= host.nbytes

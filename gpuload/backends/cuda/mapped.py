@@ -4,8 +4,9 @@ A GPU with unified addressing, as all have on 64-bit systems, uses page-locked h
 host has for it (CUDA C++ Programming Guide, "Mapped Memory"). Its addresses are reserved at once, which takes no
 memory; it is page-locked piece by piece as it is needed, since that takes time.
 
-A forked process does not get it: since 5.9, Linux copies private memory that is pinned for a device as the process is
-forked, all of it, and not when it is written.
+A forked process gets zeros in its place: since 5.9, Linux copies private memory that is pinned for a device as the
+process is forked, all of it, and not when it is written. The addresses stay taken there: where they are left free, what
+the process allocates next may be given them, and would go with this memory's own release.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ _N_PIECES = 16
 
 _HUGE_PAGE = 2 << 20
 """Bytes: where it begins, so that the system can use huge pages."""
+
+_ADVICE = 14, 18
+"""MADV_HUGEPAGE; and MADV_WIPEONFORK, which Python has no name for."""
 
 _log = logging.getLogger("gpuload")
 
@@ -79,11 +83,9 @@ class MappedMemory:
         if os.getpid() != self._process:  # the device is not this process's
             return
         while self._pieces:
-            try:
-                with contextlib.suppress(DeviceError):  # the device may have failed, perhaps in the consumer's work
-                    self._device.unlock(self._pieces[-1])
-            finally:
-                self._pieces.pop()
+            with contextlib.suppress(DeviceError):  # the device may have failed, perhaps in the consumer's work
+                self._device.unlock(self._pieces[-1])
+            self._pieces.pop()  # not if interrupted: it may be page-locked still, and to ask twice does no harm
         self.memory, self._host = None, np.empty(0, dtype=np.uint8)
 
     def __del__(self) -> None:
@@ -97,9 +99,9 @@ def _reserved(nbytes: int) -> NDArray[np.uint8]:
         pages = mmap.mmap(-1, round_up(nbytes, _HUGE_PAGE) + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError):
         raise PlanError(f"memory_cache={nbytes}: the system refuses to reserve so much memory; use less.") from None
-    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        with contextlib.suppress(AttributeError, OSError):  # a system without it
-            pages.madvise(getattr(mmap, advice))
+    for advice in _ADVICE:
+        with contextlib.suppress(OSError):  # a system without it
+            pages.madvise(advice)
     host = np.frombuffer(pages, dtype=np.uint8)
     skip = -host.ctypes.data % _HUGE_PAGE
     return host[skip : skip + nbytes]
