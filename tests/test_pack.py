@@ -178,6 +178,9 @@ KINDS: dict[str, Any] = {
     "categories": pd.Categorical(list("abcabc")),
     "ordered": pd.Categorical(list("bcdbcd"), ordered=True),
     "numbers": pd.Categorical([1, 2, None] * 2),
+    "short": pd.Categorical.from_codes([1, 0, -1] * 2, pd.Index([3, 1], dtype="int16")),
+    "fractions": pd.Categorical.from_codes([1, 0, -1] * 2, pd.Index([0.5, 1.0])),
+    "single": pd.Categorical.from_codes([0, 1, -1] * 2, pd.Index([0.5, 2.0], dtype="float32")),
     "empty": pd.Categorical([None] * 6),
     "truths": pd.Categorical([True, False, None] * 2),
     "text": np.array(["x", None, "y"] * 2, dtype=object),
@@ -416,6 +419,10 @@ def ordered(names: str, values: str) -> pd.Categorical:
     return pd.Categorical(list(values), categories=list(names), ordered=True)
 
 
+def numbered(dtype: str, *values: float) -> pd.Categorical:
+    return pd.Categorical.from_codes(np.arange(len(values)), pd.Index(np.array(values, dtype)))
+
+
 JOINS: dict[str, tuple[list[Any], str, list[Any]]] = {
     "numbers": ([np.array([1], "i2"), np.array([0.5], "f2")], "float32", [1, 0.5]),
     "signs": ([np.array([1], "u8"), np.array([-1], "i1")], "float64", [1, -1]),
@@ -440,6 +447,8 @@ JOINS: dict[str, tuple[list[Any], str, list[Any]]] = {
     "another order": ([ordered("ba", "a"), ordered("ab", "b")], "b a", ["a", "b"]),
     "the same order, with a NUL": ([ordered("b\0", "\0"), ordered("b\0", "b")], "ordered b \0", ["\0", "b"]),
     "another order, with a NUL": ([ordered("b\0", "\0"), ordered("\0b", "b")], "b \0", ["\0", "b"]),
+    "whole numbers as categories": ([numbered("i8", 3, 1), numbered("i2", 1, 2)], "3 1 2", [3, 1, 1, 2]),
+    "categories as written": ([numbered("f4", 0.1), numbered("f8", 0.1, 2)], "0.1 2.0", [0.1, 0.1, 2]),
     "an order in one only": ([ordered("ba", "a"), pd.Categorical(["b"])], "b a", ["a", "b"]),
 }
 """Parts of a column; of all together, the dtype or the categories, and the values."""
@@ -451,7 +460,7 @@ def test_parts_of_a_column_are_joined(name: str) -> None:
     found = frames.join(parts, "label")
     assert plain(pd.Series(found)) == values
     if isinstance(found, pd.Categorical):
-        assert " ".join(["ordered"] * found.ordered + list(found.categories)) == dtype
+        assert " ".join(["ordered"] * found.ordered + list(map(str, found.categories))) == dtype
     else:
         assert found.dtype == dtype
 

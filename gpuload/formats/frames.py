@@ -223,6 +223,10 @@ def _united(parts: Sequence[Any], where: str) -> pd.Categorical:
         else pd.Categorical.from_codes(p.codes, dtype=like.dtype)
         for p in coded
     ]
+    kinds = {p.categories.dtype for p in coded}
+    if len(kinds) > 1 and all(dtype.kind in "iuf" for dtype in kinds):
+        kind = np.result_type(*kinds)
+        coded = [p if p.categories.dtype == kind else _numbered(p, kind, where) for p in coded]
     odd = next((p for p in coded if p.categories.dtype != kind), None)
     if odd is not None:
         raise StoreError(
@@ -237,6 +241,15 @@ def _united(parts: Sequence[Any], where: str) -> pd.Categorical:
     codes = np.concatenate([table[part.codes] for table, part in zip(tables, coded, strict=True)])
     names = pd.Index(list(numbers), dtype=like.categories.dtype)
     return pd.Categorical.from_codes(codes, names, ordered=bool(is_one and like.ordered))
+
+
+def _numbered(part: pd.Categorical, dtype: np.dtype[Any], where: str) -> pd.Categorical:
+    """Return categories that are numbers with another type; those of float32 as they are written: 0.1."""
+    numbers = part.categories.to_numpy()
+    if numbers.dtype.kind in "iu" and dtype.kind == "f":
+        check_whole(numbers, where)
+    names = np.array([float(str(n)) for n in numbers]) if numbers.dtype == np.float32 else numbers
+    return pd.Categorical.from_codes(part.codes, pd.Index(names.astype(dtype)), ordered=part.ordered)
 
 
 def _uncoded(part: Any) -> Any:
