@@ -204,7 +204,8 @@ class PairedControl:
 
     def _refuse(self, names: Names, lost: NDArray[np.integer]) -> None:
         groups = np.unique(lost)
-        more = f", nor for {groups.size - 1} more groups" if groups.size > 1 else ""
+        n_more = groups.size - 1
+        more = f", nor for {n_more} more group{'s' if n_more > 1 else ''}" if n_more else ""
         raise PlanError(
             f"PairedControl: there is no control for cells with {names[groups[0]]} "
             f"({np.count_nonzero(lost == groups[0])} of them){more}; match fewer columns, pass fallback=, or leave "
