@@ -136,6 +136,7 @@ def describe(
         "ratio": decoded / stored if stored else None,
         "arrays": arrays,
         "obs": obs_kinds(os.fspath(paths[0]), layer, join) if kinds is None else kinds,
+        "obs_of": os.fspath(paths[0]),
         "join": join,
     }
 
@@ -268,7 +269,7 @@ def _kind(column: ObsColumn) -> str:
 
 
 def _report(found: dict[str, Any], advised: advice.Advice, label: str | None) -> str:
-    of_file = f" of {found['paths'][0]}" if len(found["paths"]) > 1 else ""  # others may have more categories
+    of_file = f" of {found['obs_of']}" if len(found["paths"]) > 1 else ""  # others may have more categories
     parts = [
         ", ".join(found["paths"]),
         text.facts(_general(found)),

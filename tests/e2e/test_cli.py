@@ -406,6 +406,8 @@ def test_inspect_describes_several_dense_files(run, tmp_path):
     rows = {" ".join(line.split()[:4]) for line in out.splitlines()}  # 5 minibatches are all cells; one is 64
     assert "16 <- 16 all" in rows
     assert {row.rpartition(" ")[0] for row in rows} >= {"16 16 4", "64 64 1", "chunk 131 0.489"}
+    code, out, _ = run("inspect", *paths, "--json")
+    assert (code, json.loads(out)["obs_of"]) == (0, str(paths[0]))
 
 
 @pytest.mark.parametrize("place", ["", "within/"])
