@@ -448,6 +448,7 @@ JOINS: dict[str, tuple[list[Any], str, list[Any]]] = {
     "the same order, with a NUL": ([ordered("b\0", "\0"), ordered("b\0", "b")], "ordered b \0", ["\0", "b"]),
     "another order, with a NUL": ([ordered("b\0", "\0"), ordered("\0b", "b")], "b \0", ["\0", "b"]),
     "whole numbers as categories": ([numbered("i8", 3, 1), numbered("i2", 1, 2)], "3 1 2", [3, 1, 1, 2]),
+    "whole numbers as categories of pandas": ([numbered("i4", 3), pd.Categorical(pd.array([1, 3]))], "3 1", [3, 1, 3]),
     "categories as written": ([numbered("f4", 0.1), numbered("f8", 0.1, 2)], "0.1 2.0", [0.1, 0.1, 2]),
     "an order in one only": ([ordered("ba", "a"), pd.Categorical(["b"])], "b a", ["a", "b"]),
 }

@@ -225,7 +225,7 @@ def _united(parts: Sequence[Any], where: str) -> pd.Categorical:
     ]
     kinds = {p.categories.dtype for p in coded}
     if len(kinds) > 1 and all(dtype.kind in "iuf" for dtype in kinds):
-        kind = np.result_type(*kinds)
+        kind = np.result_type(*(getattr(dtype, "numpy_dtype", dtype) for dtype in kinds))
         coded = [p if p.categories.dtype == kind else _numbered(p, kind, where) for p in coded]
     odd = next((p for p in coded if p.categories.dtype != kind), None)
     if odd is not None:
@@ -245,7 +245,8 @@ def _united(parts: Sequence[Any], where: str) -> pd.Categorical:
 
 def _numbered(part: pd.Categorical, dtype: np.dtype[Any], where: str) -> pd.Categorical:
     """Return categories that are numbers with another type; those of float32 as they are written: 0.1."""
-    numbers = part.categories.to_numpy()
+    given = part.categories.dtype
+    numbers = part.categories.to_numpy(getattr(given, "numpy_dtype", given))
     if numbers.dtype.kind in "iu" and dtype.kind == "f":
         check_whole(numbers, where)
     names = np.array([float(str(n)) for n in numbers]) if numbers.dtype == np.float32 else numbers
