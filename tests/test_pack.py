@@ -209,7 +209,6 @@ def files_of_mixed_columns(tmp_path_factory: pytest.TempPathFactory) -> tuple[li
     return paths, list(pairs)
 
 
-@pytest.mark.slow
 def test_columns_of_mixed_kinds_match_the_loader(
     files_of_mixed_columns: tuple[list[Path], list[str]], tmp_path: Path
 ) -> None:
@@ -682,7 +681,6 @@ def test_10x_cells_keep_their_barcodes(tmp_path: Path) -> None:
     assert ad.read_zarr(tmp_path / "out.zarr").obs_names.tolist() == form.obs["barcode"]
 
 
-@pytest.mark.slow
 def test_blocks_of_a_packed_store_are_as_mixed_as_random_cells(tmp_path: Path) -> None:
     n_obs, batch_size = 16_384, 64
     adata = cells(n_obs, 20, density=0.1)

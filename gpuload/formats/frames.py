@@ -201,12 +201,12 @@ def join(parts: Sequence[Any], where: str) -> Any:
     if all(isinstance(part, pd.Categorical) for part in full):
         return _united(parts, where)
     numbers = [_uncoded(part) for part in full]
-    dtypes = [getattr(part.dtype, "numpy_dtype", part.dtype) for part in numbers]
+    dtypes = [_numpy_dtype(part.dtype) for part in numbers]
     if all(isinstance(dtype, np.dtype) and dtype.kind in "biuf" for dtype in dtypes):
         dtype = np.result_type(*dtypes)
         for part in numbers if dtype.kind == "f" else ():
             if part.dtype.kind in "iu":
-                check_whole(_filled(part, getattr(part.dtype, "numpy_dtype", part.dtype), 0), where)
+                check_whole(_filled(part, _numpy_dtype(part.dtype), 0), where)
         return _as_numbers([_uncoded(part) for part in parts], dtype)
     joined = pd.concat([pd.Series(p if _has_value(p) else _missing(len(p))) for p in parts], ignore_index=True)
     return joined.array if pd.api.types.is_extension_array_dtype(joined.dtype) else joined.to_numpy()
@@ -225,7 +225,7 @@ def _united(parts: Sequence[Any], where: str) -> pd.Categorical:
     ]
     kinds = {p.categories.dtype for p in coded}
     if len(kinds) > 1 and all(dtype.kind in "iuf" for dtype in kinds):
-        kind = np.result_type(*(getattr(dtype, "numpy_dtype", dtype) for dtype in kinds))
+        kind = np.result_type(*map(_numpy_dtype, kinds))
         coded = [p if p.categories.dtype == kind else _numbered(p, kind, where) for p in coded]
     odd = next((p for p in coded if p.categories.dtype != kind), None)
     if odd is not None:
@@ -245,8 +245,7 @@ def _united(parts: Sequence[Any], where: str) -> pd.Categorical:
 
 def _numbered(part: pd.Categorical, dtype: np.dtype[Any], where: str) -> pd.Categorical:
     """Return categories that are numbers with another type; those of float32 as they are written: 0.1."""
-    given = part.categories.dtype
-    numbers = part.categories.to_numpy(getattr(given, "numpy_dtype", given))
+    numbers = part.categories.to_numpy(_numpy_dtype(part.categories.dtype))
     if numbers.dtype.kind in "iu" and dtype.kind == "f":
         check_whole(numbers, where)
     names = np.array([float(str(n)) for n in numbers]) if numbers.dtype == np.float32 else numbers
@@ -285,6 +284,11 @@ def _filled(part: Any, dtype: np.dtype[Any], absent: Any) -> NDArray[Any]:
     if isinstance(part, np.ndarray):
         return part.astype(dtype, copy=False)
     return np.asarray(part.to_numpy(dtype=dtype, na_value=absent))
+
+
+def _numpy_dtype(dtype: Any) -> Any:
+    """Return NumPy's type of the values of a type that may be pandas' own."""
+    return getattr(dtype, "numpy_dtype", dtype)
 
 
 def _has_value(part: Any) -> bool:

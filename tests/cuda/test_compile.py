@@ -43,7 +43,7 @@ def test_nvrtc_compiles_the_kernels(number: str) -> None:
     nvrtc.destroyProgram(program)
 
 
-@pytest.mark.slow  # what NVRTC does not refuse, nvcc rarely does
+@pytest.mark.slow
 def test_nvcc_compiles_the_kernels(tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:

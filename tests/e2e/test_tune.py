@@ -230,7 +230,6 @@ print(status("VmHWM") - before)
 """
 
 
-@pytest.mark.slow
 def test_memory_estimate_includes_bytes_in_transfer(tmp_path, monkeypatch):
     """These bytes exist twice, as responses and assembled; the process has done the same on a small scale before."""
     pytest.importorskip("obstore")
@@ -349,7 +348,6 @@ def test_tune_never_advises_worse_than_the_defaults(path, label, monkeypatch):
     assert tuned.settings["fetch_factor"] == 94  # 94 * 16 cells are all
 
 
-@pytest.mark.slow
 def test_inspect_never_advises_worse_than_the_defaults(store, monkeypatch):
     """Two settings promise nearly what the defaults do; only the one that mixes better may be advised."""
     speed = {(16, 40): 100.0, (8, 10): 97.0, (16, 10): 96.0, (8, 40): 90.0}

@@ -84,7 +84,6 @@ def some_bytes(rng: np.random.Generator, n: int) -> bytes:
     return np.where(rng.random(n) < 0.5, 0, rng.integers(0, 256, n)).astype(np.uint8).tobytes()
 
 
-@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.integers(1, 1_500),

@@ -266,7 +266,6 @@ for begun in (gzip_header(4, b"abc"), gzip_header(8), gzip_header(16), gzip_head
 """
 
 
-@pytest.mark.slow
 def test_nothing_is_read_or_written_outside_the_arrays() -> None:
     """Input, output and scratch each end where memory does: a single byte beyond ends the process."""
     done = subprocess.run([sys.executable, "-c", GUARDED], cwd=ROOT, capture_output=True, timeout=300, check=False)

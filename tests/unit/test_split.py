@@ -447,7 +447,6 @@ def test_an_empty_part_is_filled_from_the_cells_in_no_part() -> None:
         assert set(part.tolist()) == {0, 1}
 
 
-@pytest.mark.slow
 def test_many_groups_and_classes_need_no_dense_table() -> None:
     n_groups, n_classes = 1_000, 50_000
     codes = np.arange(2 * n_classes)

@@ -37,8 +37,8 @@ _N_PIECES = 16
 _HUGE_PAGE = 2 << 20
 """Bytes: where it begins, so that the system can use huge pages."""
 
-_ADVICE = 14, 18
-"""MADV_HUGEPAGE; and MADV_WIPEONFORK, which Python has no name for."""
+_MADV_WIPEONFORK = 18
+"""Of madvise(2); Python has no name for it."""
 
 _log = logging.getLogger("gpuload")
 
@@ -99,7 +99,7 @@ def _reserved(nbytes: int) -> NDArray[np.uint8]:
         pages = mmap.mmap(-1, round_up(nbytes, _HUGE_PAGE) + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError):
         raise PlanError(f"memory_cache={nbytes}: the system refuses to reserve so much memory; use less.") from None
-    for advice in _ADVICE:
+    for advice in (_MADV_WIPEONFORK, mmap.MADV_HUGEPAGE):
         with contextlib.suppress(OSError):  # a system without it
             pages.madvise(advice)
     host = np.frombuffer(pages, dtype=np.uint8)
