@@ -9,7 +9,7 @@ import os
 import time
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from gpuload.backends.base import n_ahead
 from gpuload.sampling.rows import as_ranges
-from gpuload.types import Batch
+from gpuload.types import Batch, Downsampling, expand_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gpuload.backends.base import Backend, Pending, Resident
     from gpuload.plan import Plan
     from gpuload.tables import Table
-    from gpuload.types import Source
+    from gpuload.types import Recipe, Source
 
 T = TypeVar("T")
 
@@ -148,11 +148,11 @@ class Engine:
             loads.clear()
             takes.clear()
 
-    def take(self, rows: NDArray[np.int64]) -> Batch:
-        """Return given rows as one minibatch, in the order given; they may repeat."""
+    def take(self, plan: Plan, rows: NDArray[np.int64]) -> Batch:
+        """Return given rows, as they are in a plan's epoch, in one minibatch, in the order given; they may repeat."""
         distinct, positions = np.unique(rows, return_inverse=True)
         with ExitStack() as started:
-            load = self._load_rows(as_ranges(distinct), positions.astype(np.int32), rows)
+            load = self._load_rows(plan, as_ranges(distinct), positions.astype(np.int32), rows)
             started.callback(load.cancel)
             take = self._start_take(load, _residents_of(load), slice(None))
             started.callback(take.cancel)
@@ -166,15 +166,17 @@ class Engine:
         with self._backend.stats.timed("plan_s"):
             fetch = plan.fetch(index)
         positions = fetch.positions[n_passed * plan.batch_size :]
-        return self._load_rows(fetch.ranges, positions, fetch.rows()[positions])
+        return self._load_rows(plan, fetch.ranges, positions, fetch.rows()[positions])
 
-    def _load_rows(self, ranges: NDArray[np.int64], positions: NDArray[np.int32], rows: NDArray[np.int64]) -> _Load:
+    def _load_rows(
+        self, plan: Plan, ranges: NDArray[np.int64], positions: NDArray[np.int32], rows: NDArray[np.int64]
+    ) -> _Load:
         """Start loading row ranges of all tables; `rows` are the row numbers at `positions` within them."""
         sources = [source for store in self._stores for source in store.sources_of(ranges)]
         for source in sources:
             source.check_unchanged()
         with self._backend.stats.timed("plan_s"):
-            recipes = [store.recipe(ranges) for store in self._stores]
+            recipes = [_recipe(plan, name, table, ranges) for name, table in self._tables.items()]
         obs = {name: self._backend.asarray(column.delivered(rows)) for name, column in self._obs.items()}
         pending = _started(self._backend.load(recipe) for recipe in recipes)
         self._backend.stats.add(n_fetches=1)
@@ -202,6 +204,15 @@ class Engine:
         X, *further = [_shaped(pending.result(), table) for pending, table in pairs]
         groups = _grouped(list(self._tables)[1:], further) if further else {}
         return Batch(X, take.obs, take.rows, n_partners=n_partners, **groups)
+
+
+def _recipe(plan: Plan, name: str, table: Table, ranges: NDArray[np.int64]) -> Recipe:
+    """Return how to load row ranges of a matrix."""
+    recipe, transform = table.store.recipe(ranges), table.form.transform
+    if transform is None or transform.downsample is None:
+        return recipe
+    drawn = Downsampling(float(transform.downsample), plan.counts_key(name), expand_ranges(ranges))
+    return replace(recipe, downsampling=drawn)
 
 
 def _started(starts: Iterator[Pending[T]]) -> list[Pending[T]]:

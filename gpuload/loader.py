@@ -324,7 +324,7 @@ class Loader:
         -------
         Batch
             Of n cells, in the order given; on the loader's device, with its genes, output, dtype, transform and obs
-            columns.
+            columns. Counts are downsampled as in `epoch`.
 
         Raises
         ------
@@ -339,7 +339,7 @@ class Loader:
         check_take(rows, list(self._tables.values()), self._backend)
         try:
             with _clear_frames_on_memory_error():
-                return self._engine.take(rows)
+                return self._engine.take(self._place.plan, rows)
         except Exception as error:
             if self._is_closed and not isinstance(error, GpuloadError):  # closed meanwhile by another thread
                 raise _closed() from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 DEFAULT_BLOCK_SIZE = 16
 """Rows per block if neither the caller nor the sampler sets it."""
 
-_BLOCKS, _ROWS = 1, 2
-"""Key words that separate the random keys of the block order from those of the permutations within fetches."""
+_BLOCKS, _ROWS, _COUNTS = 1, 2, 3
+"""Key words that separate the random keys of the block order, of the permutations within fetches, and of counts."""
 
 FEW_BLOCKS = 64
 """With fewer blocks, rows at the end of one would be dropped more often than others, by up to half of the epochs; with
@@ -130,6 +131,11 @@ class Plan:
     def n_partners(self) -> int:
         """Partners of each cell of a minibatch; 0 unless the strategy makes pairs."""
         return getattr(self.strategy, "n_partners", 0)
+
+    def counts_key(self, matrix: str) -> int:
+        """Return the key of the random numbers with which the counts of a matrix are downsampled in this epoch."""
+        (key,) = random_keys(1, self.seed, self.epoch, _COUNTS, crc32(matrix.encode()))
+        return int(key)
 
     @property
     def _fetch_rows(self) -> int:

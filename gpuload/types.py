@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """Normalization of a cell's values, fused into the gather of a minibatch.
+    """What is done to a cell's values on their way into a minibatch: downsampling, then normalization.
 
-    Equals scanpy's ``normalize_total(target_sum=...)`` followed by ``log1p``: a cell's values are scaled so that their
-    total over *all* stored genes (before any gene selection) is `target_sum`, then ``log(1 + x)`` is taken. A cell
-    whose total is 0 is not scaled. Values are float32 in memory: counts up to 2**24 are exact, values stored as float64
-    and larger integers are rounded, and what is below 1e-45 is 0. From these, totals and results are computed in
-    float64 and rounded once: float32 results are accurate to a unit in the last place.
+    Normalization equals scanpy's ``normalize_total(target_sum=...)`` followed by ``log1p``: a cell's values are scaled
+    so that their total over *all* stored genes (before any gene selection) is `target_sum`, then ``log(1 + x)`` is
+    taken. A cell whose total is 0 is not scaled. Values are float32 in memory: counts up to 2**24 are exact, values
+    stored as float64 and larger integers are rounded, and what is below 1e-45 is 0. From these, totals and results are
+    computed in float64 and rounded once: float32 results are accurate to a unit in the last place.
 
     Parameters
     ----------
@@ -39,28 +39,41 @@ class Transform:
         Total per cell after scaling; None means no scaling.
     log1p
         Whether to take ``log(1 + x)`` of the values, scaled unless ``target_sum=None`` is given too.
+    downsample
+        Replaces each count, anew in every epoch, by how many of its molecules are left if the cell is sequenced less
+        deeply (binomial thinning [2]_). Up to 1: the probability with which each is kept. Above 1: the mean of what a
+        cell then has in total, over all stored genes; cells with less are left as they are. None keeps all.
+
+        The draws follow from seed, epoch, matrix, and the numbers of cell and gene. So they are the same in any order,
+        minibatch and process, on the CPU and on a GPU, and for a cell that occurs more than once in an epoch. In CSR,
+        what becomes 0 remains stored. Values must be counts: whole numbers from 0 to 2**24.
 
     Raises
     ------
     PlanError
-        `target_sum` is not a finite number above 0, or `log1p` not a boolean.
+        `target_sum` or `downsample` is not a finite number above 0, or `log1p` not a boolean. Later, when a cell is
+        read: `downsample` is given, and it holds values that are not counts.
 
     References
     ----------
     .. [1] Wolf, Angerer, Theis, "SCANPY: large-scale single-cell gene expression data analysis", Genome Biology 2018,
        doi:10.1186/s13059-017-1382-0 (``pp.normalize_total``, ``pp.log1p``).
+    .. [2] Gerard, "Data-based RNA-seq simulations by binomial thinning", BMC Bioinformatics 2020,
+       doi:10.1186/s12859-020-3450-9.
     """
 
     target_sum: float | None = 1e4
     log1p: bool = True
+    downsample: float | None = None
 
     def __post_init__(self) -> None:
-        given = self.target_sum
-        is_number = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
-        if given is not None and not (is_number and 0 < given < float("inf")):
-            raise PlanError(
-                f"Transform(target_sum={given!r}): expected a finite number above 0, or None for no scaling."
-            )
+        for name, to_do_without in (("target_sum", "no scaling"), ("downsample", "all counts")):
+            given = getattr(self, name)
+            is_number = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
+            if given is not None and not (is_number and 0 < given < float("inf")):
+                raise PlanError(
+                    f"Transform({name}={given!r}): expected a finite number above 0, or None for {to_do_without}."
+                )
         if not isinstance(self.log1p, (bool, np.bool_)):
             raise PlanError(f"Transform(log1p={self.log1p!r}): expected True or False.")
 
@@ -177,6 +190,25 @@ class ArrayRead:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Downsampling:
+    """How the counts of a resident are drawn; see `Transform`.
+
+    Attributes
+    ----------
+    amount
+        Up to 1, the probability with which each count is kept; above, the mean total of a cell that has more.
+    key
+        Random, below 2**64; the same for all draws of a matrix in an epoch.
+    rows : (n_rows,) int64
+        Global row numbers of the resident's rows.
+    """
+
+    amount: float
+    key: int
+    rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
     """Everything needed to make one fetch resident. Pure data.
 
@@ -192,6 +224,8 @@ class Recipe:
         The arrays to read; with several files, several per target.
     map_start : (n_rows,) int64, optional
         Where each resident row's column map begins in `Form.columns`; None: at its start.
+    downsampling
+        How its counts are drawn once they have been decoded; None: they are kept as they are.
     """
 
     kind: str
@@ -200,6 +234,7 @@ class Recipe:
     indptr: NDArray[np.int64] | None
     reads: tuple[ArrayRead, ...]
     map_start: NDArray[np.int64] | None = None
+    downsampling: Downsampling | None = None
 
     @property
     def nnz(self) -> int:

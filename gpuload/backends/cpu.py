@@ -8,6 +8,10 @@ was opened (``"once"``: a verified chunk is later inflated only as far as needed
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -18,9 +22,10 @@ import numpy as np
 from gpuload.backends import host
 from gpuload.backends.base import n_ahead
 from gpuload.backends.buffers import BufferPool
-from gpuload.backends.damage import RoundingWarning
+from gpuload.backends.damage import RoundingWarning, not_counts
 from gpuload.backends.gathering import Gatherer
 from gpuload.backends.memory_cache import Budget
+from gpuload.backends.native import counts
 from gpuload.stats import Stats
 from gpuload.threads import QuickThreads
 
@@ -32,7 +37,7 @@ if TYPE_CHECKING:
 
     from gpuload.backends.base import Pending
     from gpuload.threads import Call
-    from gpuload.types import Form, Recipe
+    from gpuload.types import Downsampling, Form, Recipe
 
 PART_NBYTES = 5 << 20
 """Bytes of a dense minibatch, at least, that a thread of several gathers: more than those that bypass the caches."""
@@ -95,6 +100,58 @@ class _Filling(Generic[T]):
             task.cancel()
 
 
+class _Downsampled(_Filling[HostResident]):
+    """A resident in progress whose counts are drawn, by further tasks, once all of them have been decoded."""
+
+    def __init__(
+        self,
+        filled: HostResident,
+        tasks: Sequence[Future[None]],
+        draw: Callable[[], Sequence[Future[None]]],
+    ) -> None:
+        super().__init__(filled, tasks)
+        self._decoding, self._draw = tasks, draw
+        self._draws: Sequence[Future[None]] | None = None
+        self._beginning = threading.Lock()
+        me = weakref.ref(self)  # the tasks must not keep the resident's memory once nobody waits for it
+
+        def go_on(_task: Future[None]) -> None:
+            if (pending := me()) is not None:
+                with contextlib.suppress(RuntimeError):  # the threads were ended
+                    pending.done()
+
+        for task in tasks:
+            task.add_done_callback(go_on)
+
+    def result(self) -> HostResident:
+        super().result()
+        try:
+            for draw in self._begun():
+                draw.result()
+        except BaseException:
+            self.cancel()
+            raise
+        return self._filled
+
+    def done(self) -> bool:
+        if not super().done():
+            return False
+        if any(task.cancelled() or task.exception() for task in self._decoding):
+            return True
+        return all(draw.done() for draw in self._begun())
+
+    def cancel(self) -> None:
+        super().cancel()
+        for draw in self._draws or ():
+            draw.cancel()
+
+    def _begun(self) -> Sequence[Future[None]]:
+        with self._beginning:
+            if self._draws is None:
+                self._draws = self._draw()
+            return self._draws
+
+
 class CpuBackend:
     """Read with `pread` and decode on the host's cores; raise PlanError if a parameter is invalid.
 
@@ -133,6 +190,7 @@ class CpuBackend:
         self.host_cache_nbytes = cache_nbytes
         self._values = np.dtype(values)
         self._loads = host.HostLoads(n, verify, self.stats, RoundingWarning(), Budget(cache_nbytes))
+        self._drawing = ThreadPoolExecutor(n, thread_name_prefix=f"{host.THREADS}draw")  # not behind the next fetch
         self._takes = QuickThreads(n, f"{host.THREADS}take")
         self._scratch = self._loads.scratch
         self._residents = BufferPool(max_idle=2 * n_matrices)
@@ -145,7 +203,9 @@ class CpuBackend:
         tasks = []
         for read in recipe.reads:
             tasks += self._loads.fill(read, resident.flat(read.target))
-        return _Filling(resident, tasks)
+        if recipe.downsampling is None:
+            return _Filling(resident, tasks)
+        return _Downsampled(resident, tasks, partial(self._start_draws, recipe.downsampling, resident))
 
     def take_rows(self, resident: HostResident, positions: NDArray[np.int32], form: Form) -> Pending[Any]:
         """Start to gather rows; see `Backend.take_rows`.
@@ -187,6 +247,7 @@ class CpuBackend:
     def close(self) -> None:
         """Stop the threads, after the running tasks, and free idle memory."""
         self._loads.close()
+        self._drawing.shutdown(wait=not host.is_one_of_ours(), cancel_futures=True)
         self._takes.close(wait=not host.is_one_of_ours())
         self._residents.clear()
         self._outputs.clear()
@@ -204,6 +265,23 @@ class CpuBackend:
             data=self._residents.array((recipe.nnz,), self._values),
         )
 
+    def _start_draws(self, asked: Downsampling, resident: HostResident) -> list[Future[None]]:
+        """Start to downsample a resident's counts, equally many of them in each thread."""
+        shares = np.linspace(0, resident.indptr[-1], self._n_threads + 1)[1:-1]
+        cuts = [0, *np.searchsorted(resident.indptr, shares).tolist(), resident.n_rows]
+        draw = partial(self._timed, _downsample, asked, resident)
+        return [self._drawing.submit(draw, first, last) for first, last in pairwise(cuts) if first < last]
+
     def _timed(self, gather: Callable[..., T], *args: Any) -> T:
         with self.stats.timed("take_s"):
             return gather(*args)
+
+
+def _downsample(asked: Downsampling, resident: HostResident, first: int, last: int) -> None:
+    """Draw the counts of rows ``first:last`` of a resident; raise PlanError if they are not counts."""
+    indices = np.empty(0, np.uint16) if resident.indices is None else resident.indices
+    data = resident.data if resident.X is None else resident.X
+    key = int(np.uint64(asked.key).astype(np.int64))
+    bad = counts.downsample(resident.indptr, indices, data, asked.rows, key, asked.amount, first, last)
+    if bad >= 0:
+        raise not_counts(asked, bad)

@@ -9,7 +9,7 @@ from gpuload.backends.native import bits, chunks, frames, inflate, lzf, pieces
 from gpuload.errors import CorruptDataError, GpuloadError, PlanError, StoreError
 
 if TYPE_CHECKING:
-    from gpuload.types import ArrayRead
+    from gpuload.types import ArrayRead, Downsampling
 
 MAX_CSR = (1 << 31) - 1
 """Largest number of stored values that the int32 row offsets of a CSR minibatch can count."""
@@ -50,6 +50,14 @@ def too_large_for_half(row: int) -> str:
     return (
         f"dtype='float16': row {row} of a minibatch holds a value beyond 65504, which float16 cannot hold; use "
         "dtype='float32', or a transform that makes the values smaller."
+    )
+
+
+def not_counts(asked: Downsampling, row: int) -> PlanError:
+    """Return the error for a resident's row that is to be downsampled but does not hold counts."""
+    return PlanError(
+        f"Transform(downsample={asked.amount:g}): row {asked.rows[row]} holds a value that is not a count, a whole "
+        "number from 0 to 2**24; downsample the matrix of counts, which may be a layer (layer=), or leave it out."
     )
 
 

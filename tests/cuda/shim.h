@@ -249,6 +249,7 @@ To same_bits(From from) {
     return to;
 }
 
+inline int32_t count_ones(uint64_t bits) { return __builtin_popcountll(bits); }
 inline float float_of(uint32_t bits) { return same_bits<float>(bits); }
 inline double double_of(uint64_t bits) { return same_bits<double>(bits); }
 inline uint32_t bits_of(float value) { return same_bits<uint32_t>(value); }

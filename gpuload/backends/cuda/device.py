@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 KERNELS = tuple(
-    Path(__file__).parent / "kernels" / f"{name}.cu" for name in ("common", "chunks", "containers", "pieces", "rows")
+    Path(__file__).parent / "kernels" / f"{name}.cu"
+    for name in ("common", "chunks", "containers", "pieces", "counts", "rows")
 )
 """CUDA C++ sources of our kernels, compiled together for the current device when it is first opened."""
 

@@ -31,7 +31,8 @@ from gpuload.backends.cuda.mapped import MappedMemory
 from gpuload.backends.cuda.memory import DevicePool, Lease
 from gpuload.backends.cuda.on_host import HostDecoder
 from gpuload.backends.cuda.readers import PAGE, place_extents
-from gpuload.backends.damage import RoundingWarning
+from gpuload.backends.cuda.work import N_THREADS
+from gpuload.backends.damage import RoundingWarning, not_counts
 from gpuload.backends.memory_cache import Budget
 from gpuload.layout import select_chunks
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from gpuload.backends.cuda.readers import Reader
     from gpuload.layout import ArrayLayout
     from gpuload.stats import Stats
-    from gpuload.types import ArrayRead, Recipe
+    from gpuload.types import ArrayRead, Downsampling, Recipe
 
 PART_NBYTES = 256 << 20
 """Decoded bytes per part, at least."""
@@ -67,6 +68,8 @@ N_LOADS = 2
 
 N_ARENAS = 2
 """Arenas per load: one is filled while the other is decoded."""
+
+_NO_BAD_ROW = np.iinfo(np.int32).max
 
 _log = logging.getLogger("gpuload")
 
@@ -285,6 +288,8 @@ class DeviceLoads:
         self._stats.add(decode_s=time.perf_counter() - start)
         for outcome in outcomes:
             self._settle(outcome, resident)
+        if recipe.downsampling is not None:
+            self._downsample(recipe.downsampling, resident)
         return resident
 
     def _part_nbytes(self, layout: ArrayLayout) -> int:
@@ -422,6 +427,22 @@ class DeviceLoads:
         outcomes.append(outcome)
         if left.size:
             outcome.on_host = self._host.start(_only(read, left), out, lane.of_host)
+
+    def _downsample(self, asked: Downsampling, resident: CudaResident) -> None:
+        """Draw the counts of a resident that is whole, and wait; raise PlanError if they are not counts."""
+        stream = self._lanes.own.stream
+        data = resident.data if resident.X is None else resident.X
+        uploaded = self._uploaded(np.append(asked.rows, _NO_BAD_ROW), resident, stream)
+        rows, bad = uploaded[:-1], uploaded[-1:]  # the kernel lowers the low half of the last number
+        key, amount = np.uint64(asked.key).astype(np.int64), np.float64(asked.amount)
+        sizes = np.int64(resident.n_rows), np.int64(resident.n_vars)
+        args = (resident.indptr, resident.indices, data, rows, key, amount, *sizes, bad.view(np.int32))
+        self._device.launch("downsample_counts", resident.n_rows, N_THREADS, args, stream)
+        found = self._device.pinned(8).view(np.int64)
+        self._device.download(bad, found, stream)
+        self._device.wait(self._device.record(stream))
+        if found[0] != _NO_BAD_ROW:
+            raise not_counts(asked, int(found[0]))
 
     def _grow(self, arena: _Arena, nbytes: int) -> None:
         """Enlarge an unused arena if it is too small; it starts on a page boundary, as transfers do."""

@@ -114,6 +114,16 @@ def reverse(_typing: Any, value: Any) -> Any:
 
 
 @intrinsic
+def count_ones(_typing: Any, value: Any) -> Any:
+    """Return how many of the 64 bits are 1."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
 def opaque(_typing: Any, value: Any) -> Any:
     """Return the value, hidden from the optimizer, so that a loop that counts with it is left as written."""
 

@@ -3,12 +3,13 @@
 // This file and its neighbours are compiled as one unit: by NVRTC when a loader is opened, and by the tests for the
 // host, with other definitions of the primitives below. So they include nothing and use no other CUDA feature. The
 // reference for each kernel is in gpuload/backends/native: chunks.py, checksums.py, frames.py and inflate.py (decoding),
-// rows.py (taking rows).
+// counts.py (downsampling), rows.py (taking rows).
 //
 // common.cu       primitives, blocks and threads, unaligned bytes
 // chunks.cu       stored bytes -> decoded bytes: checksums, byte shuffle, LZF
 // containers.cu   the same for chunks that hold several streams: blosc, and HDF5's lz4 filter
 // pieces.cu       decoded bytes -> the resident's arrays
+// counts.cu       the resident's counts -> fewer of them
 // rows.cu         the resident's rows -> a minibatch
 //
 // How kernels are organised
@@ -90,6 +91,7 @@ DEVICE void store_zeros(void* to) {
 
 DEVICE void atomic_min(int32_t* at, int32_t value) { atomicMin(at, value); }
 DEVICE void atomic_set_if_zero(int32_t* at, int32_t value) { atomicCAS(at, 0, value); }
+DEVICE int32_t count_ones(uint64_t bits) { return __popcll(bits); }
 DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
 DEVICE double double_of(uint64_t bits) { return __longlong_as_double(int64_t(bits)); }
 DEVICE uint32_t bits_of(float value) { return __float_as_uint(value); }

@@ -1,0 +1,129 @@
+"""Downsample the counts of a resident in place: each count is replaced by a binomial draw.
+
+A draw depends on a key, on the cell's number and on the gene's column, and on nothing else. So it needs no state, and
+is the same in any minibatch, thread and process, and on a GPU (kernels/counts.cu): only integers are drawn and
+compared. The random words of a value are outputs of SplitMix64 [1]_: its first is output number `column` of the
+generator seeded with a hash of the cell, and the first seeds a generator of its own for the others.
+
+A count n is n trials, each a uniform integer below 2**32 that succeeds if it is below `threshold`. Few trials take half
+a word each. Of more, 64 are decided together: bit by bit, from the highest, until each trial's bits differ from those
+of the threshold, which takes 8 words on average.
+
+References
+----------
+.. [1] Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, doi:10.1145/2660193.2660195.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gpuload.backends.native.words import borrowed, count_ones, low_bits, native, shift_left, shift_right
+
+WHOLE = 1 << 32
+"""Threshold below which every trial is."""
+
+MAX_COUNT = 1 << 24
+"""Largest count: float32 represents every integer up to this."""
+
+_FEW = 8
+"""Trials, at most, that take half a word each."""
+
+_GAMMA, _FIRST, _SECOND = (
+    np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64).view(np.int64).tolist()
+)
+"""SplitMix64's constants, as signed integers."""
+
+
+@native
+def hash64(x: int) -> int:
+    """Return the first output of SplitMix64 seeded with x; as `permute.hash64`."""
+    x += _GAMMA
+    x = (x ^ shift_right(x, 30)) * _FIRST
+    x = (x ^ shift_right(x, 27)) * _SECOND
+    return x ^ shift_right(x, 31)
+
+
+@native
+def drawn(n: int, threshold: int, word: int) -> int:
+    """Return how many of n trials succeed, each with probability ``threshold / 2**32``.
+
+    Parameters
+    ----------
+    n
+        From 0 to `MAX_COUNT`.
+    threshold
+        From 0 to below `WHOLE`.
+    word
+        The value's first random word.
+    """
+    total = 0
+    seed = word
+    if n <= _FEW:
+        for k in range(n):
+            if k and not k & 1:
+                word = hash64(seed)
+                seed += _GAMMA
+            total += shift_right(word, 32 * (k & 1)) & (WHOLE - 1) < threshold
+        return total
+    while n > 0:
+        undecided = low_bits(-1, n) if n < 64 else -1  # a bit per trial
+        bits = shift_left(threshold, 32)  # those not compared yet, the next one highest
+        while undecided and bits:
+            if bits < 0:
+                total += count_ones(undecided & ~word)
+                undecided &= word
+            else:
+                undecided &= ~word
+            bits = shift_left(bits, 1)
+            word = hash64(seed)
+            seed += _GAMMA
+        n -= 64
+    return total
+
+
+@native
+def downsample(indptr: Any, indices: Any, data: Any, rows: Any, key: int, amount: float, first: int, last: int) -> int:
+    """Draw the counts of resident rows ``first:last``, in place.
+
+    Parameters
+    ----------
+    indptr, indices, data
+        The resident, CSR or (`indices` empty) dense: int64, uint16 or int32, float32.
+    rows : (n_rows,) int64
+        Numbers of the rows' cells.
+    key
+        A random number, the same for all of an epoch.
+    amount
+        Up to 1, the probability with which each count is kept; above, the mean of a cell's total, unless that is
+        already less.
+
+    Returns
+    -------
+    int
+        -1, or the first row that holds anything but counts: whole numbers from 0 to `MAX_COUNT`. It is left as it was.
+    """
+    indices, data = borrowed(indices), borrowed(data)
+    bad = -1
+    for r in range(first, last):
+        start, stop = indptr[r], indptr[r + 1]
+        are_counts, total = True, 0.0
+        for k in range(start, stop):
+            value = np.float64(data[np.uint64(k)])
+            are_counts &= (value >= 0.0) & (value <= MAX_COUNT) & (value == np.floor(value))
+            total += value  # exact, whatever the order
+        if not are_counts:
+            bad = r if bad < 0 else bad
+            continue
+        share = amount if amount <= 1.0 else amount / max(total, amount)
+        threshold = np.int64(share * WHOLE + 0.5)
+        if threshold >= WHOLE:
+            continue
+        seed = hash64(key ^ rows[r])
+        for k in range(start, stop):
+            column = np.int64(indices[np.uint64(k)]) if indices.size else k - start
+            n = np.int64(data[np.uint64(k)])
+            data[np.uint64(k)] = np.float32(drawn(n, threshold, hash64(seed + column * _GAMMA)))
+    return bad
