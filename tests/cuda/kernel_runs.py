@@ -164,6 +164,7 @@ SIGNATURES = {
         for out in ("u1", "u2")
         if np.dtype(out).itemsize <= np.dtype(src).itemsize
     },
+    "downsample_counts": ["r:i8", "r:i4", "w:f4", "r:i8", "i8", "f8", "i8", "i8", "w:i4"],
     **{f"densify_csr_{out}": [*ROWS, "i8", f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
     **{f"gather_dense_{out}": [*DENSE, f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
     "count_csr": ["r:i8", "r:i4", "r:i8", "r:i4", "i8", "w:i8"],

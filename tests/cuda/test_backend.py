@@ -191,6 +191,9 @@ SETTINGS: list[dict[str, Any]] = [
     {},
     {"transform": gpuload.Transform(target_sum=1e4, log1p=True)},
     {"transform": gpuload.Transform(target_sum=None, log1p=True), "dtype": "float16"},
+    {"transform": gpuload.Transform(downsample=0.4)},
+    {"transform": gpuload.Transform(target_sum=None, log1p=False, downsample=20), "dtype": "bfloat16"},
+    {"transform": gpuload.Transform(target_sum=None, log1p=False, downsample=0.4), "output": "csr"},
     {"dtype": "float16"},
     {"dtype": "bfloat16"},
     {"genes": ["gene_007", "gene_003", "gene_011"]},
@@ -507,6 +510,22 @@ def test_sum_after_log1p_beyond_float16_is_refused(
         list(loader)
     with pytest.raises(gpuload.PlanError, match=told):
         list(open_fake(path, **settings).epoch())
+
+
+@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
+def test_values_that_are_not_counts_are_refused_by_downsampling(
+    open_fake: Callable[..., Opened], tmp_path: Path, is_dense: bool
+) -> None:
+    cells = several.part(0, is_dense=is_dense)
+    X = several.dense(cells.X)
+    X[17, 0] = X[20, 1] = -2
+    cells.X = X if is_dense else csr_matrix(X)
+    settings: dict[str, Any] = {"transform": gpuload.Transform(downsample=0.4), "shuffle": False, **SMALL}
+    opened = open_fake(several.write(tmp_path, [cells]), **settings)
+    for _ in range(2):
+        with pytest.raises(gpuload.PlanError, match=r"downsample=0.4.* row 17 holds a value that is not a count"):
+            list(opened.epoch())
+    assert opened.loader.take([16, 18]).X.shape == (2, opened.loader.n_vars)
 
 
 def test_unknown_verify_is_refused(open_fake: Callable[..., Opened], plain: Stored) -> None:

@@ -115,6 +115,9 @@ def test_csr(stored: Stored) -> None:
     [
         {"transform": gpuload.Transform(target_sum=1e4, log1p=True)},
         {"transform": gpuload.Transform(target_sum=None, log1p=True), "dtype": "float16"},
+        {"transform": gpuload.Transform(downsample=0.4)},
+        {"transform": gpuload.Transform(target_sum=None, log1p=False, downsample=20), "dtype": "bfloat16"},
+        {"output": "csr", "transform": gpuload.Transform(target_sum=None, log1p=False, downsample=0.4)},
         {"dtype": "float16"},
         {"dtype": "bfloat16"},
         {"genes": ["gene_007", "gene_003", "gene_011"]},

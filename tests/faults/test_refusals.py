@@ -99,6 +99,13 @@ def test_bad_target_sum(target_sum: Any) -> None:
     assert_says(caught.value, "target_sum", "None for no scaling")
 
 
+@pytest.mark.parametrize("downsample", [0, -0.5, float("nan"), float("inf"), "0.5", True])
+def test_bad_downsample(downsample: Any) -> None:
+    with pytest.raises(gpuload.PlanError) as caught:
+        gpuload.Transform(downsample=downsample)
+    assert_says(caught.value, f"downsample={downsample!r}", "above 0", "None for all counts")
+
+
 @pytest.mark.parametrize("log1p", ["False", None, 1])
 def test_bad_log1p(log1p: Any) -> None:
     """Text would count as true, whatever it says."""
