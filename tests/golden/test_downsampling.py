@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anndata
+import h5py
 import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
+from gpuload.backends.cpu import CpuBackend
 from gpuload.backends.native import counts
+from gpuload.types import Downsampling
 from tests.several import write, write_zarr
 from tests.unit.test_counts import downsampled, signed
 
@@ -195,6 +200,29 @@ def test_values_that_are_not_counts_are_refused(cells: anndata.AnnData, tmp_path
                 rows.extend(batch.rows for batch in loader)
             np.testing.assert_array_equal(np.concatenate(rows), np.arange(192))  # the fetches before it
         assert loader.take([213, 215]).X.shape == (2, N_VARS)
+
+
+def test_a_damaged_chunk_is_reported_and_not_drawn(path: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.h5ad"
+    damaged.write_bytes(path.read_bytes())
+    with h5py.File(damaged) as file:
+        chunk = file["X/data"].id.get_chunk_info(0)
+    with damaged.open("r+b") as file:
+        file.seek(chunk.byte_offset + chunk.size // 2)
+        file.write(b"damage")
+    with gpuload.open_loader(damaged, transform=DRAWN, batch_size=16, device="cpu") as loader:
+        recipe = replace(
+            loader.store.recipe(np.array([[0, N_OBS]])), downsampling=Downsampling(0.4, 0, np.arange(N_OBS))
+        )
+        backend = CpuBackend()
+        pending = backend.load(recipe)
+        with pytest.raises(gpuload.CorruptDataError, match="chunk 0 of /X/data"):
+            pending.result()
+        while not pending.done():
+            time.sleep(0.001)
+        backend.close()
+        with pytest.raises(gpuload.CorruptDataError, match="chunk 0 of /X/data"):
+            list(loader)
 
 
 def test_a_fetch_is_drawn_once_though_many_ask_whether_it_is_ready(
