@@ -44,6 +44,7 @@ _INSTEAD = {
 
 _OF_OTHERS = {
     "adata": "paths",
+    "downsample": "transform",
     "filename": "paths",
     "files": "paths",
     "label": "obs",

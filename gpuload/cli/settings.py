@@ -38,7 +38,7 @@ _NAMES = (
     "io",
 )
 
-_ALSO = ("stream", "genes", "join", "target_sum", "log1p")
+_ALSO = ("stream", "genes", "join", "target_sum", "log1p", "downsample")
 """Options that say a setting in another way."""
 
 
@@ -72,6 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--genes", metavar="GENES", help=f"load only {GENES} (default: all)")
     group.add_argument("--target-sum", type=positive, metavar="X", help="scale the values of each cell to this total")
     group.add_argument("--log1p", action="store_true", help="apply log(1 + x) to the values")
+    group.add_argument(
+        "--downsample",
+        type=positive,
+        metavar="X",
+        help="first, draw each count: up to 1, molecules are kept with this probability; above, so many of each cell",
+    )
     group.add_argument(
         "--prefetch", type=whole_number, default=2, metavar="N", help="fetches to load ahead (default: 2)"
     )
@@ -184,8 +190,8 @@ def join_of(args: argparse.Namespace) -> str | list[str] | None:
 
 def open_loader(args: argparse.Namespace, cache: SampleStore | None = None) -> Loader:
     """Open the files with the settings from the command line, through a cache if there is one."""
-    has_arithmetic = args.target_sum is not None or args.log1p
-    transform = gpuload.Transform(target_sum=args.target_sum, log1p=args.log1p) if has_arithmetic else None
+    arithmetic = {"target_sum": args.target_sum, "log1p": args.log1p, "downsample": args.downsample}
+    transform = gpuload.Transform(**arithmetic) if any(arithmetic.values()) else None
     return gpuload.open_loader(
         args.paths,
         shuffle=not args.stream,
@@ -208,4 +214,5 @@ def as_dict(args: argparse.Namespace) -> dict[str, Any]:
         "join": args.join,
         "target_sum": args.target_sum,
         "log1p": args.log1p,
+        "downsample": args.downsample,
     }

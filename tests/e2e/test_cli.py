@@ -557,6 +557,7 @@ def test_bench_ceiling_counts_only_threads_that_run_at_once(run, path, monkeypat
         ["--block-size", "chunk", "--target-sum", "1e4", "--log1p", "--dtype", "float16"],
         ["--block-size", "1", "--num-threads", "1", "--verify", "never", "--drop-last", "--prefetch", "1"],
         ["--dtype", "bfloat16"],
+        ["--downsample", "0.5", "--output", "csr"],
     ],
 )
 def test_bench_as_json_takes_all_settings(run, path, options):

@@ -389,27 +389,6 @@ def test_parts_of_a_toml_of_cell_load_hold_what_it_says(screen: pd.DataFrame) ->
         assert test.categories["gene"].tolist() == train.categories["gene"].tolist()
 
 
-def test_counts_are_drawn_to_the_depth_that_the_page_names() -> None:
-    page = "docs/migration/index.md"
-    (block,) = (block for block in blocks_of(page) if "def thinned" in block.code)
-    names: dict[str, Any] = {}
-    exec(block.code.partition("\n\n\nloader = ")[0], names)
-    counts = np.random.default_rng(0).poisson(np.repeat([[40.0], [4.0]], 300, axis=0), (600, 100))
-    loader = gpuload.open_loader(scipy.sparse.csr_matrix(counts.astype(np.float32)), output="csr", device="cpu")
-    with loader:
-        batches = [names["thinned"](batch) for batch in loader]
-        loader.set_epoch(0)
-        again = [names["thinned"](batch) for batch in loader]
-    rows = np.concatenate([batch.rows for batch in batches])
-    found = np.concatenate([batch.X.toarray() for batch in batches])[np.argsort(rows)]
-    assert np.all((found <= counts) & (found == found.round()))
-    assert np.array_equal(found[300:], counts[300:])  # these have no more than 2,000
-    totals = found[:300].sum(axis=1)
-    assert abs(totals.mean() - 2_000) < 4.5 * np.sqrt(2_000 / 2 / 300)  # half of 4,000 is kept
-    assert totals.std() < 2 * np.sqrt(2_000 / 2)
-    assert all(np.array_equal(one.X.data, other.X.data) for one, other in zip(batches, again, strict=True))
-
-
 def run(page: str, block: Block, names: dict[str, Any]) -> None:
     """Run a block; a failure names its line in the page."""
     code = block.code

@@ -202,7 +202,9 @@ def test_values_that_are_not_counts_are_refused(cells: anndata.AnnData, tmp_path
         assert loader.take([213, 215]).X.shape == (2, N_VARS)
 
 
-def test_a_damaged_chunk_is_reported_and_not_drawn(path: Path, tmp_path: Path) -> None:
+def test_a_damaged_chunk_is_reported_and_not_drawn(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn_rows: list[Any] = []
+    monkeypatch.setattr(counts, "downsample", lambda *args: drawn_rows.append(args) or -1)
     damaged = tmp_path / "damaged.h5ad"
     damaged.write_bytes(path.read_bytes())
     with h5py.File(damaged) as file:
@@ -221,6 +223,7 @@ def test_a_damaged_chunk_is_reported_and_not_drawn(path: Path, tmp_path: Path) -
         while not pending.done():
             time.sleep(0.001)
         backend.close()
+        assert not drawn_rows
         with pytest.raises(gpuload.CorruptDataError, match="chunk 0 of /X/data"):
             list(loader)
 
