@@ -21,7 +21,6 @@ import anndata
 import numpy as np
 import pandas as pd
 import pytest
-import scipy.sparse
 
 import gpuload
 from benchmarks.s3server import start
