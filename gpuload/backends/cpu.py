@@ -101,16 +101,17 @@ class _Filling(Generic[T]):
 
 
 class _Downsampled(_Filling[HostResident]):
-    """A resident in progress whose counts are drawn, by further tasks, once all of them have been decoded."""
+    """A resident in progress whose counts are drawn, by further tasks, once all of them have been decoded.
+
+    The last of the decoding tasks starts the others. So does `result`, but not `done`: an interrupt there would leave
+    the resident half drawn, and still in use.
+    """
 
     def __init__(
-        self,
-        filled: HostResident,
-        tasks: Sequence[Future[None]],
-        draw: Callable[[], Sequence[Future[None]]],
+        self, filled: HostResident, decoding: Sequence[Future[None]], draw: Callable[[], Sequence[Future[None]]]
     ) -> None:
-        super().__init__(filled, tasks)
-        self._decoding, self._draw = tasks, draw
+        super().__init__(filled, decoding)
+        self._decoding, self._draw = decoding, draw
         self._draws: Sequence[Future[None]] | None = None
         self._beginning = threading.Lock()
         me = weakref.ref(self)  # the tasks must not keep the resident's memory once nobody waits for it
@@ -118,10 +119,15 @@ class _Downsampled(_Filling[HostResident]):
         def go_on(_task: Future[None]) -> None:
             if (pending := me()) is not None:
                 with contextlib.suppress(RuntimeError):  # the threads were ended
-                    pending.done()
+                    pending.go_on()
 
-        for task in tasks:
+        for task in decoding:
             task.add_done_callback(go_on)
+
+    def go_on(self) -> None:
+        """Start to draw if all has been decoded."""
+        if all(task.done() and not task.cancelled() and task.exception() is None for task in self._decoding):
+            self._begun()
 
     def result(self) -> HostResident:
         super().result()
@@ -136,9 +142,9 @@ class _Downsampled(_Filling[HostResident]):
     def done(self) -> bool:
         if not super().done():
             return False
-        if any(task.cancelled() or task.exception() for task in self._decoding):
-            return True
-        return all(draw.done() for draw in self._begun())
+        if self._draws is None:
+            return any(task.cancelled() or task.exception() for task in self._decoding)
+        return all(draw.done() for draw in self._draws)
 
     def cancel(self) -> None:
         super().cancel()
