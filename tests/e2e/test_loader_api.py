@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -124,8 +125,42 @@ def test_obs_covers_all_cells(two: tuple[Path, Path]) -> None:
     assert obs["depth"].tolist() == [1, 2, 3, 4] * 2
     assert obs["source_file"].tolist() == [str(two[0])] * 4 + [str(two[1])] * 4
     assert obs.index.tolist() == list(range(8))
-    assert repr(loader) == "<Loader of 8 cells x 4 genes in 2 files: 1 minibatch of 64 (6 cells), dense, cpu>"
+    said = "<Loader of 8 cells x 4 genes in 2 files: 1 minibatch of 64 (6 cells), dense, cpu"
+    assert repr(loader) == f"{said}, closed>"
+    with gpuload.open_loader(list(two), obs=columns, where="depth > 1") as loader:
+        assert repr(loader) == f"{said}>"
     assert repr(loader.store) == "<Store of 8 x 4 values, csr, in 2 files>"
+
+
+def test_a_minibatch_shows_what_it_holds_but_no_values(two: tuple[Path, Path]) -> None:
+    pairs = gpuload.PairedControl("kind", control="B", match="source_file")
+    settings: dict[str, Any] = {"sampler": pairs, "drop_last": True}
+    with gpuload.open_loader(two[0], obs=["kind", "depth"], batch_size=4, dtype="float16", **settings) as loader:
+        (batch,) = loader
+        paired = "<Batch of 4 cells: X (4, 4) float16; cpu; obs 'kind', 'depth'; n_partners=1>"
+        assert repr(batch) == paired
+    with gpuload.open_loader(two[0], output="csr", batch_size=3) as loader:
+        assert list(map(repr, loader)) == [
+            "<Batch of 3 cells: X (3, 4) float32 csr; cpu>",
+            "<Batch of 1 cell: X (1, 4) float32 csr; cpu>",
+        ]
+
+
+def test_a_minibatch_shows_its_other_matrices_its_device_and_the_first_of_many_columns() -> None:
+    class OnGpu:  # as CuPy's arrays
+        shape, dtype, device = (2, 5), np.dtype("float32"), SimpleNamespace(id=1)
+
+        def __repr__(self) -> str:
+            raise AssertionError("this would copy it to the host")
+
+    obs = {f"c{i}": np.zeros(2) for i in range(12)}
+    batch = gpuload.Batch(OnGpu(), obs, np.arange(2), layers={"counts": OnGpu()}, obsm={"X_pca": np.zeros((2, 3))})
+    shown = ", ".join(f"'c{i}'" for i in range(10))
+    assert repr(batch) == (
+        "<Batch of 2 cells: X (2, 5) float32, layers/counts (2, 5) float32, obsm/X_pca (2, 3) float64; cuda:1; "
+        f"obs {shown} and 2 more>"
+    )
+    assert repr(gpuload.Batch(None, {}, np.arange(0))) == "<Batch of 0 cells: X NoneType; cpu>"
 
 
 def test_source_file_is_an_obs_column(two: tuple[Path, Path]) -> None:
