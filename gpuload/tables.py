@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.alignment import nearest_gene
 from gpuload.checks import as_array, check_index, check_names, check_order
 from gpuload.errors import PlanError, listing, shown
 from gpuload.threads import cached_property
@@ -201,17 +202,24 @@ def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
 def _unknown_genes(unknown: list[str], n_given: int, store: Store) -> PlanError:
     """Return the error for genes that the cells do not have, or no longer have once their files are joined."""
     count = f"{len(unknown)} of {n_given} are not"
-    known = listing(store.var_names.tolist(), 3)
+    names = store.var_names.tolist()
+    known = listing(names, 3)
+    near = nearest_gene(unknown[0], names if store.var_ids is None else names + store.var_ids.tolist())
     join = None if store.alignment is None else store.alignment.join
     if join == "inner":
+        guess = f": did you mean {near!r}?" if near else "."
         return PlanError(
             f"genes: {unknown[0]!r} is not in all of the {len(store.paths)} files ({count}), as join='inner' demands; "
-            f"those that are: {known}. Leave it out, use join='outer', or check its spelling."
+            f"those that are: {known}. Leave it out, use join='outer', or check its spelling{guess}"
         )
     if isinstance(join, tuple):
-        return PlanError(f"genes: {unknown[0]!r} is not in the list join= ({count}); add it there, or leave it out.")
+        guess = f"did you mean {near!r}? If not, add" if near else "add"
+        return PlanError(
+            f"genes: {unknown[0]!r} is not in the list join= ({count}); {guess} it there, or leave it out."
+        )
     of = store.paths[0] if join is None else f"any of the {len(store.paths)} files"
+    genes_are = f"; did you mean {near!r}? The genes are" if near else ", whose genes are"
     return PlanError(
-        f"genes: {unknown[0]!r} is not a gene of {of} ({count}), whose genes are {known}; choose by such names, by a "
+        f"genes: {unknown[0]!r} is not a gene of {of} ({count}){genes_are} {known}; choose by such names, by a "
         "condition on a column of var, or by a mask over all of them."
     )

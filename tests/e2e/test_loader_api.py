@@ -269,6 +269,9 @@ def test_missing_genes_are_reported_with_some_that_exist(plain: Stored) -> None:
     )
     with pytest.raises(gpuload.PlanError, match=words):
         gpuload.open_loader(plain.path, genes=["CD3E"])
+    words = r"^genes: 'gene_0077' is not a gene of \S+ \(2 of 3 are not\); did you mean 'gene_007'\? The genes are"
+    with pytest.raises(gpuload.PlanError, match=words):
+        gpuload.open_loader(plain.path, genes=["gene_001", "gene_0077", "gene_x"])
 
 
 def test_lists_of_genes_are_no_list_of_genes(plain: Stored) -> None:
