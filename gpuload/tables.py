@@ -6,6 +6,7 @@ a single one applies to X and its layers; other modalities need one explicitly.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.store import Store
+
+_log = logging.getLogger("gpuload")
 
 Transforms = Transform | Mapping[str, Transform | None] | None
 
@@ -90,6 +93,8 @@ def make_tables(
 ) -> dict[str, Table]:
     """Return the tables of stores, under the same names.
 
+    A warning is logged if a transform applies to an X that was log-transformed already, as far as its file says so.
+
     Parameters
     ----------
     layer
@@ -119,7 +124,22 @@ def make_tables(
                 own_transform = None if group == "modalities" else transform
             form = Form(output, dtype, var_names.size, store.columns(chosen), own_transform)
         tables[name] = Table(store, form, var_names)
+    _warn_of_logarithms(tables)
     return tables
+
+
+def _warn_of_logarithms(tables: Mapping[str, Table]) -> None:
+    """Warn, once, of a transform that is applied to an X which, as its file says, was log-transformed."""
+    for table in tables.values():
+        transform, logged = table.form.transform, table.store.logged
+        if logged and transform is not None and (transform.log1p or transform.target_sum is not None):
+            _log.warning(
+                "transform: X of %s%s is log-transformed already, as its uns['log1p'] says, and a transform is for "
+                "counts; name the matrix that holds these, such as layer='raw.X', or leave transform out.",
+                logged[0],
+                f", and of {len(logged) - 1} more," if len(logged) > 1 else "",
+            )
+            return
 
 
 def check_rows(store: Store, genes: Any, output: str, name: str = "X") -> None:
