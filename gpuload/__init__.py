@@ -147,8 +147,8 @@ def open_loader(
     Parameters
     ----------
     paths
-        One .h5ad file or several, whose rows are numbered consecutively in the order given. A folder stands for its
-        files, sorted by name. Other formats are recognised by content: zarr stores, 10x .h5 files (genes by name or
+        One .h5ad file or several, whose rows are numbered consecutively in the order given; those of a file given twice
+        count twice, and a warning is logged. A folder stands for its files, sorted by name. Other formats are recognised by content: zarr stores, 10x .h5 files (genes by name or
         id), MuData (``"cells.h5mu/rna"`` or `modality` selects one of several modalities), BioNeMo-SCDL folders, SOMA
         experiments of tiledbsoma (`modality` selects a measurement), dense .npy and zarr arrays of two or more
         dimensions, CSR matrices saved by scipy.sparse.save_npz (preferably with ``compressed=False``), and Parquet
@@ -209,8 +209,8 @@ def open_loader(
     categories
         Fixed categories per column: ``{"cell_type": ["B cell", "T cell"]}``, or ``train.categories`` to use the codes
         of the loader `train`. Otherwise codes are derived from the opened files, so the same code may mean something
-        else in other files. Cells in none of the categories get code -1. Columns not named here keep their own
-        categories; samplers and `where` use the columns as stored.
+        else in other files. Cells in none of the categories get code -1; a warning is logged if all that have a value
+        do. Columns not named here keep their own categories; samplers and `where` use the columns as stored.
     layer
         ``"X"``, ``"raw.X"``, or the name of a layer. Of several, the first becomes ``batch.X`` and the others
         ``batch.layers[name]``, with the same `genes` (raw.X has its own genes), `output` and `dtype`.
@@ -319,7 +319,6 @@ def open_loader(
     check_choice("uneven", uneven, ("drop", "pad"))
     rank, world_size = rank_and_world_size(rank, world_size)
     sampler = None if sampler is None else as_sampler(sampler)
-    check_bool("shuffle", shuffle)
     check_bool("drop_last", drop_last)
     opening.check_sampler(sampler, shuffle)
     block_size = opening.block_size_for(sampler, block_size)
@@ -338,6 +337,7 @@ def open_loader(
     from gpuload.formats.addresses import at_addresses
 
     paths = at_addresses(paths, cache, storage_options)
+    opening.warn_of_repeats(paths)
     sources: list[Source] = []
 
     def cell_names() -> NDArray[np.object_]:

@@ -88,6 +88,33 @@ def test_categories_apply_to_columns_stored_otherwise(tmp_path: Path) -> None:
         gpuload.open_loader(tmp_path / "there.h5ad", obs="depth", categories={"depth": ["T"]})
 
 
+def test_categories_of_no_cell_are_warned_of(two: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    given = [f"type {i}" for i in range(7)]
+    assert codes_of(two[1], categories={"kind": given}) == [-1] * 4
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "categories['kind']: no cell is in any of the 7 given ('type 0', 'type 1', 'type 2', 'type 3', 'type 4' and 2 "
+        f"more), so all get code -1; obs column 'kind' of {two[1]} has 'B', 'NK', 'monocyte'."
+    )
+    caplog.clear()
+    assert codes_of(two[1], categories={"kind": ["B", *given]}) == [-1, 0, -1, -1]
+    assert codes_of(two[1], categories={"kind": []}) == [-1] * 4
+    (record,) = caplog.records
+    assert "no cell is in any of the 0 given (none), so all get code -1" in record.getMessage()
+
+
+def test_categories_are_not_warned_of_where_no_cell_has_a_value(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cells to predict: they have the column, as the model's data had, but no labels; or there are none yet."""
+    anndata = pytest.importorskip("anndata")
+    for kinds in ([None, None], []):
+        obs = pd.DataFrame({"kind": pd.Categorical(kinds, ["other"])}, index=[f"c{i}" for i in range(len(kinds))])
+        anndata.AnnData(np.ones((len(kinds), 2), np.float32), obs).write_h5ad(tmp_path / "new.h5ad")
+        with gpuload.open_loader(tmp_path / "new.h5ad", obs=["kind"], categories={"kind": ["B"]}):
+            assert not caplog.records
+
+
 def test_categories_that_cannot_be_used(two: tuple[Path, Path]) -> None:
     for categories, words in (
         ({"type": ["B"]}, r"categories: 'type' is not among obs=\['kind', 'depth'\]; name it there too"),
@@ -161,6 +188,38 @@ def test_a_minibatch_shows_its_other_matrices_its_device_and_the_first_of_many_c
         f"obs {shown} and 2 more>"
     )
     assert repr(gpuload.Batch(None, {}, np.arange(0))) == "<Batch of 0 cells: X NoneType; cpu>"
+
+
+def test_a_path_given_twice_is_warned_of_and_counts_twice(
+    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(two[0].parent)
+    two[0].with_name("link.h5ad").symlink_to(two[0])
+    for paths, told in (
+        (
+            [*two, two[0]],
+            f"{two[0]} is given 2 times, so that its cells count as often; pass it once, unless you mean ",
+        ),
+        (("train.h5ad", str(two[0]), "./link.h5ad"), "train.h5ad is given 3 times, so that"),
+        ([*two, *two[::-1]], f"{two[0]} is given 2 times, and 1 more are given repeatedly, so that"),
+        ([two[0].parent, two[0].parent], f"{two[0].parent} is given 2 times, so that"),
+    ):
+        caplog.clear()
+        with gpuload.open_loader(paths) as loader:
+            assert np.sort(rows_of(loader)).tolist() == list(range(loader.n_obs))
+            assert loader.n_obs == 4 * (len(paths) if two[0].parent not in paths else 6)
+        assert [record.getMessage().partition(told)[0] for record in caplog.records] == ["paths: "]
+
+
+def test_a_file_that_a_folder_holds_twice_is_not_warned_of(
+    two: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    two[0].with_name("link.h5ad").symlink_to(two[0])
+    for paths in (two[0].parent, [two[0].parent], [str(two[0].parent / "[lt]*.h5ad")], list(two)):
+        with gpuload.open_loader(paths) as loader:
+            assert loader.n_obs == (8 if isinstance(paths, list) and len(paths) > 1 else 12)
+    with gpuload.open_loader({"rna": two[0], "same": two[0]}, modality=["rna", "same"]):
+        assert not caplog.records
 
 
 def test_source_file_is_an_obs_column(two: tuple[Path, Path]) -> None:

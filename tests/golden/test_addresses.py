@@ -1025,7 +1025,8 @@ def test_whether_x_is_a_logarithm_is_known_after_few_requests(
         before = n_requests()
         reached = {"storage_options": options(server)} if address.startswith("s3:") else {}
         with gpuload.open_loader(address, transform=gpuload.Transform(), device="cpu", **reached):
-            return n_requests() - before, [r.getMessage() for r in caplog.records if r.getMessage().startswith("transform")]
+            said = [record.getMessage() for record in caplog.records]
+            return n_requests() - before, [one for one in said if one.startswith("transform: ")]
 
     with monkeypatch.context() as without:
         without.setattr(f"gpuload.formats.{form}.is_logged", lambda *_: False)
