@@ -102,6 +102,24 @@ __all__ = [
     "split_pairs",
 ]
 
+_MODULES = (
+    "cache",
+    "dali",
+    "diversity",
+    "estimators",
+    "lightning",
+    "prometheus",
+    "remote",
+    "samples",
+    "torch",
+)
+"""Those of the package's modules that are public, once they are imported."""
+
+
+def __dir__() -> list[str]:
+    """Return the public names, for who completes ``gpuload.`` by a key."""
+    return [*__all__, *(name for name in _MODULES if name in globals())]
+
 
 @takes_settings
 def open_loader(
@@ -148,15 +166,15 @@ def open_loader(
     ----------
     paths
         One .h5ad file or several, whose rows are numbered consecutively in the order given; those of a file given twice
-        count twice, and a warning is logged. A folder stands for its files, sorted by name. Other formats are recognised by content: zarr stores, 10x .h5 files (genes by name or
-        id), MuData (``"cells.h5mu/rna"`` or `modality` selects one of several modalities), BioNeMo-SCDL folders, SOMA
-        experiments of tiledbsoma (`modality` selects a measurement), dense .npy and zarr arrays of two or more
-        dimensions, CSR matrices saved by scipy.sparse.save_npz (preferably with ``compressed=False``), and Parquet
-        files with one cell per row: a list of gene indices (``genes`` or ``indices``) and a list of values
-        (``expressions``, ``data`` or ``values``). A pattern (``"train-*.parquet"``) stands for the files that match it.
-        Large files open faster from the second time on: chunk addresses and row
-        offsets are kept in a hidden file beside them, or in the user's cache folder; the environment variable
-        GPULOAD_INDEX names another folder, or is ``off`` to disable this.
+        count twice, and a warning is logged. A folder stands for its files, sorted by name. Other formats are
+        recognised by content: zarr stores, 10x .h5 files (genes by name or id), MuData (``"cells.h5mu/rna"`` or
+        `modality` selects one of several modalities), BioNeMo-SCDL folders, SOMA experiments of tiledbsoma (`modality`
+        selects a measurement), dense .npy and zarr arrays of two or more dimensions, CSR matrices saved by
+        scipy.sparse.save_npz (preferably with ``compressed=False``), and Parquet files with one cell per row: a list of
+        gene indices (``genes`` or ``indices``) and a list of values (``expressions``, ``data`` or ``values``). A
+        pattern (``"train-*.parquet"``) stands for the files that match it. Large files open faster from the second time
+        on: chunk addresses and row offsets are kept in a hidden file beside them, or in the user's cache folder; the
+        environment variable GPULOAD_INDEX names another folder, or is ``off`` to disable this.
         In place of a file: an AnnData, a SciPy CSR matrix or a NumPy array, read in place (a dense array not in C order
         is copied once), so do not modify it while the loader is open. A plain matrix has no obs, and its genes are
         named ``"0"``, ``"1"``, ... X and raw.X of a backed AnnData, and an X that is a matrix of an open .h5ad file or
