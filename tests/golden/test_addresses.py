@@ -754,6 +754,15 @@ def test_files_of_a_list_are_asked_for_together(
         assert loader.n_obs == len(names) * plain.expected.shape[0]
 
 
+def test_an_address_given_twice_is_warned_of(server: Running, plain: Stored, caplog: pytest.LogCaptureFixture) -> None:
+    address = f"s3://data/{put(server, plain.path)}"
+    with gpuload.open_loader([address, address], storage_options=options(server)) as loader:
+        assert loader.n_obs == 2 * len(plain.dense)
+    (said,) = [record for record in caplog.records if record.getMessage().startswith("paths: ")]
+    assert f"{address} is given 2 times" in said.getMessage()
+    assert type(said.args[0]) is str  # no credentials
+
+
 def test_list_of_files_needs_one_client(server: Running, plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuload.formats import addresses
 
@@ -1026,6 +1035,7 @@ def test_whether_x_is_a_logarithm_is_known_after_few_requests(
         reached = {"storage_options": options(server)} if address.startswith("s3:") else {}
         with gpuload.open_loader(address, transform=gpuload.Transform(), device="cpu", **reached):
             said = [record.getMessage() for record in caplog.records]
+            assert all(type(value) is str for record in caplog.records for value in record.args)  # no credentials
             return n_requests() - before, [one for one in said if one.startswith("transform: ")]
 
     with monkeypatch.context() as without:
