@@ -102,6 +102,24 @@ __all__ = [
     "split_pairs",
 ]
 
+_MODULES = (
+    "cache",
+    "dali",
+    "diversity",
+    "estimators",
+    "lightning",
+    "prometheus",
+    "remote",
+    "samples",
+    "torch",
+)
+"""Those of the package's modules that are public, once they are imported."""
+
+
+def __dir__() -> list[str]:
+    """Return the public names, for who completes ``gpuload.`` by a key."""
+    return [*__all__, *(name for name in _MODULES if name in globals())]
+
 
 @takes_settings
 def open_loader(
@@ -147,16 +165,16 @@ def open_loader(
     Parameters
     ----------
     paths
-        One .h5ad file or several, whose rows are numbered consecutively in the order given. A folder stands for its
-        files, sorted by name. Other formats are recognised by content: zarr stores, 10x .h5 files (genes by name or
-        id), MuData (``"cells.h5mu/rna"`` or `modality` selects one of several modalities), BioNeMo-SCDL folders, SOMA
-        experiments of tiledbsoma (`modality` selects a measurement), dense .npy and zarr arrays of two or more
-        dimensions, CSR matrices saved by scipy.sparse.save_npz (preferably with ``compressed=False``), and Parquet
-        files with one cell per row: a list of gene indices (``genes`` or ``indices``) and a list of values
-        (``expressions``, ``data`` or ``values``). A pattern (``"train-*.parquet"``) stands for the files that match it.
-        Large files open faster from the second time on: chunk addresses and row
-        offsets are kept in a hidden file beside them, or in the user's cache folder; the environment variable
-        GPULOAD_INDEX names another folder, or is ``off`` to disable this.
+        One .h5ad file or several, whose rows are numbered consecutively in the order given; those of a file given twice
+        count twice, and a warning is logged. A folder stands for its files, sorted by name. Other formats are
+        recognised by content: zarr stores, 10x .h5 files (genes by name or id), MuData (``"cells.h5mu/rna"`` or
+        `modality` selects one of several modalities), BioNeMo-SCDL folders, SOMA experiments of tiledbsoma (`modality`
+        selects a measurement), dense .npy and zarr arrays of two or more dimensions, CSR matrices saved by
+        scipy.sparse.save_npz (preferably with ``compressed=False``), and Parquet files with one cell per row: a list of
+        gene indices (``genes`` or ``indices``) and a list of values (``expressions``, ``data`` or ``values``). A
+        pattern (``"train-*.parquet"``) stands for the files that match it. Large files open faster from the second time
+        on: chunk addresses and row offsets are kept in a hidden file beside them, or in the user's cache folder; the
+        environment variable GPULOAD_INDEX names another folder, or is ``off`` to disable this.
         In place of a file: an AnnData, a SciPy CSR matrix or a NumPy array, read in place (a dense array not in C order
         is copied once), so do not modify it while the loader is open. A plain matrix has no obs, and its genes are
         named ``"0"``, ``"1"``, ... X and raw.X of a backed AnnData, and an X that is a matrix of an open .h5ad file or
@@ -209,8 +227,8 @@ def open_loader(
     categories
         Fixed categories per column: ``{"cell_type": ["B cell", "T cell"]}``, or ``train.categories`` to use the codes
         of the loader `train`. Otherwise codes are derived from the opened files, so the same code may mean something
-        else in other files. Cells in none of the categories get code -1. Columns not named here keep their own
-        categories; samplers and `where` use the columns as stored.
+        else in other files. Cells in none of the categories get code -1; a warning is logged if all that have a value
+        do. Columns not named here keep their own categories; samplers and `where` use the columns as stored.
     layer
         ``"X"``, ``"raw.X"``, or the name of a layer. Of several, the first becomes ``batch.X`` and the others
         ``batch.layers[name]``, with the same `genes` (raw.X has its own genes), `output` and `dtype`.
@@ -246,7 +264,8 @@ def open_loader(
         Arithmetic fused into the gather, for example ``gpuload.Transform(target_sum=1e4, log1p=True)``, which are the
         defaults: ``Transform(log1p=True)`` scales too, unless ``target_sum=None`` is given. Applies to X and the other
         layers; other modalities and obsm are left unchanged. A mapping sets it per layer or other modality: ``{"X":
-        gpuload.Transform(), "prot": None}``.
+        gpuload.Transform(), "prot": None}``. A warning is logged if X was log-transformed already, as far as an AnnData
+        says so by ``uns["log1p"]``, as scanpy writes it; in zarr at an address, only where objects can be listed.
     output
         ``"dense"`` for (n, n_vars) arrays, or ``"csr"`` for float32 CSR matrices.
     dtype
@@ -318,7 +337,6 @@ def open_loader(
     check_choice("uneven", uneven, ("drop", "pad"))
     rank, world_size = rank_and_world_size(rank, world_size)
     sampler = None if sampler is None else as_sampler(sampler)
-    check_bool("shuffle", shuffle)
     check_bool("drop_last", drop_last)
     opening.check_sampler(sampler, shuffle)
     block_size = opening.block_size_for(sampler, block_size)
@@ -337,6 +355,7 @@ def open_loader(
     from gpuload.formats.addresses import at_addresses
 
     paths = at_addresses(paths, cache, storage_options)
+    opening.warn_of_repeats(paths)
     sources: list[Source] = []
 
     def cell_names() -> NDArray[np.object_]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpuload.checks import check_order
-from gpuload.errors import PlanError, StoreError, shown
+from gpuload.errors import PlanError, StoreError, nearest, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 JOINS = ("inner", "outer")
+
+_VERSION = re.compile(r"\.\d+\Z")
+"""The version of an Ensembl id."""
+
+_NUMBERED = re.compile(r"(ENS[A-Z]*\d{6,}|\d+)(\.\d+)?")
+"""An id of a gene that is a number, as those of Ensembl and Entrez are: one that differs a little is another gene."""
 
 _log = logging.getLogger("gpuload")
 
@@ -61,6 +67,19 @@ def check_join(join: object) -> str | tuple[str, ...] | None:
     if n_given > 1:
         raise PlanError(f"join: {name!r} is given {n_given} times; pass every gene once.")
     return names
+
+
+def nearest_gene(name: str, names: Sequence[str]) -> str | None:
+    """Return the gene that a name of no gene probably stands for, if any; fast enough for hundreds of thousands.
+
+    That is one of the same name in capitals or not, as in mice and humans, or with another version of its Ensembl id;
+    else, unless the name is a number, one that is spelled alike.
+    """
+    is_number, bare = _NUMBERED.fullmatch(name) is not None, _VERSION.sub("", name)
+    if is_number:
+        return next((one for one in names if _VERSION.sub("", one) == bare), None) if name.startswith("ENS") else None
+    folded = name.casefold()
+    return next((one for one in names if one.casefold() == folded), None) or nearest(name, names)
 
 
 def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str | tuple[str, ...]) -> Alignment:
@@ -121,7 +140,7 @@ def _warn_of_versions(names: Iterable[str], join: str) -> None:
     twins = [
         (other, name)
         for name in names
-        if name.startswith("ENS") and (other := first.setdefault(re.sub(r"\.\d+\Z", "", name), name)) is not name
+        if name.startswith("ENS") and (other := first.setdefault(_VERSION.sub("", name), name)) is not name
     ]
     if twins:
         _log.warning(
@@ -141,9 +160,11 @@ def _joined(
     if isinstance(join, tuple):
         unknown = [name for name in join if name not in known]
         if unknown:
+            near = nearest_gene(unknown[0], list(known))
+            guess = f"did you mean {near!r}? If not, leave" if near else "leave"
             raise StoreError(
-                f"join: no file has the gene {unknown[0]!r} ({len(unknown)} of {len(join)} are in none); leave it out, "
-                f"or check its spelling in {paths[0]}."
+                f"join: no file has the gene {unknown[0]!r} ({len(unknown)} of {len(join)} are in none); {guess} it "
+                f"out, or check its spelling in {paths[0]}."
             )
         return np.array([known[name] for name in join], dtype=np.int64)
     if join == "outer":

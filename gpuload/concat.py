@@ -57,6 +57,7 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         file_sources=tuple(x for s in stores for x in s.file_sources),
         var_ids=first.var_ids if all(_is_same(first.var_ids, s.var_ids) for s in stores) else None,
         var=tuple(columns for s in stores for columns in s.var),
+        logged=tuple(path for s in stores for path in s.logged),
     )
     if join is None or join == UNCOMPARED:
         return whole

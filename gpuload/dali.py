@@ -295,6 +295,9 @@ class CellIterator:
                 self._iterator = _Held(self._iterator, _depth(pipeline))
         self._has_ended = False
 
+    def __repr__(self) -> str:
+        return f"CellIterator({self._loader!r})"
+
     def __len__(self) -> int:
         """Return the number of minibatches in a full epoch, the same on every rank."""
         return len(self._loader)

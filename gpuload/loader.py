@@ -111,7 +111,8 @@ class Loader:
         chosen = f" ({n_rows:,} cells)" * (n_rows != self.n_obs)
         return (
             f"<Loader of {self.n_obs:,} cells x {columns} in {n_files} file{'s' * (n_files > 1)}: {n_batches:,} "
-            f"minibatch{'es' * (n_batches != 1)} of {self.batch_size}{chosen}, {self.output}, {self.device}>"
+            f"minibatch{'es' * (n_batches != 1)} of {self.batch_size}{chosen}, {self.output}, {self.device}"
+            f"{', closed' * self._is_closed}>"
         )
 
     def __len__(self) -> int:

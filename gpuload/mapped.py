@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gpuload.checks import check_whole
-from gpuload.errors import PlanError
+from gpuload.errors import PlanError, shown
 from gpuload.threads import OneAtATime
 
 if TYPE_CHECKING:
@@ -84,6 +84,10 @@ class Mapped(Generic[Made]):
         # received since: replaced together, as another thread may ask for the state.
         self._position: tuple[dict[str, Any], int] | None = None
         self._live: object = None
+
+    def __repr__(self) -> str:
+        threads = f"num_threads={self._num_threads}, ahead={self._ahead}"
+        return f"Mapped({self._loader!r}, {shown(self._function)}, {threads})"
 
     def __len__(self) -> int:
         """Return the number of minibatches in a full epoch, the same on every rank."""

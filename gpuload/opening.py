@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload import machine
-from gpuload.checks import as_array, check_order
+from gpuload.checks import as_array, check_bool, check_order
 from gpuload.concat import concat_column
 from gpuload.errors import PlanError, StoreError, listing, shown
 from gpuload.plan import DEFAULT_BLOCK_SIZE, chunks_per_block
@@ -157,8 +159,8 @@ def check_categories(categories: Any, obs: tuple[str, ...]) -> dict[str, NDArray
 def coded(store: Store, name: str, categories: NDArray[np.object_] | None) -> ObsColumn:
     """Return a column of obs, recoded to `categories` if given.
 
-    Booleans without a missing value, and a column without any value, are stored as numbers in some files, and as
-    categories in others.
+    A warning is logged if it has values, but none of these. Booleans without a missing value, and a column without any
+    value, are stored as numbers in some files, and as categories in others.
     """
     column = store.obs[name]
     if categories is None:
@@ -178,11 +180,42 @@ def coded(store: Store, name: str, categories: NDArray[np.object_] | None) -> Ob
             f"categories[{name!r}]: they are {given} but obs column {name!r} of {store.paths[0]} has {theirs} as "
             "categories; pass those of its type."
         )
-    return column.coded_as(categories)
+    found = column.coded_as(categories)
+    if column.has_value and not found.has_value:
+        _log.warning(
+            "categories[%r]: no cell is in any of the %d given (%s), so all get code -1; obs column %r of %s has %s.",
+            name,
+            categories.size,
+            listing(categories.tolist(), 5, "none"),
+            name,
+            store.paths[0],
+            listing(column.categories.tolist(), 5),
+        )
+    return found
+
+
+def warn_of_repeats(paths: Any) -> None:
+    """Warn of paths that are given more than once; of what a folder or a pattern stands for, nothing is said.
+
+    Paths are compared as to where they lead, and addresses as they are; of modalities, those of the first.
+    """
+    given = next(iter(paths.values()), None) if isinstance(paths, Mapping) else paths
+    if not isinstance(given, (list, tuple)):
+        return
+    names = [str(one) for one in given if isinstance(one, (str, os.PathLike))]
+    places = [name if "://" in name else os.path.realpath(name) for name in names]
+    repeated = [(names[places.index(place)], n) for place, n in Counter(places).items() if n > 1]
+    if repeated:
+        _log.warning(
+            "paths: %s is given %d times%s, so that its cells count as often; pass it once, unless you mean that.",
+            *repeated[0],
+            f", and {len(repeated) - 1} more are given repeatedly" if len(repeated) > 1 else "",
+        )
 
 
 def check_sampler(sampler: Sampler | None, shuffle: bool) -> None:
-    """Raise PlanError for a sampler combined with ``shuffle=False``, which contradicts it."""
+    """Raise PlanError for a sampler combined with ``shuffle=False``, which contradicts it; or no such boolean."""
+    check_bool("shuffle", shuffle)
     if sampler is not None and not shuffle and not (isinstance(sampler, Subset) and sampler.inner is None):
         raise PlanError(
             f"shuffle=False with sampler={type(sampler).__name__}(...): the sampler sets the order; drop one."

@@ -33,6 +33,8 @@ from gpuload.tables import Table
 from gpuload.types import Form
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     from gpuload.store import ObsColumn, Store
@@ -277,11 +279,18 @@ def open_part(store: Store, plan: Plan, form: Form, prefetch: int, *, device: st
         return Loader({"X": Table(borrowed, form, store.var_names)}, backend, plan, prefetch)
 
 
-def measure_pace(outlooks: Outlooks, threads: int, most: int) -> Pace:
+def measure_pace(
+    outlooks: Outlooks, threads: int, most: int, look: Callable[[NDArray[np.float32]], None] | None = None
+) -> Pace:
     """Measure the pace of the engine on the CPU by reading some fetches in sequence, after a warm-up fetch.
 
     They are small: of some thousand cells, and at most `most` minibatches. Raise ReadError or CorruptDataError if the
     file is damaged.
+
+    Parameters
+    ----------
+    look
+        Called with each minibatch of the warm-up fetch, (n, n_vars).
     """
     fetch_factor = max(1, min(most, _CALIBRATION_CELLS // outlooks.batch_size))
     store, outlook, plan = outlooks.store, outlooks.of("chunk", fetch_factor), outlooks.plan("chunk", fetch_factor)
@@ -294,7 +303,10 @@ def measure_pace(outlooks: Outlooks, threads: int, most: int) -> Pace:
             fetch = plan.fetch(index)
             resident = backend.load(store.recipe(fetch.ranges)).result()
             for row in range(0, fetch.n_rows, plan.batch_size):
-                backend.take_rows(resident, fetch.positions[row : row + plan.batch_size], form).result()
+                X = backend.take_rows(resident, fetch.positions[row : row + plan.batch_size], form).result()
+                if before is None and look is not None:
+                    look(X)
+                del X  # its memory is reused
             if before is None:  # kernels are compiled and pages are resident
                 before, start = backend.stats.as_dict(), time.perf_counter()
                 continue

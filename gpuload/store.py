@@ -207,6 +207,8 @@ class Store:
         The arrays of all matrices, joined where matrices are alike; by default, none are joined.
     var
         The requested columns of each matrix's var, (n_vars,) of the matrix each.
+    logged
+        Those of `paths` whose X this is and, as the file says, the logarithm of something.
     file_start : (n_files + 1,) int64
         First row of each file, and the end.
     """
@@ -221,6 +223,7 @@ class Store:
     joined: Joined = _NONE_JOINED
     file_sources: tuple[tuple[Source, ...], ...] = ()
     var: tuple[Mapping[str, ObsColumn], ...] = ()
+    logged: tuple[str, ...] = ()
     file_start: NDArray[np.int64] = field(init=False)
     _widths: NDArray[np.int64] = field(init=False)
 

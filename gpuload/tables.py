@@ -6,6 +6,7 @@ a single one applies to X and its layers; other modalities need one explicitly.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.alignment import nearest_gene
 from gpuload.checks import as_array, check_index, check_names, check_order
 from gpuload.errors import PlanError, listing, shown
 from gpuload.threads import cached_property
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.store import Store
+
+_log = logging.getLogger("gpuload")
 
 Transforms = Transform | Mapping[str, Transform | None] | None
 
@@ -89,6 +93,8 @@ def make_tables(
 ) -> dict[str, Table]:
     """Return the tables of stores, under the same names.
 
+    A warning is logged if a transform applies to an X that was log-transformed already, as far as its file says so.
+
     Parameters
     ----------
     layer
@@ -118,7 +124,22 @@ def make_tables(
                 own_transform = None if group == "modalities" else transform
             form = Form(output, dtype, var_names.size, store.columns(chosen), own_transform)
         tables[name] = Table(store, form, var_names)
+    _warn_of_logarithms(tables)
     return tables
+
+
+def _warn_of_logarithms(tables: Mapping[str, Table]) -> None:
+    """Warn, once, of a transform that is applied to an X which, as its file says, was log-transformed."""
+    for table in tables.values():
+        transform, logged = table.form.transform, table.store.logged
+        if logged and transform is not None and (transform.log1p or transform.target_sum is not None):
+            _log.warning(
+                "transform: X of %s%s is log-transformed already, as its uns['log1p'] says, and a transform is for "
+                "counts; name the matrix that holds these, such as layer='raw.X', or leave transform out.",
+                logged[0],
+                f", and of {len(logged) - 1} more," if len(logged) > 1 else "",
+            )
+            return
 
 
 def check_rows(store: Store, genes: Any, output: str, name: str = "X") -> None:
@@ -201,17 +222,24 @@ def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
 def _unknown_genes(unknown: list[str], n_given: int, store: Store) -> PlanError:
     """Return the error for genes that the cells do not have, or no longer have once their files are joined."""
     count = f"{len(unknown)} of {n_given} are not"
-    known = listing(store.var_names.tolist(), 3)
+    names = store.var_names.tolist()
+    known = listing(names, 3)
+    near = nearest_gene(unknown[0], names if store.var_ids is None else names + store.var_ids.tolist())
     join = None if store.alignment is None else store.alignment.join
     if join == "inner":
+        guess = f": did you mean {near!r}?" if near else "."
         return PlanError(
             f"genes: {unknown[0]!r} is not in all of the {len(store.paths)} files ({count}), as join='inner' demands; "
-            f"those that are: {known}. Leave it out, use join='outer', or check its spelling."
+            f"those that are: {known}. Leave it out, use join='outer', or check its spelling{guess}"
         )
     if isinstance(join, tuple):
-        return PlanError(f"genes: {unknown[0]!r} is not in the list join= ({count}); add it there, or leave it out.")
+        guess = f"did you mean {near!r}? If not, add" if near else "add"
+        return PlanError(
+            f"genes: {unknown[0]!r} is not in the list join= ({count}); {guess} it there, or leave it out."
+        )
     of = store.paths[0] if join is None else f"any of the {len(store.paths)} files"
+    genes_are = f"; did you mean {near!r}? The genes are" if near else ", whose genes are"
     return PlanError(
-        f"genes: {unknown[0]!r} is not a gene of {of} ({count}), whose genes are {known}; choose by such names, by a "
+        f"genes: {unknown[0]!r} is not a gene of {of} ({count}){genes_are} {known}; choose by such names, by a "
         "condition on a column of var, or by a mask over all of them."
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 
-from gpuload.errors import PlanError, shown
+from gpuload.errors import PlanError, listing, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -278,6 +278,13 @@ class Batch:
     modalities: Mapping[str, Any] = field(default_factory=dict)
     n_partners: int = 0
 
+    def __repr__(self) -> str:
+        matrices = ", ".join(f"{name} {_shape_and_type(matrix)}" for name, matrix in self.matrices().items())
+        obs = f"; obs {listing(list(self.obs), 10)}" if self.obs else ""
+        partners = f"; n_partners={self.n_partners}" if self.n_partners else ""
+        n = len(self)
+        return f"<Batch of {n:,} cell{'s' * (n != 1)}: {matrices}; {_device_of(self.X)}{obs}{partners}>"
+
     def __len__(self) -> int:
         return int(self.rows.size)
 
@@ -295,6 +302,18 @@ class Batch:
             if matrices:
                 found |= {f"{group}/{name}": matrix for name, matrix in matrices.items()}
         return found
+
+
+def _shape_and_type(matrix: Any) -> str:
+    """Return the shape, dtype and container of an array or CSR matrix, for a person to read."""
+    csr = " csr" if hasattr(matrix, "indptr") else ""
+    return f"{tuple(matrix.shape)} {matrix.dtype}{csr}" if hasattr(matrix, "shape") else type(matrix).__name__
+
+
+def _device_of(matrix: Any) -> str:
+    """Return the name of the device that holds an array or CSR matrix; one without a device is in host memory."""
+    device = getattr(getattr(matrix, "indptr", matrix), "device", "cpu")
+    return f"cuda:{device.id}" if hasattr(device, "id") else str(device)
 
 
 class Column(Protocol):

@@ -185,6 +185,19 @@ def test_public_names_are_documented(name: str) -> None:
     assert doc.splitlines()[0].rstrip().endswith((".", ":"))
 
 
+def test_only_public_names_are_listed() -> None:
+    """As a prompt completes them; of the modules, those on the reference page that are imported."""
+    page = (PACKAGE.parent / "docs" / "reference" / "index.md").read_text()
+    public = set(re.findall(r"^   (\w+)\.\w+$", page, re.MULTILINE))
+    assert public == set(gpuload._MODULES)
+    code = "import gpuload\n{}assert all(hasattr(gpuload, name) for name in dir(gpuload))\nprint(*dir(gpuload))"
+    for more, modules in (("", {"remote"}), ("import gpuload.diversity\n", {"diversity", "remote"})):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(more)], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == sorted({*gpuload.__all__, *modules})
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_functions_and_classes_are_documented(module: str) -> None:
     tree = ast.parse(MODULES[module].read_text())

@@ -14,6 +14,8 @@ from gpuload.outlook import BLOCKS_PER_FETCH, MAX_FETCH_FACTOR, Outlook, Outlook
 from gpuload.plan import DEFAULT_BLOCK_SIZE
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from gpuload.store import Store
 
 MEMORY_SHARE = 0.125
@@ -30,6 +32,10 @@ MIN_ENTROPY = 0.99
 
 SAME = 0.05
 """Speeds that differ by less count as equal: shorter blocks, which mix better, and the smaller fetch then win."""
+
+
+_LOOKED_AT = 1 << 24
+"""Values looked at to tell whether they are counts, with zeros: those of some hundred cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +55,14 @@ class Advice:
 
 
 def advise(
-    store: Store, batch_size: int, label: str | None, memory_nbytes: int, min_entropy: float = MIN_ENTROPY
+    store: Store,
+    batch_size: int,
+    label: str | None,
+    memory_nbytes: int,
+    min_entropy: float = MIN_ENTROPY,
+    layer: str = "X",
 ) -> Advice:
-    """Return settings for a file that was opened with the column `label`, if it matters how that is mixed.
+    """Return settings for a matrix that was opened with the column `label`, if it matters how that is mixed.
 
     Raises
     ------
@@ -64,8 +75,9 @@ def advise(
     outlooks = Outlooks(store, batch_size, label)
     most, limit = _fetch_factor(outlooks.largest(), batch_size, per_cell, memory_nbytes)
     candidates: tuple[Outlook, ...] = ()
+    seen = _Seen()
     if store.n_obs:
-        pace = measure_pace(outlooks, usable_cores(), most)
+        pace = measure_pace(outlooks, usable_cores(), most, seen.look)
         factors = sorted({most, max(1, most // 4), max(1, most // 16)}, reverse=True)
         candidates = tuple(outlooks.of(size, factor, pace) for factor in factors for size in outlooks.sizes(factor))
     chosen, why = _choose(candidates, label, outlooks.random_bits, min_entropy)
@@ -81,11 +93,41 @@ def advise(
     if label is not None and store.n_obs:
         size = block_size if isinstance(block_size, int) else max(1, round(chosen.cells_per_block)) if chosen else 1
         reasons.append(f"{label}, as it lies in the file: {outlooks.why_not_model(size, factor)}")
-    reasons += _of_later_epochs(store, memory_nbytes)
+    reasons += _of_values(seen, layer, store) + _of_later_epochs(store, memory_nbytes)
     random_bits = outlooks.random_bits
     return Advice(
         batch_size, factor, block_size, fetch_nbytes, random_bits, min_entropy, candidates, tuple(reasons), fetch_cells
     )
+
+
+class _Seen:
+    """What the values of some cells are: their range, and whether all are counts, whole numbers of at least 0."""
+
+    def __init__(self) -> None:
+        self.low, self.high, self.are_counts = math.inf, -math.inf, True
+        self._n_left = _LOOKED_AT
+
+    def look(self, X: NDArray[np.float32]) -> None:
+        """Look at further values, as long as there were not many."""
+        values = X.reshape(-1)[: self._n_left]
+        self._n_left -= values.size
+        finite = values[np.isfinite(values)]
+        self.low, self.high = min(self.low, finite.min(initial=math.inf)), max(self.high, finite.max(initial=-math.inf))
+        self.are_counts &= finite.size == values.size and bool((finite == np.abs(np.trunc(finite))).all())
+
+
+def _of_values(seen: _Seen, layer: str, store: Store) -> list[str]:
+    """Return whether a transform, which is for counts, suits the values that were seen, if that can be in doubt."""
+    if layer.startswith("obsm/") or len(store.row_shape) > 1 or seen.low > seen.high:
+        return []  # never transformed; or no values
+    marked = f"{layer} is marked as log-transformed, in uns['log1p']" if store.logged else ""
+    if seen.are_counts:
+        return [f"transform: {marked}, but the values of the cells read are counts."] if marked else []
+    also = f", and {marked}" if marked else ""
+    said = (
+        f"transform: {layer} holds values that are not counts, from {seen.low:.4g} to {seen.high:.4g} in the cells read"
+    )
+    return [f"{said}{also}; if they are normalised already, leave transform out."]
 
 
 def _fetch_factor(largest: int, batch_size: int, per_cell: float, memory_nbytes: int) -> tuple[int, str]:

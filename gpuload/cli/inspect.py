@@ -32,7 +32,8 @@ SLICE = 1 << 20
 """Cells gone through at a time: there may be 100 million."""
 
 EPILOG = """\
-Only metadata is read, plus a few fetches to calibrate speed on this machine: a terabyte file takes seconds.
+Only metadata is read, plus a few fetches to calibrate speed on this machine: a terabyte file takes seconds. If their
+values are not counts, for which a transform is meant, the advice says so.
 
 "decoded per wanted" is the number of bytes in the chunks that a fetch touches per byte of the cells it returns: HDF5
 stores an array in chunks, and a chunk is inflated from its start even for one cell. The entropy of a label (--label)
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             raise PlanError(f"--plot {args.plot}: {args.paths[0]} has no cells to plot; leave it out.")
         text.say_of_compiling(is_quiet=args.quiet)
         found = describe(store, paths, args.layer, join, kinds)
-        advised = advice.advise(store, args.batch_size, args.label, available_memory(), least)
+        advised = advice.advise(store, args.batch_size, args.label, available_memory(), least, args.layer)
         if args.plot:
             per_chunk = np.diff(store.chunk_edges())
             column, form = store.obs[args.label], text.form_of(args.plot)

@@ -319,7 +319,8 @@ def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str], var: Se
         store = open_path(cells, layer=layer, obs=obs, fill=fill, var=var)
     else:
         store = open_memory(cells, place, layer=layer, obs=obs, var=var)
-    return replace(store, paths=tuple(map(str, store.paths)))  # names alone: an Address holds how it is reached
+    paths, logged = (tuple(map(str, names)) for names in (store.paths, store.logged))  # an Address holds its options
+    return replace(store, paths=paths, logged=logged)
 
 
 def _parts(paths: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from gpuload.formats import hdf5, mudata, tenx
 from gpuload.formats.arrays import member
-from gpuload.formats.members import read_by_columns, read_members
+from gpuload.formats.members import is_logged, read_by_columns, read_members
 from gpuload.formats.obs import column_names
 from gpuload.store import Store
 
@@ -48,8 +48,10 @@ def open_hdf5(path: str, *, layer: str, obs: Sequence[str], modality: str = "", 
 
     def take(file: Any, source: hdf5.Hdf5Source) -> Store:
         def read(root: Any, own: Sequence[str], name: str) -> Store:
-            matrix, var_names, columns, of_genes = read_members(root, name, layer, own, var, hdf5.Access(source))
-            return Store((matrix,), (name,), var_names, columns, (source,), var=(of_genes,))
+            access = hdf5.Access(source)
+            matrix, var_names, columns, of_genes = read_members(root, name, layer, own, var, access)
+            logged = (name,) if is_logged(root, layer, access) else ()
+            return Store((matrix,), (name,), var_names, columns, (source,), var=(of_genes,), logged=logged)
 
         if mudata.is_mudata(file):
             return mudata.read_modality(file, path, modality, obs, read)

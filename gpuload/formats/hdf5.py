@@ -332,6 +332,13 @@ class Access:
     def __init__(self, source: Hdf5Source) -> None:
         self.source, self.name = source, source.name
 
+    def has_group(self, root: h5py.Group, key: str) -> bool:
+        """Return whether a group is there; at an address, its own and its parent's metadata are read."""
+        try:
+            return isinstance(root.get(key), h5py.Group)
+        except (KeyError, OSError, RuntimeError, ValueError):  # damaged
+            return False
+
     def layout(self, stored: h5py.Dataset) -> ArrayLayout:
         """Return where a data set's bytes lie, checked against the file's size."""
         where = f"{self.name}: {stored.name}"

@@ -40,6 +40,9 @@ class Access(Protocol):
     def is_array(self, node: Any) -> bool:
         """Return whether a member is an array rather than a group."""
 
+    def has_group(self, root: Any, key: str) -> bool:
+        """Return whether a group is there, as far as that is known at once; else False, also if it is damaged."""
+
     def layout(self, stored: Any) -> ArrayLayout:
         """Return the layout of an array's bytes."""
 
@@ -86,6 +89,11 @@ def read_members(
     for name, column in of_genes.items():
         arrays.check_length(f"{path}: {name_in(root, var_key)}/{name}", column.values.size, matrix.n_vars, "genes")
     return matrix, var_names, columns, of_genes
+
+
+def is_logged(root: Any, layer: str, access: Access) -> bool:
+    """Return whether a matrix is the X of an AnnData and, as scanpy notes in uns, has been log-transformed."""
+    return layer == "X" and access.has_group(root, "uns/log1p")
 
 
 def open_csr(group: Any, n_rows: int, n_vars: int, access: Access) -> CsrMatrix:

@@ -100,7 +100,13 @@ def _open_anndata(adata: Any, where: str, layer: str, obs: Sequence[str], var: S
     var_names = arrays.numbered(matrix.n_vars) if genes is None else arrays.as_strings(genes.index)
     arrays.check_length(f"{where}: var", var_names.size, matrix.n_vars, "genes")
     of_genes = _var_columns(adata, var, where, genes)
-    return Store((matrix,), (where,), var_names, frame_columns(adata, obs, where), sources, var=(of_genes,))
+    columns, logged = frame_columns(adata, obs, where), _logged(adata, where, layer)
+    return Store((matrix,), (where,), var_names, columns, sources, var=(of_genes,), logged=logged)
+
+
+def _logged(adata: Any, where: str, layer: str) -> tuple[str, ...]:
+    """Return the name of an AnnData whose layer is an X that was log-transformed, as scanpy notes in uns; else none."""
+    return (where,) if layer == "X" and "log1p" in adata.uns else ()
 
 
 def _var_columns(adata: Any, names: Sequence[str], where: str, genes: Any) -> dict[str, ObsColumn]:
@@ -159,7 +165,8 @@ def _open_file(
         var_names = store.var_names if genes is None else arrays.as_strings(genes.index)
         arrays.check_length(f"{where}: var", var_names.size, store.n_vars, "genes")
         of_genes = _var_columns(adata, var, where, genes)
-        return replace(store, obs=frame_columns(adata, obs, where), var_names=var_names, var=(of_genes,))
+        columns, logged = frame_columns(adata, obs, where), _logged(adata, where, layer)
+        return replace(store, obs=columns, var_names=var_names, var=(of_genes,), logged=logged)
 
 
 def _member(adata: Any, where: str, layer: str) -> tuple[Any, Any, str, str]:

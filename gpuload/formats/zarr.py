@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from gpuload.concat import concat, stored_columns, with_columns
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats import arrays
 from gpuload.formats.addresses import as_address
-from gpuload.formats.members import read_by_columns, read_members
+from gpuload.formats.members import is_logged, read_by_columns, read_members
 from gpuload.formats.mudata import is_mudata, modality_groups, read_modality
 from gpuload.formats.mudata import obs_columns as columns_of
 from gpuload.formats.obs import column_names
@@ -75,7 +76,8 @@ def open_zarr(
     with _opened(path) as (root, access):
 
         def read(group: Any, own: Sequence[str], name: str) -> Store:
-            return _store(name, *read_members(group, name, layer, own, var, access))
+            store = _store(name, *read_members(group, name, layer, own, var, access))
+            return replace(store, logged=(name,) if is_logged(group, layer, access) else ())
 
         if is_mudata(root):
             return read_modality(root, path, modality, obs, read)
@@ -203,6 +205,9 @@ class _Access:
 
     def is_array(self, node: Any) -> bool:
         return isinstance(node, Array)
+
+    def has_group(self, root: Group, key: str) -> bool:
+        return root.has_group(key)
 
     def layout(self, stored: Array) -> ArrayLayout:
         layout = stored.layout()

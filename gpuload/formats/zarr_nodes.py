@@ -28,7 +28,7 @@ from gpuload.errors import CorruptDataError, StoreError, first_line
 from gpuload.formats.arrays import RESTORE, check_dtype, check_stored
 from gpuload.formats.zarr_shards import Shards, check_sizes
 from gpuload.formats.zarr_spec import parse_v2, parse_v3
-from gpuload.formats.zarr_trees import NODE_FILES
+from gpuload.formats.zarr_trees import GROUP_FILES, NODE_FILES
 from gpuload.layout import ArrayLayout
 
 if TYPE_CHECKING:
@@ -258,6 +258,10 @@ class Group:
     def folders(self) -> list[str]:
         """Return the names of the folders that may be members, with those that have no metadata."""
         return self._tree.children(self._key)
+
+    def has_group(self, path: str) -> bool:
+        """Return whether a group is there; False if only a request would tell."""
+        return any(self._tree.has(f"{self._path(path)}/{name}") for name in GROUP_FILES)
 
     def get(self, path: str, default: Any = None) -> Group | Array | Any:
         """Return a member, or the default if there is none."""

@@ -57,6 +57,10 @@ class RemoteTree(Tree):
             self._small |= zip(names, self._asking.requests.map(self._get, names), strict=True)
         return self._small[key]
 
+    def has(self, key: str) -> bool:
+        """Return whether an object is in the listing; see `Tree.has`."""
+        return key in (self._address.listed or ())
+
     def children(self, key: str) -> list[str]:
         """Return the names of the folders in a folder; see `Tree.children`."""
         if self._address.listed is None:

@@ -56,6 +56,9 @@ class Tree(Protocol):
     def read(self, key: str) -> bytes | None:
         """Return a small file's bytes, or None if it does not exist."""
 
+    def has(self, key: str) -> bool:
+        """Return whether a file is there; False if only a request would tell."""
+
     def children(self, key: str) -> list[str]:
         """Return the sorted names of the folders in a folder, and of links in it that lead nowhere."""
 
@@ -83,6 +86,10 @@ class FolderTree(Tree):
             return None
         except OSError as error:
             raise ReadError(f"{path}: cannot be read: {error.strerror}. Check its permissions.") from error
+
+    def has(self, key: str) -> bool:
+        """Return whether a file is there; see `Tree.has`."""
+        return os.path.exists(os.path.join(self.name, key))
 
     def children(self, key: str) -> list[str]:
         """Return the folders in a folder; see `Tree.children`."""
@@ -163,6 +170,10 @@ class ZipTree(Tree):
         if self.source.read_into(out, start) < nbytes or zlib.crc32(out.data) != info.CRC:
             raise CorruptDataError(f"{self.name}: {key} is damaged: its zip checksum does not match. Restore the file.")
         return out.tobytes()
+
+    def has(self, key: str) -> bool:
+        """Return whether a member is there; see `Tree.has`."""
+        return key in self._members
 
     def children(self, key: str) -> list[str]:
         """Return the folders in a folder; see `Tree.children`."""

@@ -20,9 +20,10 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.sparse import csr_matrix
 
 from gpuload import ReadError, StoreError, open_loader
-from gpuload.cli import COMMANDS, demo, doctor, inspect, machine, main, real_data, text
+from gpuload.cli import COMMANDS, advice, demo, doctor, inspect, machine, main, real_data, text
 from gpuload.errors import CorruptDataError, MissingDependencyError
 from gpuload.formats.obs import write_h5ad
 from gpuload.synthetic import tahoe_shaped
@@ -328,6 +329,68 @@ def test_inspect_describes_the_file(run, path):
     ):
         assert part in out
     assert f"gpuload.open_loader('{path}', batch_size=64, block_size=" in out
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        ("X", "X holds values that are not counts, from -2 to 0.5 in the cells read; if they are normalised already, "),
+        ("halves", "halves holds values that are not counts, from 0 to 7.5 in the cells read; if they are normalised "),
+        ("negative", "negative holds values that are not counts, from -3 to 4 in the cells read"),
+        ("unknown", "unknown holds values that are not counts, from 1 to 2 in the cells read"),
+        ("nothing", ""),
+        ("raw.X", ""),
+        ("obsm/X_pca", ""),
+    ],
+)
+def test_inspect_says_if_values_are_not_counts(run, tmp_path, place, told, is_dense):
+    counts = np.tile(np.array([0, 3, 15, 2], np.float32), (40, 1))
+    cells = anndata.AnnData(counts.copy())
+    cells.raw = cells.copy()
+    cells.layers["halves"], cells.layers["nothing"] = counts / 2, np.zeros_like(counts)
+    cells.layers["negative"] = np.tile(np.array([0, -3, 4, 1], np.float32), (40, 1))
+    cells.layers["unknown"] = np.tile(np.array([1, np.nan, np.inf, 2], np.float32), (40, 1))
+    cells.X = np.tile(np.array([0, -2, 0.5, 0], np.float32), (40, 1))
+    cells.obsm["X_pca"] = -counts
+    if not is_dense:
+        cells.X = csr_matrix(cells.X)
+        for name in cells.layers:
+            cells.layers[name] = csr_matrix(cells.layers[name])
+    cells.write_h5ad(tmp_path / "cells.h5ad")
+    code, out, _ = run("inspect", tmp_path / "cells.h5ad", "--layer", place, "--json")
+    said = [one for one in json.loads(out)["advice"]["reasons"] if one.startswith("transform: ")]
+    assert code == 0
+    assert len(said) == bool(told)
+    assert all(told in one and one.endswith("leave transform out.") for one in said)
+
+
+@pytest.mark.parametrize(
+    ("scale", "told"),
+    [
+        (1, "transform: X is marked as log-transformed, in uns['log1p'], but the values of the cells read are counts."),
+        (0.5, " in the cells read, and X is marked as log-transformed, in uns['log1p']; if they are normalised "),
+    ],
+)
+def test_inspect_says_if_x_is_marked_as_logarithms(run, tmp_path, scale, told):
+    cells = anndata.AnnData(np.full((9, 3), scale, np.float32), uns={"log1p": {}})
+    cells.write_h5ad(tmp_path / "cells.h5ad")
+    code, out, _ = run("inspect", tmp_path / "cells.h5ad")
+    assert code == 0
+    assert told in out
+
+
+def test_only_some_values_are_looked_at(monkeypatch):
+    monkeypatch.setattr(advice, "_LOOKED_AT", 10)
+    seen = advice._Seen()
+    for low in (1, 4, 7):
+        seen.look(np.array([[low, low + 1], [low + 2, low + 0.5 * (low == 7)]], np.float32))
+    assert (seen.low, seen.high, seen.are_counts) == (1, 8, True)
+    monkeypatch.setattr(advice, "_LOOKED_AT", 12)
+    seen = advice._Seen()
+    for low in (1, 4, 7):
+        seen.look(np.array([[low, low + 1], [low + 2, low + 0.5 * (low == 7)]], np.float32))
+    assert (seen.low, seen.high, seen.are_counts) == (1, 9, False)
 
 
 def test_inspect_as_json_agrees_with_the_file(run, path):

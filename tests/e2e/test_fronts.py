@@ -321,6 +321,7 @@ def test_dali_epochs_end_and_reset(plain: Stored, CellIterator: Any) -> None:
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         cells = CellIterator(loader)
         assert len(cells) == 17
+        assert repr(cells) == f"CellIterator({loader!r})"
         for epoch in range(2):
             for batch in expected[epoch]:
                 (found,) = next(cells)

@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,6 +88,33 @@ def test_categories_apply_to_columns_stored_otherwise(tmp_path: Path) -> None:
         gpuload.open_loader(tmp_path / "there.h5ad", obs="depth", categories={"depth": ["T"]})
 
 
+def test_categories_of_no_cell_are_warned_of(two: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    given = [f"type {i}" for i in range(7)]
+    assert codes_of(two[1], categories={"kind": given}) == [-1] * 4
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "categories['kind']: no cell is in any of the 7 given ('type 0', 'type 1', 'type 2', 'type 3', 'type 4' and 2 "
+        f"more), so all get code -1; obs column 'kind' of {two[1]} has 'B', 'NK', 'monocyte'."
+    )
+    caplog.clear()
+    assert codes_of(two[1], categories={"kind": ["B", *given]}) == [-1, 0, -1, -1]
+    assert codes_of(two[1], categories={"kind": []}) == [-1] * 4
+    (record,) = caplog.records
+    assert "no cell is in any of the 0 given (none), so all get code -1" in record.getMessage()
+
+
+def test_categories_are_not_warned_of_where_no_cell_has_a_value(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cells to predict: they have the column, as the model's data had, but no labels; or there are none yet."""
+    anndata = pytest.importorskip("anndata")
+    for kinds in ([None, None], []):
+        obs = pd.DataFrame({"kind": pd.Categorical(kinds, ["other"])}, index=[f"c{i}" for i in range(len(kinds))])
+        anndata.AnnData(np.ones((len(kinds), 2), np.float32), obs).write_h5ad(tmp_path / "new.h5ad")
+        with gpuload.open_loader(tmp_path / "new.h5ad", obs=["kind"], categories={"kind": ["B"]}):
+            assert not caplog.records
+
+
 def test_categories_that_cannot_be_used(two: tuple[Path, Path]) -> None:
     for categories, words in (
         ({"type": ["B"]}, r"categories: 'type' is not among obs=\['kind', 'depth'\]; name it there too"),
@@ -124,8 +152,74 @@ def test_obs_covers_all_cells(two: tuple[Path, Path]) -> None:
     assert obs["depth"].tolist() == [1, 2, 3, 4] * 2
     assert obs["source_file"].tolist() == [str(two[0])] * 4 + [str(two[1])] * 4
     assert obs.index.tolist() == list(range(8))
-    assert repr(loader) == "<Loader of 8 cells x 4 genes in 2 files: 1 minibatch of 64 (6 cells), dense, cpu>"
+    said = "<Loader of 8 cells x 4 genes in 2 files: 1 minibatch of 64 (6 cells), dense, cpu"
+    assert repr(loader) == f"{said}, closed>"
+    with gpuload.open_loader(list(two), obs=columns, where="depth > 1") as loader:
+        assert repr(loader) == f"{said}>"
     assert repr(loader.store) == "<Store of 8 x 4 values, csr, in 2 files>"
+
+
+def test_a_minibatch_shows_what_it_holds_but_no_values(two: tuple[Path, Path]) -> None:
+    pairs = gpuload.PairedControl("kind", control="B", match="source_file")
+    settings: dict[str, Any] = {"sampler": pairs, "drop_last": True}
+    with gpuload.open_loader(two[0], obs=["kind", "depth"], batch_size=4, dtype="float16", **settings) as loader:
+        (batch,) = loader
+        paired = "<Batch of 4 cells: X (4, 4) float16; cpu; obs 'kind', 'depth'; n_partners=1>"
+        assert repr(batch) == paired
+    with gpuload.open_loader(two[0], output="csr", batch_size=3) as loader:
+        assert list(map(repr, loader)) == [
+            "<Batch of 3 cells: X (3, 4) float32 csr; cpu>",
+            "<Batch of 1 cell: X (1, 4) float32 csr; cpu>",
+        ]
+
+
+def test_a_minibatch_shows_its_other_matrices_its_device_and_the_first_of_many_columns() -> None:
+    class OnGpu:  # as CuPy's arrays
+        shape, dtype, device = (2, 5), np.dtype("float32"), SimpleNamespace(id=1)
+
+        def __repr__(self) -> str:
+            raise AssertionError("this would copy it to the host")
+
+    obs = {f"c{i}": np.zeros(2) for i in range(12)}
+    batch = gpuload.Batch(OnGpu(), obs, np.arange(2), layers={"counts": OnGpu()}, obsm={"X_pca": np.zeros((2, 3))})
+    shown = ", ".join(f"'c{i}'" for i in range(10))
+    assert repr(batch) == (
+        "<Batch of 2 cells: X (2, 5) float32, layers/counts (2, 5) float32, obsm/X_pca (2, 3) float64; cuda:1; "
+        f"obs {shown} and 2 more>"
+    )
+    assert repr(gpuload.Batch(None, {}, np.arange(0))) == "<Batch of 0 cells: X NoneType; cpu>"
+
+
+def test_a_path_given_twice_is_warned_of_and_counts_twice(
+    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(two[0].parent)
+    two[0].with_name("link.h5ad").symlink_to(two[0])
+    for paths, told in (
+        (
+            [*two, two[0]],
+            f"{two[0]} is given 2 times, so that its cells count as often; pass it once, unless you mean ",
+        ),
+        (("train.h5ad", str(two[0]), "./link.h5ad"), "train.h5ad is given 3 times, so that"),
+        ([*two, *two[::-1]], f"{two[0]} is given 2 times, and 1 more are given repeatedly, so that"),
+        ([two[0].parent, two[0].parent], f"{two[0].parent} is given 2 times, so that"),
+    ):
+        caplog.clear()
+        with gpuload.open_loader(paths) as loader:
+            assert np.sort(rows_of(loader)).tolist() == list(range(loader.n_obs))
+            assert loader.n_obs == 4 * (len(paths) if two[0].parent not in paths else 6)
+        assert [record.getMessage().partition(told)[0] for record in caplog.records] == ["paths: "]
+
+
+def test_a_file_that_a_folder_holds_twice_is_not_warned_of(
+    two: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    two[0].with_name("link.h5ad").symlink_to(two[0])
+    for paths in (two[0].parent, [two[0].parent], [str(two[0].parent / "[lt]*.h5ad")], list(two)):
+        with gpuload.open_loader(paths) as loader:
+            assert loader.n_obs == (8 if isinstance(paths, list) and len(paths) > 1 else 12)
+    with gpuload.open_loader({"rna": two[0], "same": two[0]}, modality=["rna", "same"]):
+        assert not caplog.records
 
 
 def test_source_file_is_an_obs_column(two: tuple[Path, Path]) -> None:
@@ -234,6 +328,9 @@ def test_missing_genes_are_reported_with_some_that_exist(plain: Stored) -> None:
     )
     with pytest.raises(gpuload.PlanError, match=words):
         gpuload.open_loader(plain.path, genes=["CD3E"])
+    words = r"^genes: 'gene_0077' is not a gene of \S+ \(2 of 3 are not\); did you mean 'gene_007'\? The genes are"
+    with pytest.raises(gpuload.PlanError, match=words):
+        gpuload.open_loader(plain.path, genes=["gene_001", "gene_0077", "gene_x"])
 
 
 def test_lists_of_genes_are_no_list_of_genes(plain: Stored) -> None:

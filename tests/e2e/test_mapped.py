@@ -342,6 +342,10 @@ def test_invalid_arguments_are_refused(loader: gpuload.Loader) -> None:
         Mapped(on_gpu, rows)
 
 
+def test_it_shows_its_loader_and_its_function(loader: gpuload.Loader) -> None:
+    assert repr(Mapped(loader, rows, num_threads=2)) == f"Mapped({loader!r}, <function rows>, num_threads=2, ahead=3)"
+
+
 @pytest.mark.parametrize("n_before", [0, 3])
 def test_the_state_is_right_if_results_are_taken_while_it_is_made(
     n_before: int, loader: gpuload.Loader, monkeypatch: pytest.MonkeyPatch

@@ -300,6 +300,10 @@ def test_gene_in_no_file_is_refused(tmp_path: Path) -> None:
     assert refusal(paths, join=["e", "a", "x", "y"]) == (
         f"join: no file has the gene 'x' (2 of 4 are in none); leave it out, or check its spelling in {paths[0]}."
     )
+    assert refusal(paths, join=["E", "a"]) == (
+        f"join: no file has the gene 'E' (1 of 2 are in none); did you mean 'e'? If not, leave it out, or check its "
+        f"spelling in {paths[0]}."
+    )
 
 
 def test_csr_and_dense_files_are_not_joined(tmp_path: Path) -> None:

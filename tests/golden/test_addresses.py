@@ -754,6 +754,15 @@ def test_files_of_a_list_are_asked_for_together(
         assert loader.n_obs == len(names) * plain.expected.shape[0]
 
 
+def test_an_address_given_twice_is_warned_of(server: Running, plain: Stored, caplog: pytest.LogCaptureFixture) -> None:
+    address = f"s3://data/{put(server, plain.path)}"
+    with gpuload.open_loader([address, address], storage_options=options(server)) as loader:
+        assert loader.n_obs == 2 * len(plain.dense)
+    (said,) = [record for record in caplog.records if record.getMessage().startswith("paths: ")]
+    assert f"{address} is given 2 times" in said.getMessage()
+    assert type(said.args[0]) is str  # no credentials
+
+
 def test_list_of_files_needs_one_client(server: Running, plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuload.formats import addresses
 
@@ -992,6 +1001,50 @@ def test_small_files_take_few_requests_to_open(server: Running, tmp_path: Path) 
     asked = {kind: n - before.get(kind, 0) for kind, n in server.counts().items() if kind[:4] in ("GET ", "HEAD")}
     n_parts = -(-path.stat().st_size // (4 << 20))
     assert {kind: n for kind, n in asked.items() if n} == {"HEAD 200": 1, "GET 206": n_parts}
+
+
+@pytest.mark.parametrize(("form", "n_most"), [("h5ad", 1), ("zarr", 0)])
+def test_whether_x_is_a_logarithm_is_known_after_few_requests(
+    server: Running,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    form: str,
+    n_most: int,
+) -> None:
+    """In HDF5 one block is read, unless it is in the end that is read anyway; here raw is behind it."""
+    from gpuload.remote import file as remote_file
+
+    for name, value in (("_WHOLE", 0), ("_BEGIN", 1), ("_END", 1)):
+        monkeypatch.setattr(remote_file, name, value)
+    cells = several.part(0, n_obs=3000)
+    cells.raw = several.part(1, n_obs=3000)
+    cells.uns |= {"log1p": {}, "colors": {f"palette {i}": np.arange(2000) for i in range(20)}}
+    write = several.write_zarr if form == "zarr" else (lambda path, cells: several.write(path.parent, [cells])[0])
+    path = write(tmp_path / f"logarithms of {tmp_path.name}.zarr", cells)
+    path = path.rename(path.with_name(f"logarithms of {tmp_path.name}.{form}"))
+    there = put(server, path)
+    addresses = [f"s3://data/{there}"] + ([f"{server.url}/data/{there}"] if form == "zarr" else [])
+
+    def n_requests() -> int:
+        return sum(n for kind, n in server.counts().items() if kind[:4] in ("GET ", "HEAD"))
+
+    def opened(address: str) -> tuple[int, list[str]]:
+        caplog.clear()
+        before = n_requests()
+        reached = {"storage_options": options(server)} if address.startswith("s3:") else {}
+        with gpuload.open_loader(address, transform=gpuload.Transform(), device="cpu", **reached):
+            said = [record.getMessage() for record in caplog.records]
+            assert all(type(value) is str for record in caplog.records for value in record.args)  # no credentials
+            return n_requests() - before, [one for one in said if one.startswith("transform: ")]
+
+    with monkeypatch.context() as without:
+        without.setattr(f"gpuload.formats.{form}.is_logged", lambda *_: False)
+        n_without = [opened(address) and opened(address)[0] for address in addresses]  # then an index was kept
+    for address, n_least in zip(addresses, n_without, strict=True):
+        n_with, said = opened(address)
+        assert n_with <= n_least + n_most
+        assert len(said) == address.startswith("s3:")  # a web server cannot list, and is not asked
 
 
 @pytest.mark.parametrize(

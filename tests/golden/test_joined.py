@@ -366,6 +366,20 @@ def test_genes_missing_after_the_join_are_refused(tmp_path: Path, join: Any, tol
         gpuload.open_loader(paths, join=join, genes=["x" if join == "outer" else "a", "b"], **SMALL)
 
 
+@pytest.mark.parametrize(
+    ("join", "told"),
+    [
+        ("inner", "use join='outer', or check its spelling: did you mean 'Cd4'?"),
+        ("outer", "any of the 2 files (1 of 1 are not); did you mean 'Cd4'? The genes are 'a', 'Cd4', 'd'; choose"),
+        (["Cd4", "d"], "not in the list join= (1 of 1 are not); did you mean 'Cd4'? If not, add it there, or leave "),
+    ],
+)
+def test_misspelt_genes_are_guessed_among_the_joined_ones(tmp_path: Path, join: Any, told: str) -> None:
+    paths = write(tmp_path, [part(0, genes=["a", "Cd4"]), part(1, genes=["Cd4", "d"])])
+    with pytest.raises(gpuload.PlanError, match=re.escape(told)):
+        gpuload.open_loader(paths, join=join, genes=["CD4"], **SMALL)
+
+
 @pytest.mark.parametrize("output", ["dense", "csr"])
 @pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
 def test_one_file_joined_by_a_list_of_genes(tmp_path: Path, is_dense: bool, output: str) -> None:

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from gpuload import PlanError, errors
+from gpuload.alignment import nearest_gene
 from gpuload.checks import check_seed, check_whole, parse_nbytes
 
 
@@ -84,6 +85,36 @@ def test_no_name_is_suggested_without_a_close_match() -> None:
     assert errors.nearest("xyz", names) is None
     assert errors.nearest("", names) is None
     assert errors.nearest("guidf", ["guide"]) == "guide"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("Cd3e", "CD3E"),
+        ("MS4A1O", "MS4A1"),
+        ("ENSA1", "ENSA"),  # a gene, not an Ensembl id
+        ("ENSG00000141510", "ENSG00000141510.18"),
+        ("ENSG00000141510.2", "ENSG00000141510.18"),
+        ("ENSG00000141511", None),  # another gene, not a misspelt one
+        ("ENSMUSG00000059552", None),
+        ("7157", None),
+        ("DUX4L9", None),
+    ],
+)
+def test_the_gene_that_is_meant(name: str, meant: str | None) -> None:
+    names = ["CD3D", "CD3E", "MS4A1", "ENSA", "ENSG00000141510.18", "ENSG00000141519.3", "ENSMUSG00000059554", "7158"]
+    assert nearest_gene(name, names) == meant
+
+
+def test_the_gene_that_is_meant_is_found_fast_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, compared = [f"LINC{i:05}" for i in range(60_000)], []
+    closest = errors.get_close_matches
+    monkeypatch.setattr(
+        errors, "get_close_matches", lambda name, of, n: compared.append(len(of)) or closest(name, of, n)
+    )
+    assert nearest_gene("LINC1234S", names) in names
+    assert len(compared) == 1
+    assert compared[0] <= 2 * errors.MAX_COMPARED
 
 
 @pytest.mark.parametrize(
