@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from gpuload.backends.native import pieces as copies
 from tests.cuda.kernel_runs import (
     BUILD,
+    FEW,
     FILLER,
     OUT,
     RNG,
-    SOME,
     STORED,
     Grid,
     Ranges,
@@ -131,7 +131,7 @@ def draw_pieces(draw: st.DrawFn, rng: np.random.Generator, place: Ranges, chunk_
     return Pieces(bases, src, dest, width, n_rows, chunk.astype(np.int32), src_stride, dest_stride, chunk_size, at)
 
 
-@SOME
+@FEW
 @pytest.mark.parametrize("out", OUT)
 @pytest.mark.parametrize("name", ["i4", "be_f8"] if BUILD == "thread" else STORED)
 @given(data=st.data(), grid=grids(), seed=seeds())
@@ -204,7 +204,7 @@ def narrow_by_hand(values: NDArray[Any], most: int) -> tuple[NDArray[np.int64], 
     return np.array([int(v) if fits else 0 for v, fits in zip(values.tolist(), is_one, strict=True)]), is_one
 
 
-@SOME
+@FEW
 @pytest.mark.parametrize("out", ["u1", "u2"])
 @pytest.mark.parametrize(
     "name", ["f4", "i8"] if BUILD == "thread" else ["u1", "u2", "u4", "u8", "i4", "i8", "f4", "f8"]
