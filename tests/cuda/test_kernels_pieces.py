@@ -17,6 +17,7 @@ from tests.cuda.kernel_runs import (
     FILLER,
     OUT,
     RNG,
+    SOME,
     STORED,
     Grid,
     Ranges,
@@ -131,7 +132,7 @@ def draw_pieces(draw: st.DrawFn, rng: np.random.Generator, place: Ranges, chunk_
     return Pieces(bases, src, dest, width, n_rows, chunk.astype(np.int32), src_stride, dest_stride, chunk_size, at)
 
 
-@FEW
+@SOME
 @pytest.mark.parametrize("out", OUT)
 @pytest.mark.parametrize("name", ["i4", "be_f8"] if BUILD == "thread" else STORED)
 @given(data=st.data(), grid=grids(), seed=seeds())
