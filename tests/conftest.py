@@ -43,6 +43,15 @@ settings.register_profile("tests", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("tests")
 
 
+gc.disable()  # until all tests are collected: what is imported and collected stays
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector never search what was imported and collected: it is millions of objects."""
+    gc.enable()
+    gc.freeze()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs, from programs under test too, unless the tests that need one are requested: ``-m gpu``."""
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):

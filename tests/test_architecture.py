@@ -74,9 +74,15 @@ HEAVY = (
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    """Return a file's syntax tree; nothing changes it."""
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path, *, with_type_checking: bool) -> set[str]:
     """Return the full names of what a file imports, at any depth of its code."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     hidden: set[ast.AST] = set()
     if not with_type_checking:
         for node in ast.walk(tree):
@@ -200,7 +206,7 @@ def test_only_public_names_are_listed() -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_functions_and_classes_are_documented(module: str) -> None:
-    tree = ast.parse(MODULES[module].read_text())
+    tree = tree_of(MODULES[module])
     assert ast.get_docstring(tree), f"{module} has no docstring"
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
@@ -218,7 +224,7 @@ def test_no_todos_or_bare_exceptions(module: str) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_cached_properties_are_our_own(module: str) -> None:
     """Those of functools, in Python 3.11, make threads wait for each other; see `gpuload.threads.cached_property`."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(tree_of(MODULES[module])):
         if isinstance(node, ast.ImportFrom) and node.module == "functools":
             assert "cached_property" not in [alias.name for alias in node.names], module
 

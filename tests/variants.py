@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import hdf5plugin
 import numpy as np
+import pytest
 from scipy.sparse import csr_matrix
 
 from tests import writers
 from tests.writers import DATA_CHUNK, INDICES_CHUNK, N_OBS, N_VARS, counts, write_csr, write_dense, write_h5ad
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     import pandas as pd
@@ -445,3 +446,30 @@ _OF_VALUES = re.compile(r"-(data|indices|big|bool|[iuf]\d)|blosc|bitshuffle")
 
 LAYOUTS = tuple(variant.name for variant in VARIANTS if not _OF_VALUES.search(variant.name))
 """Names of those that differ in where elements and chunks are, and not only in dtype or codec."""
+
+
+def _is_new(variant: Variant, known: set[str]) -> bool:
+    """Return whether a name has a word that no earlier one had; among layouts, beside sparse or dense."""
+    kind, *words = variant.name.split("-")
+    words = [f"{kind}-{word}" for word in words] or [kind] if variant.name in LAYOUTS else words
+    is_new = not known.issuperset(words)
+    known.update(words)
+    return is_new
+
+
+def _fewer() -> Iterator[str]:
+    known: set[str] = set()
+    yield from (variant.name for variant in VARIANTS if _is_new(variant, known))
+
+
+FEWER = frozenset(_fewer())
+"""Names of those that have each codec, dtype and layout at least once."""
+
+
+def few(names: Iterable[str]) -> list[Any]:
+    """Return names as parameters of a test; those that are not among FEWER are left to `make test-all`."""
+    return [pytest.param(name, marks=() if name in FEWER else pytest.mark.slow) for name in names]
+
+
+few_stored = pytest.mark.parametrize("stored", few(variant.name for variant in VARIANTS), indirect=True)
+"""For a test of what does not depend on the form alone, beside those that read every form."""

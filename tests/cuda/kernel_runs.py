@@ -19,13 +19,16 @@ BUILD = os.environ.get("GPULOAD_SHIM", "")
 SANITIZERS = ("address", "thread")
 
 SOME = settings(
-    max_examples={"": 60, "address": 8, "thread": 4}[BUILD],
+    max_examples={"": 60, "address": 6, "thread": 4}[BUILD],
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
-MANY = settings(SOME, max_examples={"": 180, "address": 24, "thread": 5}[BUILD])
+MANY = settings(SOME, max_examples={"": 180, "address": 12, "thread": 5}[BUILD])
+
+FEW = settings(SOME, max_examples={"": 25, "address": 4, "thread": 4}[BUILD])
+"""For a test of one template that runs with each of many pairs of types."""
 
 TILE = 8192
 """Columns that densify_csr makes at a time."""

@@ -29,7 +29,7 @@ from tests import remotes, several
 from tests.cuda import shim
 from tests.cuda.fake_device import FakeDevice, FakeNvcomp
 from tests.golden.test_joined import files_of_other_widths
-from tests.variants import LAYOUTS, VARIANTS
+from tests.variants import LAYOUTS, VARIANTS, few, few_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -122,7 +122,10 @@ def assert_asks_as_the_cpu(
 
 @pytest.mark.parametrize(
     ("kind", "block_size"),
-    [*((variant.name, 5) for variant in VARIANTS), *((name, "chunk") for name in LAYOUTS)],
+    [
+        *((variant.name, 5) for variant in VARIANTS),
+        *(pytest.param(*form.values, "chunk", marks=form.marks) for form in few(LAYOUTS)),
+    ],
 )
 def test_shuffled_dense(
     open_fake: Callable[..., Opened], store_variant: StoreVariant, kind: str, block_size: int | str
@@ -137,6 +140,7 @@ def test_shuffled_dense(
         np.testing.assert_array_equal(np.sort(np.concatenate([[], *seen])), np.arange(len(stored.dense)))
 
 
+@few_stored
 def test_csr(open_fake: Callable[..., Opened], stored: Stored) -> None:
     opened = open_fake(stored.path, layer=stored.layer, output="csr", batch_size=14, fetch_factor=2)
     for batch in opened.epoch():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,7 @@ POLYNOMIALS = {"crc32": 0x04C11DB7, "crc32c": 0x1EDC6F41}
 REFLECTED = {"crc32": np.int64(0xEDB88320), "crc32c": np.int64(0x82F63B78)}
 
 
+@functools.cache
 def crc_by_bits(name: str, data: bytes) -> int:
     """Return a CRC by long division, bit for bit; each byte's lowest bit is the first."""
     divisor = 1 << 32 | POLYNOMIALS[name]

@@ -1,6 +1,6 @@
-"""One training process, as torchrun starts it: ``ddp_process.py JOB`` with RANK and WORLD_SIZE in the environment.
+"""Training processes, as torchrun starts them: ``ddp_process.py JOB`` with WORLD_SIZE in the environment.
 
-Not a test: `tests/e2e/test_distributed.py` starts several and compares what they write.
+Not a test: `tests/e2e/test_distributed.py` starts it and compares what the ranks write.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 import warnings
 from datetime import timedelta
 from itertools import islice
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # which the first optimizer imports
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,5 +66,23 @@ def main(job: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+def become_all(job: dict[str, Any]) -> int:
+    """Train in a copy of this process for each rank, so that PyTorch is imported once; return how many have failed."""
+    children = []
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        os.environ["RANK"] = str(rank)
+        try:
+            main(job)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+
+
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    sys.exit(become_all(json.loads(sys.argv[1])))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,28 +28,25 @@ N_ROWS = 262  # of two files of 131: neither 2, 3 nor 4 ranks can be dealt whole
 
 
 def run(n_ranks: int, folder: Path, paths: list[Path], **job: Any) -> list[dict[str, Any]]:
-    """Start `n_ranks` processes, wait for all of them, and return what each has written."""
+    """Start a process that becomes `n_ranks` of them, wait for all, and return what each has written."""
     name = f"{n_ranks}-{job.get('n_epochs')}-{job['settings']['uneven']}"
     whole: dict[str, Any] = {"load": None, "save": None, "n_steps": None, **job}
     whole |= {"paths": [str(p) for p in paths], "meeting": str(folder / name), "report": str(folder / f"{name}.json")}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.ddp_process", json.dumps(whole)],
-            cwd=ROOT,
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(n_ranks), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(n_ranks)
-    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.e2e.ddp_process", json.dumps(whole)],
+        cwd=ROOT,
+        env={**os.environ, "WORLD_SIZE": str(n_ranks), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        for process in processes:
-            _, errors = process.communicate(timeout=400)
-            assert process.returncode == 0, errors
+        _, errors = process.communicate(timeout=400)
+        assert process.returncode == 0, errors
     finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and those that it has become
+        process.communicate()
     return [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(n_ranks)]
 
 

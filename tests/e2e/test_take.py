@@ -15,6 +15,7 @@ import pytest
 import gpuload
 from gpuload import CorruptDataError, PlanError, ReadError
 from tests.several import dense, part, write
+from tests.variants import few_stored
 
 if TYPE_CHECKING:
     from tests.conftest import StoreVariant
@@ -30,6 +31,7 @@ def some_rows(n_obs: int, n: int, seed: int = 0) -> np.ndarray:
     return rows
 
 
+@few_stored
 def test_take_reads_every_form(stored: Stored) -> None:
     with gpuload.open_loader(stored.path, layer=stored.layer, **SMALL) as loader:
         if not loader.n_obs:

@@ -19,6 +19,7 @@ from gpuload.errors import CorruptDataError
 from gpuload.formats import open_store
 from gpuload.joined import JoinedSource
 from gpuload.tune import Bench, Wish
+from tests.in_pairs import in_pairs
 from tests.other_forms import write_parquet
 from tests.several import dense, part, write, write_zarr
 
@@ -50,7 +51,7 @@ def totals_of(parts: list[anndata.AnnData]) -> np.ndarray:
     return np.concatenate([dense(cells.X).sum(axis=1, dtype=np.float64) for cells in parts])
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["csr", "dense"])
+@pytest.fixture(scope="module")
 def fifty(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[Path], list[anndata.AnnData]]:
@@ -59,8 +60,10 @@ def fifty(
     return write(tmp_path_factory.mktemp("fifty"), parts), parts
 
 
-@pytest.mark.parametrize("output", ["dense", "csr"])
-@pytest.mark.parametrize("join", ["inner", "outer"])
+WAYS_TO_JOIN = in_pairs([False, True], ["inner", "outer"], ["dense", "csr"])
+
+
+@pytest.mark.parametrize(("fifty", "join", "output"), WAYS_TO_JOIN, indirect=["fifty"])
 def test_fifty_files_with_different_genes(
     fifty: tuple[list[Path], list[anndata.AnnData]], join: str, output: str
 ) -> None:

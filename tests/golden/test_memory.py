@@ -91,8 +91,19 @@ IN_MEMORY = [
 ]
 
 
-@pytest.mark.parametrize("settings", [{"shuffle": False}, {"seed": 3, "block_size": 5}, {"output": "csr"}], ids=str)
-@pytest.mark.parametrize("kind", IN_MEMORY)
+IN_TURN: list[dict[str, Any]] = [{"shuffle": False}, {"seed": 3, "block_size": 5}, {"output": "csr"}]
+"""Settings of which each form is read with one in `make test`, and with the others in `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        pytest.param(kind, settings, marks=() if i % 3 == j else pytest.mark.slow)
+        for i, kind in enumerate(IN_MEMORY)
+        for j, settings in enumerate(IN_TURN)
+    ],
+    ids=str,
+)
 def test_anndata_in_memory_matches_its_file(store_variant: StoreVariant, kind: str, settings: dict[str, Any]) -> None:
     stored = store_variant(kind)
     settings = settings | {"layer": stored.layer}

@@ -20,6 +20,7 @@ import gpuload  # noqa: E402
 from gpuload.formats.zarr_trees import ZipTree  # noqa: E402
 from tests import zarr_writers as writers  # noqa: E402
 from tests.golden.test_forms import assert_same_csr  # noqa: E402
+from tests.in_pairs import words_in_pairs  # noqa: E402
 from tests.writers import N_OBS, N_VARS, cells_frame, counts, genes_frame  # noqa: E402
 from tests.zarr_writers import FORMS, written  # noqa: E402
 
@@ -39,7 +40,7 @@ def read(path: Path, layer: str, **settings: Any) -> tuple[Any, np.ndarray]:
     return np.concatenate([batch.X for batch in batches]), rows
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", words_in_pairs(FORMS))
 def test_rows_match_zarr_python(name: str) -> None:
     path, layer = written(name), FORMS[name].layer
     expected = writers.read_matrix(path, layer)
@@ -54,8 +55,17 @@ def test_rows_match_zarr_python(name: str) -> None:
         np.testing.assert_array_equal(X.toarray(), dense)
 
 
-@pytest.mark.parametrize("name", ["v3-csr-sharded-blosc-lz4-shuffle", "v2-csr-zstd", "v3-csr-zstd-crc32c"])
-@pytest.mark.parametrize("verify", ["never", "once", "always"])
+@pytest.mark.parametrize(
+    ("name", "verify"),
+    [
+        *((name, "once") for name in ("v3-csr-sharded-blosc-lz4-shuffle", "v2-csr-zstd", "v3-csr-zstd-crc32c")),
+        ("v3-csr-zstd-crc32c", "always"),
+        ("v3-csr-sharded-blosc-lz4-shuffle", "never"),
+        pytest.param("v3-csr-sharded-blosc-lz4-shuffle", "always", marks=pytest.mark.slow),
+        pytest.param("v3-csr-zstd-crc32c", "never", marks=pytest.mark.slow),
+        *(pytest.param("v2-csr-zstd", verify, marks=pytest.mark.slow) for verify in ("never", "always")),
+    ],
+)
 def test_single_rows_from_partly_decoded_chunks(name: str, verify: str) -> None:
     expected = counts().toarray()
     with gpuload.open_loader(written(name), batch_size=1, fetch_factor=1, block_size=1, verify=verify) as loader:

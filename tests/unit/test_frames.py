@@ -22,6 +22,7 @@ from gpuload.backends.damage import REASONS  # noqa: E402
 from gpuload.backends.native import checksums, frames  # noqa: E402
 from gpuload.backends.native.huffman import new_tables  # noqa: E402
 from gpuload.layout import Filter  # noqa: E402
+from tests.in_pairs import in_pairs  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TABLES, ADDRESSES = new_tables(), codecs.Addresses()
@@ -116,10 +117,10 @@ def test_unshuffle(itemsize: int) -> None:
             assert (out[first + hi * itemsize : first + n * itemsize] == SLACK).all()
 
 
-@pytest.mark.parametrize("dtype", ["u1", "u2", "f4", "i8"])
-@pytest.mark.parametrize("codec", ["blosclz", "lz4", "lz4hc", "zlib", "zstd"])
-@pytest.mark.parametrize("shuffle", [0, 1, 2])
-@pytest.mark.parametrize("level", [0, 5])
+@pytest.mark.parametrize(
+    ("dtype", "codec", "shuffle", "level"),
+    in_pairs(["u1", "u2", "f4", "i8"], ["blosclz", "lz4", "lz4hc", "zlib", "zstd"], [0, 1, 2], [0, 5]),
+)
 def test_blosc(dtype: str, codec: str, shuffle: int, level: int) -> None:
     for n, blocksize in ((3, 0), (1000, 0), (5000, 1024), (70_001, 8192)):
         data = values(dtype, n)

@@ -21,6 +21,7 @@ from gpuload import machine
 from gpuload.backends import memory_cache
 from gpuload.backends.memory_cache import Budget, MemoryCache
 from gpuload.backends.native import keeping
+from tests.variants import few_stored
 from tests.writers import counts, genes_frame, write_csr, write_h5ad
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def is_encoded(stored: Stored) -> bool:
         return all(array.size and array._filters for array in arrays)
 
 
+@few_stored
 def test_every_form_is_the_same_in_each_epoch(stored: Stored) -> None:
     settings = {**SMALL, "memory_cache": 64 * MIB, "output": "csr" if stored.is_csr else "dense"}
     with gpuload.open_loader(stored.path, layer=stored.layer, **settings) as loader:
