@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -23,20 +23,12 @@ CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
 """What CuPy's RawModule adds to the options that it is given (cupy/cuda/compiler.py)."""
 
 
-def machine_code(number: str) -> Any:
-    """Return the parameter of a test that assembles the kernels too, which takes as long as to compile them."""
-    return pytest.param(f"sm_{number}", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    "target", [*(f"compute_{number}" for number in ARCHITECTURES), *map(machine_code, ARCHITECTURES)]
-)
-def test_nvrtc_compiles_the_kernels(target: str) -> None:
-    """`compute_` stops at PTX, which is what is examined; test_cupy.py has it assembled too."""
+@pytest.mark.parametrize("number", ARCHITECTURES)
+def test_nvrtc_compiles_the_kernels(number: str) -> None:
     nvrtc = pytest.importorskip("cupy").cuda.nvrtc
     program = nvrtc.createProgram(source_of_kernels(), "kernels.cu", [], [])
     try:
-        nvrtc.compileProgram(program, [f"--gpu-architecture={target}", "-std=c++17", *CUPY_OPTIONS])
+        nvrtc.compileProgram(program, [f"--gpu-architecture=sm_{number}", "-std=c++17", *CUPY_OPTIONS])
     except nvrtc.NVRTCError as error:
         pytest.fail(f"{error}: {nvrtc.getProgramLog(program)}")
     assert not nvrtc.getProgramLog(program).strip("\n\0 ")
