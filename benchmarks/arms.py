@@ -42,6 +42,7 @@ def arms(batch_size: int = 64, fetch_factor: int = 256) -> list[Arm]:
         *_census(batch_size),
         *_files(batch_size, fetch_factor),
         *_pairs(batch_size, fetch_factor),
+        *_depth(batch_size, fetch_factor),
         *_ours(batch_size, fetch_factor),
     ]
 
@@ -201,6 +202,15 @@ def _pairs(batch_size: int, fetch_factor: int) -> list[Arm]:
         ("cell-load/pairs", "cell_load", {**theirs, "is_consecutive": False, "n_workers": 2}),
         ("cell-load/pairs-consecutive", "cell_load", {**theirs, "is_consecutive": True, "n_workers": 0}),
     )
+
+
+def _depth(batch_size: int, fetch_factor: int) -> list[Arm]:
+    """As `_pairs`, and each count is drawn: kept with probability 1/2."""
+    return [
+        Arm(arm.name.replace("pairs", "depth"), "depth", arm.rival, {**arm.settings, "downsample": 0.5})
+        for arm in _pairs(batch_size, fetch_factor)
+        if arm.name != "cell-load/pairs"
+    ]
 
 
 def _files(batch_size: int, fetch_factor: int) -> list[Arm]:

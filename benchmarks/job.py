@@ -15,7 +15,10 @@ LABEL = "plate"
 """The obs column that every rival returns with the values, and whose diversity in minibatches is measured."""
 
 TARGET_SUM = 1e4
-"""Target sum of a cell's values if an arm normalises (`log1p` in its settings)."""
+"""Target sum of a cell's values if an arm normalises (`log1p` in its settings).
+
+With `downsample` in its settings, an arm keeps each count with that probability.
+"""
 
 
 @dataclass(frozen=True, slots=True)

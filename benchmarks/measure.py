@@ -58,7 +58,8 @@ def measure(job: Job) -> dict[str, Any]:
     loading = rival.start(job)
     try:
         batches = Batches(loading, job.arm.settings["fetch_factor"])
-        first_batch_s = check_rows(batches, job.path, opened, is_log1p=job.arm.settings.get("log1p", False))
+        arithmetic = {name: job.arm.settings.get(name) for name in ("log1p", "downsample")}
+        first_batch_s = check_rows(batches, job.path, opened, **arithmetic)
         figures = KINDS[job.arm.kind](job, batches)
         io_mode = loading.io_mode
     finally:
@@ -216,10 +217,13 @@ def set_cache(path: Path, state: str) -> None:
                     pass
 
 
-def check_rows(batches: Batches, path: Path, opened: float, *, is_log1p: bool = False) -> float:
+def check_rows(
+    batches: Batches, path: Path, opened: float, *, log1p: bool | None = None, downsample: float | None = None
+) -> float:
     """Compare the first batches with what h5py reads; return the seconds from opening to the first batch.
 
-    Normalised values may differ by some units in the last place of float32, in which rivals compute.
+    Normalised values may differ by some units in the last place of float32, in which rivals compute; see `is_drawn` for
+    those that are drawn.
 
     Raises
     ------
@@ -234,14 +238,30 @@ def check_rows(batches: Batches, path: Path, opened: float, *, is_log1p: bool = 
                 first_batch_s = time.perf_counter() - opened
             rows = np.asarray(batch["rows"])
             wanted, found = read_rows(file["X"], rows), to_numpy(batch["X"])
-            if is_log1p:
+            if downsample:
+                is_right = is_drawn(found, wanted, downsample)
+            elif log1p:
                 totals = wanted.sum(axis=1, dtype=np.float64, keepdims=True)
-                wanted = np.log1p(wanted * (TARGET_SUM / np.where(totals, totals, 1)))
-            if not (np.allclose(found, wanted, rtol=1e-5) if is_log1p else np.array_equal(found, wanted)):
+                is_right = np.allclose(found, np.log1p(wanted * (TARGET_SUM / np.where(totals, totals, 1))), rtol=1e-5)
+            else:
+                is_right = np.array_equal(found, wanted)
+            if not is_right:
                 raise WrongRowsError(f"rows {rows[:4]}...: the values are not those of the file.")
             if not np.array_equal(np.asarray(batch["label"]), codes[rows]):
                 raise WrongRowsError(f"rows {rows[:4]}...: the {LABEL} is not that of the file.")
     return float(first_batch_s or 0.0)
+
+
+def is_drawn(found: NDArray[np.float32], counts: NDArray[np.float32], share: float) -> bool:
+    """Return whether values are as binomial draws of counts are: whole, none larger, and of the sum to be expected.
+
+    In a row and in all, the sum may be 6 standard deviations from the mean.
+    """
+    is_whole = np.array_equal(found, np.clip(np.floor(found), 0, counts))
+    for axis in (1, None):
+        total, sum_found = counts.sum(axis, dtype=np.float64), found.sum(axis, dtype=np.float64)
+        is_whole &= bool((np.abs(sum_found - share * total) <= 6 * np.sqrt(share * (1 - share) * total)).all())
+    return is_whole
 
 
 def to_numpy(X: Any) -> NDArray[np.float32]:

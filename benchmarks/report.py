@@ -36,6 +36,7 @@ GROUPS = {
     "census": "a SOMA experiment laid out as the CELLxGENE Census, dense, shuffled",
     "files": "dense, shuffled, the same cells in 20 files",
     "pairs": "sets of 64 cells of one perturbation and their controls, dense",
+    "depth": "the same sets, each count kept with probability 1/2",
     "front": "dense, shuffled, DALI's front",
     "overlap": "with a consumer that sleeps as long as the loader needs",
     "memory": "three whole epochs",
@@ -81,6 +82,7 @@ RATIOS = (
     ("gpuload-soma/csr/64", "tiledbsoma-ml/csr", 4.0),
     ("gpuload-census/dense/64", "tiledbsoma-ml-census/dense", 4.0),
     ("gpuload/pairs/chunk", "cell-load/pairs-consecutive", 7.0),
+    ("gpuload/depth/chunk", "cell-load/depth-consecutive", 7.0),
     ("gpuload/dense/16", "scdataset/dense/16", 3.0),
     ("gpuload-dali/dense/chunk", "gpuload/dense/chunk", 0.4),
 )

@@ -61,6 +61,7 @@ def start(job: Job) -> CellLoadLoading:
         should_yield_control_cells=False,
         cell_sentence_len=settings["set_size"],
         drop_last=True,
+        downsample=settings.get("downsample"),
         use_consecutive_loading=settings["is_consecutive"],
         barcode=True,
     )

@@ -34,6 +34,8 @@ def start(job: Job) -> TorchLoading:
     """Open a loader with the settings of an arm."""
     settings = job.arm.settings
     match = settings["match"]  # where a plate has no controls, cell-load takes those of the cell line, too
+    downsample = settings.get("downsample")
+    transform = downsample and gpuload.Transform(target_sum=None, log1p=False, downsample=downsample)
     sampler = gpuload.PairedControl(PERT, control=CONTROL, match=match, fallback=match[1:], size=settings["set_size"])
     loader = gpuload.open_loader(
         perturbed_path(job),
@@ -41,6 +43,7 @@ def start(job: Job) -> TorchLoading:
         block_size=settings["block_size"],
         fetch_factor=settings["fetch_factor"],
         sampler=sampler,
+        transform=transform,
         seed=job.seed,
         output=settings["output"],
         obs=(LABEL,),

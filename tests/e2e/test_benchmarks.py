@@ -29,7 +29,7 @@ from benchmarks import (
 )
 from benchmarks.arms import arms
 from benchmarks.job import LABEL, Job
-from benchmarks.measure import Batches, WrongRowsError, check_rows, entropy_bits, measure
+from benchmarks.measure import Batches, WrongRowsError, check_rows, entropy_bits, is_drawn, measure, read_rows
 from benchmarks.run_rivals import NEEDED
 from gpuload.synthetic import tahoe_shaped
 from tests.other_forms import write_scdl
@@ -96,7 +96,7 @@ def test_every_arm_runs(name, job):
         with pytest.raises(FileNotFoundError, match=rf"cells-{store}: run an arm of .* first, which makes this store"):
             measure(replace(job, arm=arm))
         write_store(job, store)
-    if arm.group == "pairs":  # so few cells have no larger sets
+    if arm.group in ("pairs", "depth"):  # so few cells have no larger sets
         arm = replace(arm, settings={**arm.settings, "set_size": 4})
     record = measure(replace(job, arm=arm))
     assert record["cells_per_s"] > 0
@@ -187,6 +187,20 @@ def test_a_loader_that_hands_over_wrong_rows_is_not_timed(cells):
         check_rows(Batches(FakeLoading(X, label, shift=1), 4), path, opened=0.0)
     with pytest.raises(WrongRowsError, match="the plate is not that of the file"):
         check_rows(Batches(FakeLoading(X, label + 1), 4), path, opened=0.0)
+
+
+def test_a_loader_that_draws_wrong_counts_is_not_timed(cells):
+    path, X, label = cells
+    counts = np.full_like(X, 40)
+    with h5py.File(path) as file:
+        stored = read_rows(file["X"], np.arange(400))
+    drawn = np.random.default_rng(0).binomial(stored.astype(int), 0.5).astype(np.float32)
+    assert check_rows(Batches(FakeLoading(drawn, label), 4), path, opened=0.0, downsample=0.5) > 0
+    for wrong in (drawn + 1, stored * 0.5, stored, np.roll(drawn, 1, axis=0), drawn * 0):
+        with pytest.raises(WrongRowsError, match="the values are not those of the file"):
+            check_rows(Batches(FakeLoading(wrong, label), 4), path, opened=0.0, downsample=0.5)
+    assert is_drawn(np.random.default_rng(1).binomial(40, 0.5, X.shape).astype(np.float32), counts, 0.5)
+    assert not is_drawn(np.random.default_rng(1).binomial(40, 0.6, X.shape).astype(np.float32), counts, 0.5)
 
 
 def test_whole_fetches_are_timed_across_epochs(cells):
