@@ -150,12 +150,20 @@ ALSO = (
 )
 """The tasks of which the README tells the results of the other runs."""
 
+WITH_SETS = (
+    "sets of one perturbation and their controls, each count kept with probability 1/2",
+    "gpuload/depth/chunk",
+    {"cell-load": "cell-load/depth-consecutive"},
+)
+"""A task of which the README tells the results too: our arm, and that of another loader."""
+
 WITHOUT = {
+    "gpuload/depth/chunk": "gpuload/pairs/chunk",
     "gpuload-kept/dense/chunk": "gpuload/dense/chunk-later",
     "gpuload-kept/csr/chunk": "gpuload/csr/chunk-later",
     "gpuload-kept/dense/1": "gpuload/dense/1",
 }
-"""Our arms with chunks kept in memory, and the same without."""
+"""Our arms with counts that are drawn, or chunks kept in memory, and the same without."""
 
 OTHER_RUNS = "Other runs, on the same kind of files ([all arms](benchmarks/README.md#the-latest-figures)):"
 
@@ -323,16 +331,18 @@ def headline(records: Iterable[dict[str, Any]]) -> str:
 def other_run(records: Sequence[dict[str, Any]]) -> str:
     """Return one line of Markdown: where the numbers were measured, and a few tasks with our cells/s and speed-ups."""
     by_name = {summary.name: summary for summary in summarise(records) if summary.n_rounds}
+    tasks = [
+        *((task, ours, dict(zip(HEADLINE_RIVALS, others, strict=True))) for task, ours, others in HEADLINE),
+        WITH_SETS,
+    ]
     told = []
-    for task, ours, others in HEADLINE:
-        if task in ALSO and ours in by_name:
+    for task, ours, others in tasks:
+        if ours in by_name and (task in ALSO or task == WITH_SETS[0]):
             rate = by_name[ours].cells_per_s
             without = by_name.get(WITHOUT.get(ours, ""))
             ratios = [] if without is None else [f"{rate / without.cells_per_s:.1f}x the same without"]
             ratios += [
-                f"{rate / by_name[other].cells_per_s:.1f}x {name}"
-                for name, other in zip(HEADLINE_RIVALS, others, strict=True)
-                if other in by_name
+                f"{rate / by_name[other].cells_per_s:.1f}x {name}" for name, other in others.items() if other in by_name
             ]
             told.append(f"{task[0].upper()}{task[1:]}: {rate:,.0f} cells/s ({', '.join(ratios)}).")
     return f"- {_machine(_last(records))}; {_commits(records)}. {' '.join(told)}"

@@ -24,6 +24,7 @@ TITLES = {
     "rivals_epyc": "Beside other loaders",
     "rivals_epyc_before": "Beside other loaders, an earlier run",
     "rivals": "Beside other loaders, on another machine",
+    "rivals_depth": "Counts drawn to a lower depth",
     "rivals_kept": "Later epochs from memory",
     "gpu": "On a GPU",
     "stages": "Each stage beside what the machine allows",
