@@ -51,7 +51,7 @@ from gpuload.settings import takes_settings
 from gpuload.source import closed_on_error
 from gpuload.splitting import Split, split
 from gpuload.tables import check_modalities, check_transform, make_tables
-from gpuload.types import Batch, Transform
+from gpuload.types import Batch, Transform, resident_dtype
 from gpuload.where import parse as parse_where
 
 if TYPE_CHECKING:
@@ -233,8 +233,9 @@ def open_loader(
         ``"X"``, ``"raw.X"``, or the name of a layer. Of several, the first becomes ``batch.X`` and the others
         ``batch.layers[name]``, with the same `genes` (raw.X has its own genes), `output` and `dtype`.
     obsm
-        Keys of obsm, returned as dense float32 ``batch.obsm[name]``. Cells may have arrays of any shape there, such as
-        images: (n, 3, 64, 64). ``layer="obsm/<name>"`` returns such a matrix alone, as ``batch.X``.
+        Keys of obsm, returned as dense ``batch.obsm[name]``, float32 unless `dtype` is float64. Cells may have arrays
+        of any shape there, such as images: (n, 3, 64, 64). ``layer="obsm/<name>"`` returns such a matrix alone, as
+        ``batch.X``.
     modality
         Modalities of .h5mu files, or members of a mapping (by default all of them). Of several, `layer`, `obsm`, `obs`
         and `genes` refer to the first, and ``batch.modalities[name]`` holds the X of each of the others with all of its
@@ -267,10 +268,12 @@ def open_loader(
         gpuload.Transform(), "prot": None}``. A warning is logged if X was log-transformed already, as far as an AnnData
         says so by ``uns["log1p"]``, as scanpy writes it; in zarr at an address, only where objects can be listed.
     output
-        ``"dense"`` for (n, n_vars) arrays, or ``"csr"`` for float32 CSR matrices.
+        ``"dense"`` for (n, n_vars) arrays, or ``"csr"`` for CSR matrices.
     dtype
-        ``"float32"`` or, for dense output, ``"float16"`` or ``"bfloat16"``. NumPy and CuPy have no bfloat16, so its
-        minibatches are uint16 arrays of the bit patterns, which the PyTorch front returns as torch.bfloat16.
+        ``"float32"`` or ``"float64"``; or, for dense output, ``"float16"`` or ``"bfloat16"``. float64 holds what any
+        type stores, but for integers above 2**53, and takes twice the memory; float32 rounds it, and integers above
+        2**24. NumPy and CuPy have no bfloat16, so its minibatches are uint16 arrays of the bit patterns, which the
+        PyTorch front returns as torch.bfloat16.
     device
         ``"cpu"``; ``"cuda:0"``; ``"cuda"``, this process's GPU under torchrun, else the first; or ``"auto"``, a usable
         GPU if there is one, else the CPU, on which the GPU settings below have no effect; the choice is logged. A
@@ -288,10 +291,11 @@ def open_loader(
         ``"never"``, which inflates only as much as needed from the start.
     memory_cache
         Host memory in which decoded chunks are kept, in bytes or as ``"20GiB"``; those that fit are read and decoded
-        only in the first epoch. Whole numbers below 65,536, as gene numbers and counts are, take 1 or 2 bytes each,
-        other values 4: about a fifth more than a gzip file of counts. Integers that float32 rounds, and what is stored
-        uncompressed, are not kept. Each process has its own. With a GPU, it is page-locked, has what finds no room in
-        `device_cache`, in the same form, and kernels read it in place. None: no cache.
+        only in the first epoch. Whole numbers below 65,536, as gene numbers and counts are, take 1 or 2 bytes each:
+        about a fifth more than a gzip file of counts. Other values take 4, or 8 if `dtype` is float64 and float32 would
+        round them. Integers that `dtype` rounds, and what is stored uncompressed, are not kept. Each process has its
+        own. With a GPU, it is page-locked, has what finds no room in `device_cache`, in the same form, and kernels read
+        it in place. None: no cache.
     device_memory
         Maximum device memory to use, in bytes or as ``"20GiB"``; None: limited only by the GPU.
     device_cache
@@ -365,6 +369,7 @@ def open_loader(
         device,
         num_threads=num_threads,
         verify=verify,
+        values=resident_dtype(dtype),
         memory_cache=memory_cache,
         device_memory=device_memory,
         device_cache=device_cache,
@@ -393,7 +398,7 @@ def open_loader(
         on_error.enter_context(closed_on_error(*stores.values()))
         sources += (source for opened in stores.values() for source in opened.sources)
         store = stores["X"]
-        opening.check_memory(list(stores.values()), backend, batch_size, fetch_factor, prefetch)
+        opening.check_memory(list(stores.values()), resident_dtype(dtype), backend, batch_size, fetch_factor, prefetch)
         if wanted is not None:
             sampler = Subset(wanted.mask(store.obs), sampler)
         strategy = opening.bind(sampler, shuffle, block_size, batch_size, fetch_factor, store, cell_names)

@@ -191,9 +191,7 @@ def _output_dtypes(loader: Loader) -> list[np.dtype[Any]]:
     if taken:
         raise PlanError(f"obs column {taken[0]!r} has the name of another output; rename it in the file.")
     if loader.dtype == "bfloat16":
-        raise PlanError(
-            "dtype='bfloat16': DALI does not support this type here; use float32 or float16, or the PyTorch front."
-        )
+        raise PlanError("dtype='bfloat16': DALI does not support this type here; use another, or the PyTorch front.")
     matrices = [np.dtype(table.form.dtype) for table in loader.tables.values()]
     return [*matrices, *loader.obs_dtypes.values(), np.dtype(np.int64)]
 

@@ -18,7 +18,7 @@ from gpuload.errors import PlanError, StoreError, listing, shown
 from gpuload.plan import DEFAULT_BLOCK_SIZE, chunks_per_block
 from gpuload.sampling import Cells, Subset, block_size_of, plain
 from gpuload.store import ObsColumn
-from gpuload.types import kind_of
+from gpuload.types import ITEMSIZES, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -51,10 +51,12 @@ def _host_memory(backend: Backend) -> tuple[int, str]:
     return there - cache, f"this machine, beside the {cache / 1e9:.1f} GB of memory_cache," if cache else "this machine"
 
 
-def check_memory(stores: Sequence[Store], backend: Backend, batch_size: int, fetch_factor: int, prefetch: int) -> None:
+def check_memory(
+    stores: Sequence[Store], values: str, backend: Backend, batch_size: int, fetch_factor: int, prefetch: int
+) -> None:
     """Raise PlanError if no memory holds the fetches; being killed mid-epoch would explain nothing."""
     n_rows, n_held = min(batch_size * fetch_factor, stores[0].n_obs), prefetch + 1
-    wanted = int(n_rows * n_held * sum(store.nbytes_per_row for store in stores))
+    wanted = int(n_rows * n_held * sum(store.nbytes_per_row(values) for store in stores))
     there, where = _memory_of(backend)
     if wanted > there:
         n_most = n_rows * there // wanted  # n_rows may be far fewer than batch_size * fetch_factor
@@ -106,7 +108,7 @@ def check_row_numbers(given: Any, n_obs: int) -> NDArray[np.int64]:
 def check_take(rows: NDArray[np.int64], tables: Sequence[Table], backend: Backend) -> None:
     """Raise PlanError if no memory holds cells, as read, each once, and as a minibatch."""
     n_distinct = np.unique(rows).size
-    wanted = sum(n_distinct * table.store.nbytes_per_row + rows.size * table.nbytes_per_row for table in tables)
+    wanted = sum(n_distinct * table.resident_nbytes_per_row + rows.size * table.nbytes_per_row for table in tables)
     there, where = _memory_of(backend)
     if wanted > there:
         raise PlanError(
@@ -121,11 +123,12 @@ def check_dtype(dtype: Any, output: str) -> str:
         name = str(np.dtype(dtype).name)
     except (TypeError, ValueError):
         name = str(dtype).removeprefix("torch.")
-    if name not in ("float32", "float16", "bfloat16"):
-        raise PlanError(f"dtype={shown(dtype)}: expected 'float32', 'float16' or 'bfloat16'.")
-    if output == "csr" and name != "float32":
+    if name not in ITEMSIZES:
+        raise PlanError(f"dtype={shown(dtype)}: expected 'float32', 'float64', 'float16' or 'bfloat16'.")
+    if output == "csr" and ITEMSIZES[name] < 4:
         raise PlanError(
-            f"dtype={dtype!r} with output='csr': CSR minibatches are float32; use dtype='float32' or output='dense'."
+            f"dtype={dtype!r} with output='csr': CSR minibatches are float32 or float64; use one of these, or "
+            "output='dense'."
         )
     return name
 

@@ -30,7 +30,7 @@ from gpuload.sampling import BlockShuffle
 from gpuload.sampling.classes import coded
 from gpuload.source import closed_on_error
 from gpuload.tables import Table
-from gpuload.types import Form
+from gpuload.types import Form, resident_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -273,7 +273,7 @@ def open_part(store: Store, plan: Plan, form: Form, prefetch: int, *, device: st
 
     It thus runs at the pace of all epochs but the first, in which each chunk is verified once.
     """
-    backend = open_backend(device, num_threads=num_threads, verify="never")
+    backend = open_backend(device, num_threads=num_threads, verify="never", values=resident_dtype(form.dtype))
     with closed_on_error(backend):
         borrowed = replace(store, sources=(), file_sources=())
         return Loader({"X": Table(borrowed, form, store.var_names)}, backend, plan, prefetch)

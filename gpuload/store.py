@@ -19,7 +19,7 @@ import numpy as np
 from gpuload.errors import StoreError
 from gpuload.joined import Joined
 from gpuload.layout import split_at
-from gpuload.types import Recipe, consecutive, expand_ranges
+from gpuload.types import ITEMSIZES, Recipe, consecutive, expand_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -269,11 +269,14 @@ class Store:
         """Number of cells per file."""
         return tuple(np.diff(self.file_start).tolist())
 
-    @property
-    def nbytes_per_row(self) -> float:
-        """Mean bytes of a resident row on the CPU: 4 per value; CSR adds 2 (up to 65,536 genes) or 4 for its column."""
+    def nbytes_per_row(self, values: str = "float32") -> float:
+        """Return the mean bytes of a resident row on the CPU.
+
+        Each value takes those of its dtype, and in CSR 2 (up to 65,536 genes) or 4 more for its column.
+        """
         is_narrow = max(m.n_vars for m in self.matrices) <= 1 << 16
-        return (4.0 if self.kind == "dense" else 6.0 if is_narrow else 8.0) * self.values_per_row
+        of_column = 0 if self.kind == "dense" else 2 if is_narrow else 4
+        return (ITEMSIZES[values] + of_column) * self.values_per_row
 
     @property
     def values_per_row(self) -> float:

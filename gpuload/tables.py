@@ -19,7 +19,7 @@ from gpuload.alignment import nearest_gene
 from gpuload.checks import as_array, check_index, check_names, check_order
 from gpuload.errors import PlanError, listing, shown
 from gpuload.threads import cached_property
-from gpuload.types import Form, Transform
+from gpuload.types import Form, Transform, resident_dtype
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,10 +53,15 @@ class Table:
 
     @property
     def nbytes_per_row(self) -> float:
-        """Mean bytes per delivered row: 4 per column, 2 for the shorter dtypes, or for CSR 8 per value."""
+        """Mean bytes per delivered row: those of a value for each column; for CSR, 4 more for each stored value."""
         if self.form.output == "csr":
-            return 8.0 * self.store.values_per_row
-        return (4.0 if self.form.dtype == "float32" else 2.0) * self.form.n_cols
+            return (4.0 + self.form.itemsize) * self.store.values_per_row
+        return float(self.form.itemsize * self.form.n_cols)
+
+    @property
+    def resident_nbytes_per_row(self) -> float:
+        """Mean bytes of a resident row; see `Store.nbytes_per_row`."""
+        return self.store.nbytes_per_row(resident_dtype(self.form.dtype))
 
 
 def check_modalities(given: Any, paths: Any) -> tuple[str, ...]:
@@ -102,7 +107,7 @@ def make_tables(
     transform
         For X and its layers, or by name of a layer or modality.
     output, dtype
-        For all but obsm, which is dense float32.
+        For all but obsm, which is dense, and float32 unless `dtype` is ``"float64"``.
 
     Raises
     ------
@@ -114,7 +119,7 @@ def make_tables(
     for name, store in stores.items():
         group, _, own = name.partition("/")
         if group == "obsm":
-            form, var_names = Form("dense", "float32", store.n_vars, store.columns()), store.var_names
+            form, var_names = Form("dense", resident_dtype(dtype), store.n_vars, store.columns()), store.var_names
         else:
             check_rows(store, genes, output, own or layer)
             chosen, var_names = (None, store.var_names) if group == "modalities" else select_genes(genes, store)

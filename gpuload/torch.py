@@ -66,8 +66,8 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
     loader
         Made by `gpuload.open_loader`.
     dtype
-        None keeps the loader's dtype; ``torch.bfloat16`` (or its name) converts each dense float32 minibatch except
-        obsm, at the cost of an extra pass over it; ``open_loader(dtype="bfloat16")`` produces it directly.
+        None keeps the loader's dtype; ``torch.bfloat16`` (or its name) converts each dense minibatch except obsm, at
+        the cost of an extra pass over it; ``open_loader(dtype="bfloat16")`` produces it directly.
 
     Yields
     ------
@@ -218,7 +218,7 @@ def _torch_dtype(dtype: torch.dtype | str | None, loader: Loader) -> torch.dtype
         )
     if loader.output == "csr":
         raise PlanError(
-            f"dtype={dtype!r} with output='csr': CSR minibatches are float32; use dtype=None or output='dense'."
+            f"dtype={dtype!r} with output='csr': CSR minibatches are not converted; use dtype=None or output='dense'."
         )
     return torch.bfloat16
 

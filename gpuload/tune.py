@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from gpuload.alignment import check_join
 from gpuload.backends.host import far_nbytes, scratch_nbytes
 from gpuload.errors import PlanError
@@ -28,7 +26,7 @@ from gpuload.machine import usable_cores
 from gpuload.outlook import Outlook, Outlooks, is_worse, measure_pace, open_part
 from gpuload.plan import DEFAULT_BLOCK_SIZE
 from gpuload.tables import check_rows
-from gpuload.types import Form
+from gpuload.types import ITEMSIZES, Form, resident_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -255,7 +253,7 @@ class Bench:
     def __init__(self, store: Store, wish: Wish) -> None:
         self._store, self._wish = store, wish
         self._form = Form(wish.output, wish.dtype, store.n_vars, store.columns())
-        self._cell_nbytes = max(1.0, store.nbytes_per_row)
+        self._cell_nbytes = max(1.0, store.nbytes_per_row(resident_dtype(wish.dtype)))
         self._layouts = [layout for matrix in store.matrices for layout in matrix.layouts]
         self._stored_nbytes = sum(int(layout.chunk_nbytes.sum()) for layout in self._layouts) / max(1, store.n_obs)
         self._thread_nbytes = scratch_nbytes(self._layouts)
@@ -311,12 +309,13 @@ class Bench:
         """
         wish = self._wish
         n_cells = min(wish.batch_size * fetch_factor, self._store.n_obs)
-        row = self._store.n_vars * np.dtype("uint16" if wish.dtype == "bfloat16" else wish.dtype).itemsize
-        batch = wish.batch_size * (row if wish.output == "dense" else 8.0 * self._store.values_per_row)
+        itemsize, store = ITEMSIZES[wish.dtype], self._store
+        row = store.n_vars * itemsize if wish.output == "dense" else store.values_per_row * (4 + itemsize)
+        batch = wish.batch_size * row
         under_way = (prefetch + 1) * n_cells
         far = far_nbytes(self._layouts, under_way * (self._stored_nbytes if read_nbytes is None else read_nbytes))
         fetches = under_way * self._cell_nbytes + far
-        return int(fetches + _HELD_BATCHES * batch + num_threads * self._thread_nbytes + self._store.metadata_nbytes)
+        return int(fetches + _HELD_BATCHES * batch + num_threads * self._thread_nbytes + store.metadata_nbytes)
 
     def neighbours(self, trial: Trial) -> list[Trial]:
         """Return variants of a trial with other numbers of threads and other prefetch that fit into the memory."""

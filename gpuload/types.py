@@ -29,9 +29,10 @@ class Transform:
 
     Normalization equals scanpy's ``normalize_total(target_sum=...)`` followed by ``log1p``: a cell's values are scaled
     so that their total over *all* stored genes (before any gene selection) is `target_sum`, then ``log(1 + x)`` is
-    taken. A cell whose total is 0 is not scaled. Values are float32 in memory: counts up to 2**24 are exact, values
-    stored as float64 and larger integers are rounded, and what is below 1e-45 is 0. From these, totals and results are
-    computed in float64 and rounded once: float32 results are accurate to a unit in the last place.
+    taken. A cell whose total is 0 is not scaled. Values are float32 in memory, unless the loader's dtype is float64:
+    counts up to 2**24 are exact, values stored as float64 and larger integers are rounded, and what is below 1e-45 is
+    0. From these, totals and results are computed in float64 and rounded once: float32 results are accurate to a unit
+    in the last place.
 
     Parameters
     ----------
@@ -78,6 +79,15 @@ class Transform:
             raise PlanError(f"Transform(log1p={self.log1p!r}): expected True or False.")
 
 
+ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+"""The dtypes of minibatches, and the bytes of an element."""
+
+
+def resident_dtype(dtype: str) -> str:
+    """Return the dtype of the residents' values, from which minibatches of a dtype are made."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """The form in which rows are delivered: columns, arithmetic and container.
@@ -87,7 +97,7 @@ class Form:
     output
         ``"dense"`` or ``"csr"``.
     dtype
-        ``"float32"``; or, dense only, ``"float16"`` or ``"bfloat16"`` (as uint16 bit patterns).
+        ``"float32"`` or ``"float64"``; or, dense only, ``"float16"`` or ``"bfloat16"`` (as uint16 bit patterns).
     columns : (n_vars,) int32, optional
         Output position of each stored column, or -1 to drop it; if files differ in their columns, the concatenated
         maps of all files (see `Recipe.map_start`). None keeps all.
@@ -98,6 +108,11 @@ class Form:
     n_cols: int
     columns: NDArray[np.int32] | None = None
     transform: Transform | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a value."""
+        return ITEMSIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

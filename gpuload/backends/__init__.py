@@ -24,6 +24,7 @@ def open_backend(
     *,
     num_threads: int | None,
     verify: str,
+    values: str = "float32",
     memory_cache: int | str | None = None,
     device_memory: int | str | None = None,
     device_cache: int | str | None = None,
@@ -43,6 +44,8 @@ def open_backend(
         GPU memory.
     verify
         When checksums are verified: ``"once"``, ``"always"`` or ``"never"``.
+    values
+        Dtype of the residents' values, ``"float32"`` or ``"float64"``; see `types.resident_dtype`.
     memory_cache
         Bytes, or text such as ``"20GiB"``: host memory in which decoded chunks are kept; those that have no room in
         `device_cache`, if there is a GPU, which reads them in place.
@@ -94,13 +97,20 @@ def open_backend(
             _log.info("device='auto': %s=%r has no effect on the CPU", name, value)
         from gpuload.backends.cpu import CpuBackend
 
-        return CpuBackend(num_threads=num_threads, verify=verify, n_matrices=n_matrices, cache_nbytes=host_cache or 0)
+        return CpuBackend(
+            num_threads=num_threads,
+            verify=verify,
+            values=values,
+            n_matrices=n_matrices,
+            cache_nbytes=host_cache or 0,
+        )
     from gpuload.backends.cuda import open_cuda
 
     return open_cuda(
         number,
         num_threads=num_threads,
         verify=verify,
+        values=values,
         memory_nbytes=memory,
         cache_nbytes=cache or 0,
         host_cache_nbytes=host_cache or 0,

@@ -56,10 +56,10 @@ class HostResident:
     indptr
         Row offsets, int64 (n_rows + 1,).
     indices, data
-        CSR: uint16 or int32 (nnz,), float32 (nnz,). Column numbers below 2**16 take 2 bytes, which saves a quarter of
-        the memory of waiting rows.
+        CSR: uint16 or int32 (nnz,), float32 or float64 (nnz,). Column numbers below 2**16 take 2 bytes, which saves up
+        to a quarter of the memory of waiting rows.
     X
-        Dense: (nnz,) float32, rows concatenated.
+        Dense: (nnz,) float32 or float64, rows concatenated.
     map_start : (n_rows,) int64
         Offset of each row's map in `Form.columns`; empty if all rows share one map.
     """
@@ -68,8 +68,15 @@ class HostResident:
     indptr: NDArray[np.int64]
     map_start: NDArray[np.int64]
     indices: NDArray[np.uint16] | NDArray[np.int32] | None = None
-    data: NDArray[np.float32] | None = None
-    X: NDArray[np.float32] | None = None
+    data: NDArray[Any] | None = None
+    X: NDArray[Any] | None = None
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """All values, (nnz,)."""
+        values = self.data if self.X is None else self.X
+        assert values is not None  # noqa: S101 - narrows the type
+        return values
 
     def flat(self, target: str) -> NDArray[Any]:
         """Return the flat array that a read fills."""
@@ -169,12 +176,11 @@ class CpuBackend:
     verify
         ``"once"``, ``"always"`` or ``"never"``; see the module.
     values
-        Dtype of the residents' values: ``"float32"``, from which minibatches are made; or ``"float64"``, to rewrite
-        them without loss.
+        Dtype of the residents' values, ``"float32"`` or ``"float64"``.
     n_matrices
         Matrices loaded side by side: the memory kept for reuse is multiplied by it.
     cache_nbytes
-        Memory in which decoded chunks are kept (`memory_cache`), for which `values` must be ``"float32"``.
+        Memory in which decoded chunks are kept (`memory_cache`).
     """
 
     device = "cpu"
@@ -219,7 +225,7 @@ class CpuBackend:
         Several threads share a large dense minibatch, as the fewer are made ahead, the larger they are.
         """
         if form.output == "dense":
-            nbytes = positions.size * form.n_cols * (4 if form.dtype == "float32" else 2)
+            nbytes = positions.size * form.n_cols * form.itemsize
             n_threads = -(-self._n_threads // n_ahead(self.takes_ahead, nbytes))
             n_parts = min(n_threads, nbytes // PART_NBYTES, positions.size)
             if n_parts > 1:
@@ -286,8 +292,7 @@ class CpuBackend:
 def _downsample(asked: Downsampling, resident: HostResident, first: int, last: int) -> None:
     """Draw the counts of rows ``first:last`` of a resident; raise PlanError if they are not counts."""
     indices = np.empty(0, np.uint16) if resident.indices is None else resident.indices
-    data = resident.data if resident.X is None else resident.X
     key = int(np.uint64(asked.key).astype(np.int64))
-    bad = counts.downsample(resident.indptr, indices, data, asked.rows, key, asked.amount, first, last)
+    bad = counts.downsample(resident.indptr, indices, resident.values, asked.rows, key, asked.amount, first, last)
     if bad >= 0:
         raise not_counts(asked, bad)

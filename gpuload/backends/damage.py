@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpuload.backends.native import bits, chunks, frames, inflate, lzf, pieces
 from gpuload.errors import CorruptDataError, GpuloadError, PlanError, StoreError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from gpuload.types import ArrayRead, Downsampling
 
 MAX_CSR = (1 << 31) - 1
@@ -28,8 +30,8 @@ def bad_chunk(read: ArrayRead, chunk: int, code: int) -> GpuloadError:
     number = read.layout.number_in_file(int(read.chunk_id[chunk]))
     where = f"in its chunk {number} at byte {at}" if read.chunk_nbytes[chunk] else "its fill value"
     return StoreError(
-        f"{path}: {read.layout.name} holds a value beyond 3.4e38, which float32 cannot hold ({where}); scale the "
-        "values in the file, or write infinity in place of that one."
+        f"{path}: {read.layout.name} holds a value beyond 3.4e38, which float32 cannot hold ({where}); use "
+        "dtype='float64', scale the values in the file, or write infinity in place of that one."
     )
 
 
@@ -68,14 +70,17 @@ def check_fits_csr(nnz: int) -> None:
 
 
 class RoundingWarning:
-    """Warns, once, that float32 rounds values of a file."""
+    """Warns, once, that minibatches hold rounded integers of a file."""
 
     def __init__(self) -> None:
         self._is_given = False
 
-    def warn(self, read: ArrayRead) -> None:
-        """Give the warning, if it was not given before."""
+    def warn(self, read: ArrayRead, values: np.dtype[Any]) -> None:
+        """Give the warning, if it was not given before; `values` is the dtype of the residents' values."""
         if not self._is_given:
             self._is_given = True
             source, name = read.layout.source.name, read.layout.name
-            _log.warning("%s: %s holds integers above 2**24, which float32 rounds", source, name)
+            what = "2**24, which float32 rounds; dtype='float64' does not, up to 2**53"
+            if values.itemsize == 8:
+                what = "2**53, which float64 rounds"
+            _log.warning("%s: %s holds integers above %s", source, name, what)

@@ -63,7 +63,7 @@ def decode(
     Returns
     -------
     tuple
-        Decoded bytes; number of chunks decoded only in part; whether float32 rounds an integer.
+        Decoded bytes; number of chunks decoded only in part; whether an integer was rounded.
 
     Raises
     ------
@@ -89,7 +89,7 @@ def _natively(
     decoder = decoders.addresses_of(codec, may_pair=room <= TWO_AHEAD_NBYTES)
     copiers = pieces.addresses_of(stored_dtype, out.dtype, may_fill=not nbytes.all())
     others = (decoders.address_of(name) if steps[k] >= 0 else 0 for name, k in _OTHERS)
-    keeper = keeping.address_of(stored_dtype, read.target == "indices") if keep.slab else 0
+    keeper = keeping.address_of(stored_dtype, out.dtype) if keep.slab else 0
     sizes = layout.src_stride, layout.dest_stride, stored_dtype.itemsize
     has_two_steps = steps[0] >= 0 or codec in ("blosc", "bitshuffle")  # a shuffle after the codec, or within it
     status = np.zeros(3, dtype=np.int64)
@@ -140,7 +140,7 @@ def _by_library(part: Part, out: NDArray[Any], keep: Keeping) -> tuple[int, int,
         is_kept = keep.slab is not None and bool(keep.is_wanted[c - first])
         stored, limit = int(read.chunk_nbytes[c]), int(read.chunk_limit[c])
         if stored == 0:
-            about = float(layout.fill_value), pieces.is_long_whole(layout.dtype)
+            about = float(layout.fill_value), pieces.is_long_whole(layout.dtype, out.dtype)
             code = pieces.fill_pieces(lo, hi, *where[1:], layout.dest_stride, *about, limit, out)
         else:
             place = int(read.chunk_offset[c] + part.shift[c - first])
@@ -158,7 +158,8 @@ def _by_library(part: Part, out: NDArray[Any], keep: Keeping) -> tuple[int, int,
             typed = _typed(plain, layout.dtype)
             code = pieces.copy_pieces(typed, lo, hi, *where, *strides, limit, out)
             if is_kept and code >= 0:
-                keeping.keep_array(typed, read.target == "indices", keep.kept, c - first, keep.room)
+                are_columns, is_wide = read.target == "indices", out.dtype == np.float64
+                keeping.keep_array(typed, are_columns, is_wide, keep.kept, c - first, keep.room)
         if code < 0:
             raise bad_chunk(read, c, code)
         is_rounded |= code > 0

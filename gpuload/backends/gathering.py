@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 _DTYPES = {
     "float32": (np.float32, np.float32),
+    "float64": (np.float64, np.float64),
     "float16": (np.uint16, np.float16),
     "bfloat16": (np.int16, np.uint16),
 }
 """For each dtype of a form: the dtype used in the kernels, and the dtype returned."""
 
 _NO_COLUMNS = np.empty(0, dtype=np.int32)
-_NO_SCRATCH = np.empty(0, dtype=np.float32)
 
 
 class Gatherer:
@@ -55,18 +55,18 @@ class Gatherer:
     ) -> None:
         """Gather rows ``lo:hi`` of a dense minibatch."""
         positions, out = positions[lo:hi], out[lo:hi]
-        scratch = _NO_SCRATCH
+        longest, values = 0, resident.values.dtype
         if form.transform is not None or form.columns is not None:  # else rows are gathered as stored
             longest = int((resident.indptr[positions + 1] - resident.indptr[positions]).max(initial=0))
-            scratch = self._scratch.memory("row", 2 * longest, np.float32)  # its values, and their places
+        scratch = self._scratch.memory("row", 2 * longest, values)  # a row's values, and their places
         arithmetic = (*_arithmetic(form), scratch)
         if resident.X is not None:
             bad = rows.gather_dense(positions, resident.indptr, resident.X, resident.map_start, *arithmetic, out)
         else:
             csr = (positions, resident.indptr, resident.indices, resident.data, resident.map_start)
             n = form.n_cols + rows.SLACK // 2
-            wide = narrow = self._scratch.memory("wide", n, np.float32, is_zeroed=True)
-            if out.dtype != np.float32:
+            wide = narrow = self._scratch.memory("wide", n, values, is_zeroed=True)
+            if out.dtype != values:
                 narrow = self._scratch.memory("narrow", n, np.uint16, is_zeroed=True).view(out.dtype)
             bad = rows.densify_csr(*csr, *arithmetic, wide, narrow, out)
         if bad >= 0:
@@ -83,8 +83,9 @@ class Gatherer:
         indptr = np.empty(positions.size + 1, dtype=np.int32)
         nnz = rows.count_csr(positions, resident.indptr, resident.indices, resident.map_start, columns, indptr)
         check_fits_csr(nnz)
-        whole = self._outputs.array((round_up(nnz, 16) + nnz,), np.int32)  # one lease; both cache-line aligned
-        indices, data = whole[:nnz], whole[whole.size - nnz :].view(np.float32)
+        values, room = resident.values.dtype, round_up(nnz, 16)
+        whole = self._outputs.array((room + nnz * values.itemsize // 4,), np.int32)  # one lease; both on cache lines
+        indices, data = whole[:nnz], whole[room:].view(values)
         is_canonical = rows.gather_csr(*stored, columns, target_sum, log1p, indices, data)
         is_sorted = is_canonical or bool(columns.size)
         if is_sorted and not is_canonical:
@@ -96,7 +97,7 @@ class Gatherer:
                 form.n_cols,
                 self._scratch.memory("digits", 256, np.int64),
                 self._scratch.memory("sorted indices", longest, np.int32),
-                self._scratch.memory("sorted values", longest, np.float32),
+                self._scratch.memory("sorted values", longest, values),
             )
         matrix = _csr_of(data, indices, indptr, form.n_cols)
         if is_sorted:

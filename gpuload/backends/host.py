@@ -155,13 +155,13 @@ class HostLoads:
         start = time.perf_counter()
         run = self._decode_and_keep if may_keep else self._decode
         decoded, n_partial, is_rounded = run(part, out)
-        if is_rounded and out.itemsize == 4:
-            self._rounding.warn(part.read)
+        if is_rounded:
+            self._rounding.warn(part.read, out.dtype)
         counted = {"decoded_nbytes": decoded, "n_chunks": part.last - part.first, "n_chunks_partial": n_partial}
         self._stats.spent("decode_s", start, **counted)
 
     def _decode_and_keep(self, part: Part, out: NDArray[Any]) -> tuple[int, int, bool]:
-        keep = self._cache.reserve(part.read, part.first, part.last)
+        keep = self._cache.reserve(part.read, part.first, part.last, out.dtype)
         try:
             return decode(part, out, self.scratch, self._verify, keep)
         except CorruptDataError:

@@ -166,10 +166,7 @@ class MemoryCache:
             read.chunk_pieces[first : last + 1],
             (read.piece_src, read.piece_dest, read.piece_width, read.piece_rows),
             (layout.src_stride, layout.dest_stride),
-            tuple(
-                pieces.addresses_of(kind, out.dtype, may_fill=False)[0] if (table[1] == kind.itemsize).any() else 0
-                for kind in keeping.kinds(read.target == "indices")
-            ),
+            _copiers(table[1], out.dtype),
             out.ctypes.data,
         )
         if n < 0:
@@ -179,8 +176,8 @@ class MemoryCache:
                 known.is_taken[bad] = False
             raise bad_chunk(read, first - 1 - n, pieces.BAD_COLUMN)
 
-    def reserve(self, read: ArrayRead, first: int, last: int) -> Keeping:
-        """Return what to keep of chunks ``first:last`` of a read.
+    def reserve(self, read: ArrayRead, first: int, last: int, out: np.dtype[Any]) -> Keeping:
+        """Return what to keep of chunks ``first:last`` of a read, for residents of a dtype.
 
         Other tasks find it only after `settle`, which must follow.
         """
@@ -196,7 +193,7 @@ class MemoryCache:
             is_wanted &= least <= max(self._budget.left, largest.room if largest else 0)
             if not is_wanted.any():
                 return NOTHING
-            most = n_items * np.where(itemsize > 0, itemsize, keeping.MOST_NBYTES) + keeping.SLOT
+            most = n_items * np.where(itemsize > 0, itemsize, keeping.most_nbytes(out)) + keeping.SLOT
             slab = self._slab_for(int(most[is_wanted].sum()), largest)
             if slab is None:
                 return NOTHING
@@ -265,3 +262,12 @@ class MemoryCache:
             known = self._chunks[id(layout.verified)] = _Chunks.of(layout)
             self.used_nbytes += self._budget.take(known.nbytes)
         return known
+
+
+def _copiers(itemsize: NDArray[np.int64], out: np.dtype[Any]) -> tuple[int, int, int, int]:
+    """Return the addresses for `keeping.copy_kept`, 0 for those that chunks of these sizes of elements do not need."""
+    found = [0, 0, 0, 0]
+    for k, kind in enumerate(keeping.kinds(out)):
+        if (itemsize == kind.itemsize).any():
+            found[k], _ = pieces.addresses_of(kind, out, may_fill=False)
+    return found[0], found[1], found[2], found[3]

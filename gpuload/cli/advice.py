@@ -71,7 +71,7 @@ def advise(
     ReadError, CorruptDataError
         The file is damaged.
     """
-    per_cell = store.nbytes_per_row
+    per_cell = store.nbytes_per_row()
     outlooks = Outlooks(store, batch_size, label)
     most, limit = _fetch_factor(outlooks.largest(), batch_size, per_cell, memory_nbytes)
     candidates: tuple[Outlook, ...] = ()

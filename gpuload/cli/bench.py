@@ -22,6 +22,7 @@ from gpuload.machine import usable_cores
 from gpuload.outlook import Outlooks, label_codes
 from gpuload.program import positive, table, whole_number
 from gpuload.stats import Stats
+from gpuload.types import ITEMSIZES
 
 if TYPE_CHECKING:
     import argparse
@@ -148,8 +149,7 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Bu
         threads, whole = args.num_threads or cores, together(rounds)
         verdict = Stats.verdict(whole.stats, whole.seconds, threads)
         spans = loader.stats.take_spans()
-        dtype = np.dtype("uint16" if loader.dtype == "bfloat16" else loader.dtype)  # NumPy has no bfloat16
-        batch_nbytes = loader.batch_size * loader.n_vars * dtype.itemsize
+        batch_nbytes = loader.batch_size * loader.n_vars * ITEMSIZES[loader.dtype]
         taken: dict[str, Any] = {"device": loader.device, "io_mode": loader.io_mode, "n_vars": loader.n_vars}
     peak = peak_memory()  # before measuring the ceilings takes memory
     ceilings, random_bits = _ceilings_and_random_entropy(args, batch_nbytes, taken["device"])

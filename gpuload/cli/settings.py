@@ -148,9 +148,9 @@ def add_minibatch_arguments(group: argparse._ActionsContainer) -> None:
     group.add_argument("--output", choices=("dense", "csr"), default="dense", help="minibatch format (default: dense)")
     group.add_argument(
         "--dtype",
-        choices=("float32", "float16", "bfloat16"),
+        choices=("float32", "float64", "float16", "bfloat16"),
         default="float32",
-        help="data type of dense minibatches (default: float32)",
+        help="data type of minibatches; of CSR ones, float32 or float64 (default: float32)",
     )
     group.add_argument("--device", default="auto", help="cpu, cuda:0 or auto (default: auto)")
 

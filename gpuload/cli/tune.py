@@ -14,6 +14,7 @@ from gpuload.cli.machine import available_memory
 from gpuload.errors import PlanError
 from gpuload.program import positive, table
 from gpuload.settings import write_settings
+from gpuload.types import ITEMSIZES
 
 if TYPE_CHECKING:
     import argparse
@@ -73,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     from gpuload.tune import Wish, tune
 
-    if args.output == "csr" and args.dtype != "float32":
-        raise PlanError(f"--dtype {args.dtype} with --output csr: CSR minibatches are float32; drop one.")
+    if args.output == "csr" and ITEMSIZES[args.dtype] < 4:
+        raise PlanError(f"--dtype {args.dtype} with --output csr: CSR minibatches are float32 or float64; drop one.")
     wish = Wish(
         memory_nbytes=int(MEMORY_SHARE * available_memory())
         if args.memory is None

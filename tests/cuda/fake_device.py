@@ -58,11 +58,14 @@ class FakeDevice:
         Makes streams run ahead at random moments; None: only when waited for.
     n_bytes
         Size of the memory; larger allocations fail.
+    values
+        Dtype of the residents' values.
     """
 
     name = "cuda:0"
 
-    def __init__(self, seed: int | None = None, n_bytes: int = 1 << 40) -> None:
+    def __init__(self, seed: int | None = None, n_bytes: int = 1 << 40, values: str = "float32") -> None:
+        self.values = np.dtype(values)
         self._lock = threading.RLock()
         self._random = None if seed is None else random.Random(seed)
         self._streams: dict[int, FakeStream] = {}
@@ -251,7 +254,7 @@ class FakeDevice:
 
         def run() -> None:
             arrays = [_at(*a) if isinstance(a, tuple) else a for a in bare]
-            shim.compiled().launch(kernel, n_blocks, n_threads, tuple(arrays))
+            shim.compiled(self.values.name).launch(kernel, n_blocks, n_threads, tuple(arrays))
 
         if n_blocks:
             self.give(stream, run)

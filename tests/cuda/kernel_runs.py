@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,8 @@ def run(name: str, grid: Grid, *args: Any) -> None:
 
     Copies are aligned to 16 bytes, whatever the outputs are.
     """
-    library = shim.compiled()
+    is_wide = any(isinstance(arg, np.ndarray) and arg.dtype == np.float64 for arg in args)
+    library = shim.compiled("float64" if is_wide else "float32")
     copies = [
         arg.copy() if parameter.startswith("w:") else arg
         for parameter, arg in zip(library.signatures[name], args, strict=True)
@@ -135,10 +137,10 @@ STORED = {
     **{f"be_{name}": np.dtype(f">{name}") for name in PLAIN_TYPES if name[1] != "1"},
 }
 NARROWED = ("u1", "u2", "u4", "u8", "i4", "i8", "f4", "f8")
-OUT = {"f4": np.float32, "i4": np.int32}
-BITS = {"f4": np.float32, "f2": np.float16, "bf2": np.uint16}
+OUT = {"f4": np.float32, "f8": np.float64, "i4": np.int32}
+BITS = {"f4": np.float32, "f2": np.float16, "bf2": np.uint16, "f8": np.float64}
 
-SIGNATURES = {
+_ALL = {
     "gather_payloads": ["r:u1", "r:i8", "r:i8", "r:i8", "i8", "w:u1"],
     "check_adler32": ["r:u1", "r:i8", "r:i8", "r:u1", "r:i8", "i8", "w:i4"],
     "check_fletcher32": ["r:u1", "r:i8", "r:i8", "i8", "w:i4"],
@@ -159,7 +161,7 @@ SIGNATURES = {
     "check_gzip": ["r:u1", "r:i8", "r:i8", "i8", "i8", "w:i4"],
     "check_zstd": ["r:u1", "r:i8", "r:i8", "r:u1", "r:i8", "r:i8", "i8", "w:i4"],
     "decode_lzf": ["r:u1", "r:i8", "r:i8", "w:u1", "r:i8", "r:i8", "i8", "w:i4"],
-    **{f"copy_pieces_{src}_{out}": [*COPY, f"w:{out}", "w:i4", "w:i4"] for src in STORED for out in OUT},
+    **{f"copy_pieces_{src}_{out}": [*COPY, f"w:{out}", "w:i4", "w:i4"] for src in STORED for out in ("f4", "i4")},
     **{f"measure_{src}": ["r:u1", "r:i8", "r:i8", "i8", "w:i4"] for src in NARROWED},
     **{
         f"narrow_{src}_{out}": ["r:u1", "r:i8", "r:i8", "r:i8", "r:i4", "i8", "w:u1"]
@@ -168,11 +170,23 @@ SIGNATURES = {
         if np.dtype(out).itemsize <= np.dtype(src).itemsize
     },
     "downsample_counts": ["r:i8", "r:i4", "w:f4", "r:i8", "i8", "f8", "i8", "i8", "w:i4"],
-    **{f"densify_csr_{out}": [*ROWS, "i8", f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
-    **{f"gather_dense_{out}": [*DENSE, f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in BITS},
+    **{f"densify_csr_{out}": [*ROWS, "i8", f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in ("f4", "f2", "bf2")},
+    **{f"gather_dense_{out}": [*DENSE, f"w:{out[-2:].replace('f2', 'u2')}", "w:i4"] for out in ("f4", "f2", "bf2")},
     "count_csr": ["r:i8", "r:i4", "r:i8", "r:i4", "i8", "w:i8"],
     "gather_csr": [*ROWS, "r:i8", "w:i4", "w:i4", "w:f4"],
     "mark_large": ["r:i8", "r:i4", "r:f4", "r:i8", "r:i4", "f8", "i4", "i8", "i8", "w:i8"],
     "count_dense": ["r:i8", "r:f4", "r:i8", "r:i4", "f8", "i4", "i8", "i8", "w:i8"],
     "compact_dense": ["r:f4", "i8", "i8", "r:i8", "w:i4", "w:i4", "w:f4"],
 }
+
+SIGNATURES = {
+    "float32": _ALL,
+    "float64": {
+        re.sub("^(copy_pieces_.*|densify_csr|gather_dense)_f4$", r"\1_f8", name): [
+            parameter.replace("f4", "f8") for parameter in parameters
+        ]
+        for name, parameters in _ALL.items()
+        if name != "mark_large" and name[-3:] not in ("_f2", "bf2")
+    },
+}
+"""By the dtype of the resident's values."""

@@ -61,7 +61,9 @@ def _replace_runtime() -> ctypes.CDLL:
 fake = _replace_runtime()
 
 
-def _open_cuda(number: int, *, num_threads: int | None, memory_nbytes: int | None, io: str, **settings: Any) -> Any:
+def _open_cuda(
+    number: int, *, num_threads: int | None, memory_nbytes: int | None, io: str, values: str, **settings: Any
+) -> Any:
     from gpuload.backends.cuda.backend import CudaBackend
     from gpuload.backends.cuda.device import Device as CupyDevice
     from gpuload.backends.cuda.pinned import PinnedReader
@@ -72,8 +74,8 @@ def _open_cuda(number: int, *, num_threads: int | None, memory_nbytes: int | Non
         def give(self, stream: int, call: Any) -> None:
             call()
 
-    fake.fake_set_launch(ctypes.c_void_p(_address(shim.compiled()._launch)))
-    device = Device(number, memory_nbytes)
+    fake.fake_set_launch(ctypes.c_void_p(_address(shim.compiled(values)._launch)))
+    device = Device(number, memory_nbytes, values)
     reader = PinnedReader(device, num_threads=num_threads or 2)
     return CudaBackend(
         device,

@@ -256,8 +256,10 @@ inline uint32_t bits_of(float value) { return same_bits<uint32_t>(value); }
 inline uint64_t bits_of(double value) { return same_bits<uint64_t>(value); }
 
 inline double widened(float value) { return value; }
+inline double widened(double value) { return value; }
 inline float narrowed(double value) { return float(value); }
 inline void add_to(float& sum, float value) { sum += value; }
+inline void add_to(double& sum, double value) { sum += value; }
 
 inline uint32_t dot_bytes(uint32_t a, uint32_t b) {
     uint32_t sum = 0;

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from gpuload.backends.cuda.device import source_of_kernels
+from gpuload.backends.cuda.device import kernel_options, source_of_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ HEADER = Path(__file__).with_name("shim.h")
 MAX_THREADS = 1024
 
 _FLAGS = (
-    *("-std=c++17", "-O2", "-g1", "-shared", "-fPIC", "-pthread", "-x", "c++"),
+    *("-O2", "-g1", "-shared", "-fPIC", "-pthread", "-x", "c++"),
     *(
         "-ftls-model=initial-exec",
         "-Wall",
@@ -41,6 +41,7 @@ _FLAGS = (
         "-Wno-unknown-pragmas",
         "-Wno-unused-parameter",
         "-ffp-contract=off",
+        "-fno-gnu-unique",  # two builds may be loaded, each with variables of its own
     ),
 )
 _BUILDS = {
@@ -136,16 +137,16 @@ def _as_c(where: str, wanted: str, value: Any) -> Any:
 
 
 @functools.cache
-def compiled() -> Library:
-    """Return the kernels as compiled for this machine; skip the test if there is no g++."""
-    return Library(_compiled(os.environ.get("GPULOAD_SHIM", "")))
+def compiled(values: str = "float32") -> Library:
+    """Return the kernels as compiled for this machine, for residents of a dtype; skip the test if there is no g++."""
+    return Library(_compiled(os.environ.get("GPULOAD_SHIM", ""), values))
 
 
-def _compiled(build: str) -> Path:
+def _compiled(build: str, values: str = "float32") -> Path:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ here to compile the kernels with", allow_module_level=True)
-    flags = (*_FLAGS, *_BUILDS[build])
+    flags = (*kernel_options(values), *_FLAGS, *_BUILDS[build])
     key = hashlib.sha256(repr(flags).encode() + source_of_kernels().encode() + HEADER.read_bytes()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"gpuload-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -163,7 +164,8 @@ def _compiled(build: str) -> Path:
 
 def sanitized(build: str) -> dict[str, str]:
     """Return environment variables for a Python that runs a sanitized build."""
-    _compiled(build)
+    for values in ("float32", "float64"):
+        _compiled(build, values)
     return _environment(build)
 
 

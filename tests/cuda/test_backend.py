@@ -69,10 +69,11 @@ def open_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]
         n_bytes: int = 1 << 40,
         **settings: Any,
     ) -> Opened:
-        device = FakeDevice(seed_of_streams, n_bytes)
+        device = FakeDevice(seed_of_streams, n_bytes, "float64" if settings.get("dtype") == "float64" else "float32")
         nvcomp = FakeNvcomp(device, fail_at)
 
-        def open_cuda(number: int, *, memory_nbytes: int | None, io: str, **settings: Any) -> CudaBackend:
+        def open_cuda(number: int, *, memory_nbytes: int | None, io: str, values: str, **settings: Any) -> CudaBackend:
+            assert values == device.values
             reader = PinnedReader(device, num_threads=2, buffer_nbytes=1 << 16)
             return CudaBackend(device, reader, nvcomp, **settings)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gpuload.backends.cuda.decode import N_LZF_THREADS
-from gpuload.backends.cuda.device import source_of_kernels
+from gpuload.backends.cuda.device import kernel_options, source_of_kernels
 from gpuload.backends.cuda.work import N_THREADS
 from tests.cuda.kernel_runs import SIGNATURES
 
@@ -23,19 +23,20 @@ CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
 """What CuPy's RawModule adds to the options that it is given (cupy/cuda/compiler.py)."""
 
 
+@pytest.mark.parametrize("values", SIGNATURES)
 @pytest.mark.parametrize("number", ARCHITECTURES)
-def test_nvrtc_compiles_the_kernels(number: str) -> None:
+def test_nvrtc_compiles_the_kernels(number: str, values: str) -> None:
     nvrtc = pytest.importorskip("cupy").cuda.nvrtc
     program = nvrtc.createProgram(source_of_kernels(), "kernels.cu", [], [])
     try:
-        nvrtc.compileProgram(program, [f"--gpu-architecture=sm_{number}", "-std=c++17", *CUPY_OPTIONS])
+        nvrtc.compileProgram(program, [f"--gpu-architecture=sm_{number}", *kernel_options(values), *CUPY_OPTIONS])
     except nvrtc.NVRTCError as error:
         pytest.fail(f"{error}: {nvrtc.getProgramLog(program)}")
     assert not nvrtc.getProgramLog(program).strip("\n\0 ")
     ptx = nvrtc.getPTX(program)
     ptx = ptx.decode() if isinstance(ptx, bytes) else ptx
-    assert set(re.findall(r"\.entry (\w+)", ptx)) == set(SIGNATURES)
-    assert "cvt.rn.f32.f64" in ptx
+    assert set(re.findall(r"\.entry (\w+)", ptx)) == set(SIGNATURES[values])
+    assert ("cvt.rn.f32.f64" in ptx) == (values == "float32")
     assert not re.findall(r"\b(?:cvt|add|sub|mul|fma)\S*\.ftz\S*", ptx), "values below 2**-126 would become 0"
     for entry in ptx.split(".entry ")[1:]:
         if entry.startswith(("densify_csr_", "gather_dense_", "copy_pieces_f4_")):
@@ -44,13 +45,23 @@ def test_nvrtc_compiles_the_kernels(number: str) -> None:
 
 
 @pytest.mark.slow
-def test_nvcc_compiles_the_kernels(tmp_path: Path) -> None:
+@pytest.mark.parametrize("values", SIGNATURES)
+def test_nvcc_compiles_the_kernels(values: str, tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("no nvcc here")
     source = tmp_path / "kernels.cu"
     source.write_text(source_of_kernels())
-    command = [nvcc, "-std=c++17", "-arch=sm_90", "-cubin", "-Werror", "all-warnings", "-o", str(tmp_path / "k.cubin")]
+    command = [
+        nvcc,
+        *kernel_options(values),
+        "-arch=sm_90",
+        "-cubin",
+        "-Werror",
+        "all-warnings",
+        "-o",
+        str(tmp_path / "k.cubin"),
+    ]
     done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stderr

@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     width=st.sampled_from([0, 1, 2, 31, 32, 257, 1100]),
     amount=st.one_of(st.sampled_from([1e-10, 0.25, 0.999, 1.0, 300.0]), st.floats(0.001, 5000.0)),
     is_bad=st.booleans(),
+    values=st.sampled_from([np.float32, np.float64]),
 )
 def test_downsample_counts(
-    grid: Grid, seed: int, kind: str, n_rows: int, width: int, amount: float, is_bad: bool
+    grid: Grid, seed: int, kind: str, n_rows: int, width: int, amount: float, is_bad: bool, values: type
 ) -> None:
     rng = RNG(seed)
     n_stored = rng.integers(0, width + 1, n_rows) if kind != "dense" else np.full(n_rows, width)
     indptr = np.concatenate([[0], np.cumsum(n_stored)]).astype(np.int64)
-    data = rng.choice([0, 1, 2, 3, 8, 9, 64, 65, 200, 5000], indptr[-1]).astype(np.float32)
+    data = rng.choice([0, 1, 2, 3, 8, 9, 64, 65, 200, 5000], indptr[-1]).astype(values)
     if is_bad and data.size:
-        data[rng.integers(0, data.size)] = rng.choice(np.array([-1, 0.25, 2**24 + 2, np.inf, np.nan], np.float32))
+        data[rng.integers(0, data.size)] = rng.choice(np.array([-1, 0.25, 2**24 + 2, np.inf, np.nan], values))
     indices = np.concatenate([np.sort(rng.permutation(3 * width + 1)[:n]) for n in n_stored] or [[]]).astype(np.int32)
     if kind != "csr":
         indices = indices[:0]

@@ -75,6 +75,10 @@ def elements(rng: np.random.Generator, dtype: np.dtype[Any], n: int, limit: int)
     return values
 
 
+EXACT = {"f4": 1 << 24, "f8": 1 << 53}
+"""Up to which whole number these types hold each."""
+
+
 def converted(values: NDArray[Any], limit: int, out: str) -> tuple[NDArray[Any], int, bool]:
     """Return what copy_run of the CPU backend makes of elements, its error or 0, and whether one was rounded."""
     native = values.astype(values.dtype.newbyteorder("="))
@@ -85,10 +89,9 @@ def converted(values: NDArray[Any], limit: int, out: str) -> tuple[NDArray[Any],
             column = native.astype(np.int64)
             is_bad = column.view(np.uint64) >= np.uint64(limit)
             return np.where(is_bad, 0, column).astype(np.int32), copies.BAD_COLUMN * int(is_bad.any()), False
-        result = native.astype(np.float32)
+        result = native.astype(OUT[out])
         is_beyond = bool((np.isfinite(native) & ~np.isfinite(result)).any()) if native.dtype == np.float64 else False
-        is_long = native.dtype.kind in "iu" and native.dtype.itemsize >= 4
-        is_rounded = is_long and bool((np.abs(native.astype(np.float64)) > copies.MAX_EXACT).any())
+        is_rounded = native.dtype.kind in "iu" and any(abs(value) > EXACT[out] for value in native.tolist())
         return result, copies.BAD_VALUE * int(is_beyond), is_rounded
 
 
@@ -139,20 +142,21 @@ def draw_pieces(draw: st.DrawFn, rng: np.random.Generator, place: Ranges, chunk_
 def test_copy_pieces(name: str, out: str, data: st.DataObject, grid: Grid, seed: int) -> None:
     rng, dtype = RNG(seed), STORED[name]
     n_chunks, chunk_size = data.draw(st.integers(0, 4)), data.draw(st.sampled_from([1, 7, 64, 700]))
-    limits = rng.choice([-1] if out == "f4" else [1, 100, 62_710], n_chunks)
+    limits = rng.choice([-1] if out != "i4" else [1, 100, 62_710], n_chunks)
     place = ranges(rng, [chunk_size * dtype.itemsize] * n_chunks, gap=data.draw(st.sampled_from([1, 9])))
     plain = [elements(rng, dtype, chunk_size, limit) for limit in limits.tolist()]
     decoded = np.zeros(place.total, dtype=np.uint8)
     for piece, values in zip(place.slices(), plain, strict=True):
         decoded[piece] = values.view(np.uint8)
     pieces = draw_pieces(data.draw, rng, place, chunk_size)
-    fills = [0.0, 3.0, 0.5, 2.0**24 + 2, -(2.0**25), np.inf, 1e39] if out == "f4" else [0.0, -1.0, 99.0, 1e9]
+    fills = [0.0, -1.0, 99.0, 1e9] if out == "i4" else [0.0, 3.0, 0.5, 2.0**24 + 2, -(2.0**25), 2.0**54, np.inf, 1e39]
     fill = data.draw(st.sampled_from(fills))
-    is_long = out == "f4" and abs(fill) > 1 << 24 and name.removeprefix("be_") in ("i4", "u4", "i8", "u8")
+    long = [kind for kind in ("i4", "u4", "i8", "u8") if int(kind[1]) >= int(out[1])]
+    is_long = out != "i4" and abs(fill) > EXACT[out] and name.removeprefix("be_") in long
     is_absent = rng.random(n_chunks) < data.draw(st.sampled_from([0.0, 0.3]))
     pieces.bases[is_absent[pieces.chunk]] = -1
 
-    memory = np.full(pieces.n_out + 3, FILLER, dtype=np.uint8).repeat(4).view(OUT[out])
+    memory = np.full(pieces.n_out + 3, FILLER, dtype=np.uint8).repeat(int(out[1])).view(OUT[out])
     first = data.draw(st.integers(0, 3))
     wanted, (expected, should_be_rounded) = memory.copy(), np.zeros((2, n_chunks), dtype=np.int32)
     for p in range(pieces.src.size):
@@ -160,13 +164,13 @@ def test_copy_pieces(name: str, out: str, data: st.DataObject, grid: Grid, seed:
         limit = limits[c]
         is_bad = is_absent[c] and out == "i4" and not 0 <= fill < limit
         expected[c] = expected[c] or copies.BAD_COLUMN * is_bad
-        expected[c] = expected[c] or copies.BAD_VALUE * (is_absent[c] and out == "f4" and fill == 1e39)
+        expected[c] = expected[c] or copies.BAD_VALUE * bool(is_absent[c] and out == "f4" and fill == 1e39)
         should_be_rounded[c] |= is_absent[c] and is_long
         for r in range(pieces.rows[p]):
             src, dest = int(pieces.src[p]) + r * pieces.src_stride, int(pieces.dest[p]) + r * pieces.dest_stride + first
             n = int(pieces.width[p])
             if is_absent[c]:
-                held = 0 if is_bad else np.inf if fill == 1e39 else fill
+                held = 0 if is_bad else np.inf if (fill, out) == (1e39, "f4") else fill
                 run_of, code, is_rounded = np.full(n, held, OUT[out]), 0, False
             else:
                 run_of, code, is_rounded = converted(plain[c][src : src + n], limit, out)
@@ -183,16 +187,19 @@ def test_copy_pieces(name: str, out: str, data: st.DataObject, grid: Grid, seed:
     np.testing.assert_array_equal(found, should_be_rounded)
 
 
-@pytest.mark.parametrize(("name", "out"), [("i4", "i4"), ("i8", "i4"), ("i8", "f4"), ("u4", "f4"), ("f8", "f4")])
+@pytest.mark.parametrize(
+    ("name", "out"),
+    [(name, out) for out in OUT for name in ("i4", "i8", "u4", "u8", "f8") if (name[0] == "f") <= (out != "i4")],
+)
 @pytest.mark.skipif(bool(BUILD), reason="no kernel runs here, and a sanitizer only slows it down")
 def test_reference_copies_match_the_cpu_backend(name: str, out: str) -> None:
     rng = RNG(0)
-    for limit in [-1] * 40 if out == "f4" else [1, 100, 62_710] * 15:
+    for limit in [-1] * 40 if out != "i4" else [1, 100, 62_710] * 15:
         values = elements(rng, STORED[name], 20, limit)
         got = np.zeros(20, dtype=OUT[out])
         code = copies.copy_pieces(values, 0, 1, int64(0), int64(0), int64(20), int64(1), 1, 1, limit, got)
         wanted, error, is_rounded = converted(values, limit, out)
-        assert code == (error or copies.MAX_EXACT * is_rounded)
+        assert code == (error or copies.ROUNDED * is_rounded)
         if not error:
             np.testing.assert_array_equal(got, wanted)
 

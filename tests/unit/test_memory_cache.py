@@ -190,15 +190,20 @@ def test_closing_frees_it(plain: Stored) -> None:
 # --- what is kept
 
 
-def kept(src: np.ndarray, are_columns: bool, room: int | None = None) -> tuple[int, np.ndarray]:
+SINGLE = np.dtype(np.float32)
+
+
+def kept(src: np.ndarray, resident: np.dtype, room: int | None = None) -> tuple[int, np.ndarray]:
     """Keep elements; return the code, and the memory, of which the last bytes were not to be touched."""
-    memory = np.full(4 * src.size + 64, 0xA5, dtype=np.uint8)
-    code = keeping.keep_elements(src, are_columns, memory.ctypes.data, 4 * src.size if room is None else room)
+    memory = np.full(8 * src.size + 64, 0xA5, dtype=np.uint8)
+    of = resident.kind == "i", resident == np.float64
+    code = keeping.keep_elements(src, *of, memory.ctypes.data, 8 * src.size if room is None else room)
     return code, memory
 
 
 NUMBERS = st.sampled_from(["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"])
 EDGES = [0, 1, 254, 255, 256, 65_534, 65_535, 65_536, 1 << 24, (1 << 24) + 1, (1 << 31) - 1, 1 << 31, -1, -(1 << 24)]
+EDGES += [(1 << 53) - 1, (1 << 53) + 2, -(1 << 52) - 1]
 
 
 @st.composite
@@ -206,7 +211,7 @@ def chunks(draw: st.DrawFn) -> np.ndarray:
     dtype = np.dtype(draw(NUMBERS))
     if dtype.kind == "f":
         items = st.one_of(
-            st.sampled_from([*map(float, EDGES), -0.0, 0.5, np.nan, np.inf, -np.inf, 3.5e38, 1e-50, -7.25]),
+            st.sampled_from([*map(float, EDGES), -0.0, 0.5, np.nan, np.inf, -np.inf, 3.5e38, 1e-50, -7.25, 1 / 3]),
             st.integers(0, 300).map(float),
         ).map(lambda value: np.array(value).astype(dtype))
     else:
@@ -217,12 +222,14 @@ def chunks(draw: st.DrawFn) -> np.ndarray:
         return draw(hnp.arrays(dtype, st.integers(1, 40), elements=items))
 
 
-@given(src=chunks(), are_columns=st.booleans())
+@given(src=chunks(), resident=st.sampled_from(["i4", "f4", "f8"]).map(np.dtype))
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_elements_are_kept_in_the_smallest_type_that_holds_them(src: np.ndarray, are_columns: bool) -> None:
-    expected = 0
+def test_elements_are_kept_in_the_smallest_type_that_holds_them(src: np.ndarray, resident: np.dtype) -> None:
+    expected, are_columns = 0, resident.kind == "i"
     has_signs = src.dtype.kind == "f" and bool(np.signbit(src).any())
-    for kind in keeping.kinds(are_columns):
+    for kind in map(
+        np.dtype, {"i4": ["u1", "u2", "i4"], "f4": ["u1", "u2", "f4"]}.get(resident.str[1:], ["u1", "u2", "f4", "f8"])
+    ):
         itemsize = kind.itemsize
         if src.dtype.kind == "f" and are_columns and itemsize == 4:
             continue
@@ -231,14 +238,16 @@ def test_elements_are_kept_in_the_smallest_type_that_holds_them(src: np.ndarray,
             holds = not has_signs and len(narrow) == src.size and 0 <= min(narrow) <= max(narrow) < 1 << 8 * itemsize
         elif are_columns:
             holds = 0 <= min(narrow) <= max(narrow) < 1 << 31
-        elif src.dtype.kind == "f":
+        elif src.dtype.kind == "f" and resident == np.float32:
             holds = bool((np.isfinite(src) == np.isfinite(src.astype(np.float32))).all())
+        elif src.dtype.kind == "f":
+            holds = all(float(kind.type(value)) == value for value in src.tolist()) or itemsize == 8
         else:
-            holds = max(abs(value) for value in narrow) <= 1 << 24
+            holds = max(abs(value) for value in narrow) <= (1 << 24 if itemsize == 4 else (1 << 53) - 1)
         if holds:
             expected = itemsize
             break
-    code, memory = kept(src, are_columns)
+    code, memory = kept(src, resident)
     assert code == expected
     if expected:
         out = memory[: src.size * expected].view(kind)
@@ -247,10 +256,10 @@ def test_elements_are_kept_in_the_smallest_type_that_holds_them(src: np.ndarray,
             np.testing.assert_array_equal(np.signbit(out), np.signbit(src))
     assert (memory[src.size * expected :] == 0xA5).all()
     if expected:
-        code, memory = kept(src, are_columns, room=src.size * expected - 1)
+        code, memory = kept(src, resident, room=src.size * expected - 1)
         assert code == -expected
         assert (memory == 0xA5).all()
-        assert kept(src, are_columns, room=src.size * expected)[0] == expected
+        assert kept(src, resident, room=src.size * expected)[0] == expected
 
 
 def test_negative_zeros_stay_so(tmp_path: Path) -> None:
@@ -462,17 +471,17 @@ def test_a_chunk_is_kept_once_whoever_decodes_it(store_variant: StoreVariant) ->
     with gpuload.open_loader(store_variant("csr-gzip4").path, device="cpu") as loader:
         read = loader.store.recipe(np.array([[0, 131]])).reads[0]
     cache, n = MemoryCache(Budget(MIB), n_threads=2), read.chunk_id.size
-    first, second = cache.reserve(read, 0, n), cache.reserve(read, 0, n)
+    first, second = (cache.reserve(read, 0, n, SINGLE) for _ in range(2))
     assert first.is_wanted.all()
     assert second is memory_cache.NOTHING
     assert not cache.find(read)[0].any()
     cache.settle(read, 0, first)  # it kept none
-    again = cache.reserve(read, 0, n)
+    again = cache.reserve(read, 0, n, SINGLE)
     assert again.is_wanted.all()
     again.kept[:, 0] = again.room[0], 2
     cache.settle(read, 0, again)
     np.testing.assert_array_equal(cache.find(read)[0] > 0, np.arange(n) == 0)
-    rest = cache.reserve(read, 0, n)
+    rest = cache.reserve(read, 0, n, SINGLE)
     np.testing.assert_array_equal(rest.is_wanted, np.arange(n) > 0)
 
 
@@ -518,21 +527,21 @@ def test_what_a_chunk_needs_is_found_out_once(store_variant: StoreVariant) -> No
     n = read.layout.chunk_size
     noted = 10 * read.layout.chunk_offset.size
     cache = MemoryCache(Budget(2 * n + noted), n_threads=1)
-    first = cache.reserve(read, 0, 1)
+    first = cache.reserve(read, 0, 1, SINGLE)
     first.kept[1, 0] = -4
     cache.settle(read, 0, first)
-    assert cache.reserve(read, 0, 1) is memory_cache.NOTHING
-    other = cache.reserve(read, 0, 2)  # the slab is still there
+    assert cache.reserve(read, 0, 1, SINGLE) is memory_cache.NOTHING
+    other = cache.reserve(read, 0, 2, SINGLE)  # the slab is still there
     np.testing.assert_array_equal(other.is_wanted, [False, True])
     other.kept[1, 1] = -2
     cache.settle(read, 0, other)
-    again = cache.reserve(read, 0, 2)
+    again = cache.reserve(read, 0, 2, SINGLE)
     np.testing.assert_array_equal(again.is_wanted, [False, True])
     again.kept[:, 1] = again.room[0], 2
     again.room[0] += 2 * n
     cache.settle(read, 0, again)
     np.testing.assert_array_equal(cache.find(read)[0, :2] > 0, [False, True])
-    assert cache.reserve(read, 0, 2) is memory_cache.NOTHING
+    assert cache.reserve(read, 0, 2, SINGLE) is memory_cache.NOTHING
 
 
 def test_slabs_have_room_for_the_largest_chunk(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from gpuload.backends.native import rows
 NO_COLUMNS = np.empty(0, dtype=np.int32)
 ONE_MAP = np.empty(0, dtype=np.int64)
 SCRATCH = np.empty(2 * 33_001, dtype=np.float32)
+TILE = rows.TILE_NBYTES // 4
 
 
 def guarded(n: int, dtype: Any, shift: int) -> tuple[np.ndarray, np.ndarray]:
@@ -84,7 +85,7 @@ def test_a_large_minibatch_of_float16(matrix: csr_matrix, shift: int) -> None:
     assert not narrow.any()
 
 
-BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
+BITS = {"float32": np.float32, "float64": np.float64, "float16": np.uint16, "bfloat16": np.int16}
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["cached", "streamed"])
@@ -94,33 +95,35 @@ BITS = {"float32": np.float32, "float16": np.uint16, "bfloat16": np.int16}
 def test_rows_of_several_tiles(is_streamed: bool, kind: str, seed: int, n_falling: int, has_map: bool) -> None:
     """Rows wider than a tile, some of which have unsorted columns, or a column twice."""
     rng, n_rows = np.random.default_rng(seed), 170 if is_streamed else 3
-    n_vars = int(rng.integers(2 * rows.TILE, 4 * rows.TILE))
+    values = np.float64 if kind == "float64" else np.float32
+    n_vars = int(rng.integers(2 * TILE, 4 * TILE))
     picked = [np.sort(rng.integers(0, n_vars, int(rng.integers(0, 300)))) for _ in range(5)]
     for k in rng.integers(0, 5, n_falling):
         rng.shuffle(picked[k])
     indptr = np.cumsum([0, *(row.size for row in picked)])
-    indices, data = np.concatenate(picked).astype(np.int32), rng.integers(1, 9, indptr[-1]).astype(np.float32)
+    indices, data = np.concatenate(picked).astype(np.int32), rng.integers(1, 9, indptr[-1]).astype(values)
+    data += 2.0**-40 if kind == "float64" else 0
     columns, n_cols = NO_COLUMNS, n_vars
     if has_map:
         columns = np.where(rng.random(n_vars) < 0.8, 0, -1).astype(np.int32)
         n_cols = int((columns >= 0).sum())
         columns[columns >= 0] = np.arange(n_cols)
     positions = rng.integers(0, 5, n_rows).astype(np.int32)
-    wanted = np.zeros((n_rows, n_cols), dtype=np.float32)
+    wanted = np.zeros((n_rows, n_cols), dtype=values)
     for r, row in enumerate(positions):
         own = slice(indptr[row], indptr[row + 1])
         places = columns[indices[own]] if has_map else indices[own]
         np.add.at(wanted[r], places[places >= 0], data[own][places >= 0])
-    memory, flat = guarded(n_rows * n_cols, BITS[kind], int(rng.integers(0, 32)))
+    memory, flat = guarded(n_rows * n_cols, BITS[kind], int(rng.integers(0, 64 // np.dtype(BITS[kind]).itemsize)))
     n_scratch, longest = n_cols + rows.SLACK // 2, max(row.size for row in picked)
-    around_wide, wide = guarded(n_scratch, np.float32, int(rng.integers(0, 16)))
-    around_narrow, narrow = guarded(n_scratch, BITS[kind], int(rng.integers(0, 32)))
-    around_scratch, scratch = guarded(2 * longest, np.float32, 0)
+    around_wide, wide = guarded(n_scratch, values, int(rng.integers(0, 64 // np.dtype(values).itemsize)))
+    around_narrow, narrow = guarded(n_scratch, BITS[kind], int(rng.integers(0, 64 // np.dtype(BITS[kind]).itemsize)))
+    around_scratch, scratch = guarded(2 * longest, values, 0)
     wide[:] = narrow[:] = 0
     out = flat.reshape(n_rows, n_cols)
     assert (out.nbytes >= rows.STREAMED_NBYTES) == is_streamed
     csr = (indptr, indices, data, ONE_MAP, columns)
-    last = wide if kind == "float32" else narrow
+    last = wide if BITS[kind] == values else narrow
     assert rows.densify_csr(positions, *csr, 0.0, False, scratch, wide, last, out) == -1
     if kind == "bfloat16":  # small whole numbers are cut off exactly
         np.testing.assert_array_equal((out.view(np.uint16).astype(np.uint32) << 16).view(np.float32), wanted)
@@ -136,13 +139,13 @@ def test_rows_of_several_tiles(is_streamed: bool, kind: str, seed: int, n_fallin
 
 @pytest.mark.parametrize(("row", "bad"), [([70_000, 1, -10_000], -1), ([60_000, 1, 10_000], 0), ([1, 70_000, 1], 0)])
 def test_float16_overflow_is_checked_after_summing(row: list[float], bad: int) -> None:
-    indptr, indices = np.array([0, 3]), np.array([5, rows.TILE + 900, 5], dtype=np.int32)
+    indptr, indices = np.array([0, 3]), np.array([5, TILE + 900, 5], dtype=np.int32)
     wide = np.zeros(20_000 + rows.SLACK // 2, dtype=np.float32)
     narrow, out = np.zeros(wide.size, dtype=np.uint16), np.empty((1, 20_000), dtype=np.uint16)
     csr = (indptr, indices, np.array(row, dtype=np.float32), ONE_MAP, NO_COLUMNS)
     assert rows.densify_csr(np.zeros(1, np.int32), *csr, 0.0, False, SCRATCH, wide, narrow, out) == bad
     if bad < 0:
-        assert out.view(np.float16)[0, [5, rows.TILE + 900]].tolist() == [60_000, 1]
+        assert out.view(np.float16)[0, [5, TILE + 900]].tolist() == [60_000, 1]
 
 
 def test_a_large_minibatch_of_transformed_dense_rows(matrix: csr_matrix) -> None:
@@ -157,16 +160,17 @@ def test_a_large_minibatch_of_transformed_dense_rows(matrix: csr_matrix) -> None
     np.testing.assert_array_max_ulp(out, np.log1p(X[:40] * (1e4 / totals)).astype(np.float32), maxulp=1)
 
 
+@pytest.mark.parametrize("values", [np.float32, np.float64])
 @pytest.mark.parametrize("target_sum", [0.0, 7.0])
-def test_values_that_are_not_small_counts(target_sum: float) -> None:
-    data = np.array([0.0, -0.0, 1, 1.5, 63, 64, 65.5, -1, -0.25, 3e9, 1, 63, 2**24], dtype=np.float32)
+def test_values_that_are_not_small_counts(target_sum: float, values: type) -> None:
+    data = np.array([0.0, -0.0, 1, 1.5, 63, 64, 65.5, -1, -0.25, 3e9, 1, 63, 2**24, 1 / 3, 1e-12, 7e-12], dtype=values)
     indptr, indices = np.array([0, data.size]), np.arange(data.size, dtype=np.int32)
-    out_indices, out = np.empty(data.size, np.int32), np.empty(data.size, np.float32)
+    out_indices, out = np.empty(data.size, np.int32), np.empty(data.size, values)
     scale = target_sum / data.astype(np.float64).sum() if target_sum else 1.0
     for log1p in (False, True):
         with np.errstate(divide="ignore"):
             scaled = data.astype(np.float64) * scale
-            wanted = (np.log1p(scaled) if log1p else scaled).astype(np.float32)
+            wanted = (np.log1p(scaled) if log1p else scaled).astype(values)
         if not target_sum and not log1p:
             wanted = data
         csr = (indptr, indices, data, ONE_MAP, NO_COLUMNS)

@@ -25,6 +25,7 @@ def open_cuda(
     *,
     num_threads: int | None,
     verify: str,
+    values: str,
     memory_nbytes: int | None,
     cache_nbytes: int,
     host_cache_nbytes: int,
@@ -42,8 +43,8 @@ def open_cuda(
         and one per core available to this process.
     verify, cache_nbytes, host_cache_nbytes, host_decode
         As for `CudaBackend`.
-    memory_nbytes
-        Limit on device memory; None for no limit.
+    values, memory_nbytes
+        As for `Device`.
     io
         ``"kvikio"``, ``"pinned"``, or ``"auto"``: whichever measures faster. Without KvikIO, or without a cuFile
         library for it, or if it fails while both are measured, ``"auto"`` warns and takes ``"pinned"``.
@@ -55,7 +56,7 @@ def open_cuda(
     from gpuload.backends.cuda.nvcomp import Nvcomp
     from gpuload.backends.cuda.pinned import NUM_THREADS, PinnedReader
 
-    device = Device(number, memory_nbytes)
+    device = Device(number, memory_nbytes, values)
     readers: list[Reader] = []
     if io != "pinned":
         try:

@@ -17,7 +17,7 @@ import numpy as np
 
 from gpuload.backends.cuda.containers import ROWS
 from gpuload.backends.cuda.steps import CHECKSUM_NBYTES, chunk_nbytes, steps_of
-from gpuload.backends.cuda.work import N_THREADS, Work, slots
+from gpuload.backends.cuda.work import N_THREADS, Work, kernel_type, slots
 from gpuload.backends.native.chunks import BAD_CRC32C
 from gpuload.backends.native.inflate import BAD_CHECKSUM
 
@@ -52,8 +52,8 @@ class Outcome:
     reports
         Pairs: chunk numbers within the read, and the kernels' status code for each (int32, 0 = good).
     is_rounded
-        Pairs: chunk numbers within the read, and whether an integer of each was rounded to fit float32 (int32);
-        meaningless for suspects.
+        Pairs: chunk numbers within the read, and whether an integer of each was rounded (int32); meaningless for
+        suspects.
     verified
         Layout's chunk numbers whose checksums are verified, provided that nothing bad is reported.
     kept
@@ -392,7 +392,7 @@ class Decoder:
         )
         codes, rounded = work.codes(numbers.size), work.codes(numbers.size)
         work.launch(
-            f"copy_pieces_{kernel_type(dtype or layout.dtype)}_{'i4' if read.target == 'indices' else 'f4'}",
+            f"copy_pieces_{kernel_type(dtype or layout.dtype)}_{kernel_type(np.dtype(part.out.dtype))}",
             pieces.size,
             decoded,
             *on.values(),
@@ -410,9 +410,3 @@ class Decoder:
     def _report(self, part: _Part, codes: Any) -> None:
         """Launch the copy of status codes to the host."""
         part.outcome.reports.append((part.numbers, part.work.download(codes, np.int32)))
-
-
-def kernel_type(dtype: np.dtype[Any]) -> str:
-    """Return the kernels' name for a stored type: kind and size, prefixed with "be_" if big-endian."""
-    name = "bool" if dtype.kind == "b" else f"{dtype.kind}{dtype.itemsize}"
-    return name if dtype.isnative else f"be_{name}"

@@ -49,6 +49,11 @@ DIVISIBLE = ("copy_pieces_", "measure_", "narrow_", "gather_", "densify_", "unsh
 """Kernels that split items when there are more blocks than items, so that a few large items use the whole GPU."""
 
 
+def kernel_options(values: str) -> tuple[str, ...]:
+    """Return the compiler's options for residents whose values are ``"float32"`` or ``"float64"``."""
+    return ("-std=c++17", "-DWIDE") if values == "float64" else ("-std=c++17",)
+
+
 def source_of_kernels() -> str:
     """Return the source of all our kernels; compiler messages name the file and line."""
     return "".join(f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}\n' for path in KERNELS)
@@ -63,6 +68,8 @@ class Device:
         Index of the GPU among those visible to this process.
     memory_nbytes
         Limit on device memory; None for no limit.
+    values
+        Dtype of the residents' values, ``"float32"`` or ``"float64"``.
 
     Raises
     ------
@@ -72,9 +79,10 @@ class Device:
         There is no such GPU, no driver, or the kernels cannot be compiled, or kept.
     """
 
-    def __init__(self, number: int, memory_nbytes: int | None = None) -> None:
+    def __init__(self, number: int, memory_nbytes: int | None = None, values: str = "float32") -> None:
         self._cupy = cupy = load_cupy()
         self._number = number
+        self.values: np.dtype[Any] = np.dtype(values)
         self.name = f"cuda:{number}"
         try:
             count = cupy.cuda.runtime.getDeviceCount()
@@ -88,7 +96,7 @@ class Device:
                 f"below {count}, or set CUDA_VISIBLE_DEVICES."
             )
         with self._on_device():
-            self._kernels = cupy.RawModule(code=source_of_kernels(), options=("-std=c++17",))
+            self._kernels = cupy.RawModule(code=source_of_kernels(), options=kernel_options(values))
             try:
                 self._kernels.compile()
             except OSError as error:

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from gpuload.backends.cuda.loading import CudaResident
     from gpuload.types import Form
 
-_OUTPUTS = {"float32": ("f4", np.float32), "float16": ("f2", np.float16), "bfloat16": ("bf2", np.uint16)}
+_OUTPUTS = {
+    "float32": ("f4", np.float32),
+    "float64": ("f8", np.float64),
+    "float16": ("f2", np.float16),
+    "bfloat16": ("bf2", np.uint16),
+}
+"""For each dtype of a form: the kernels' name for it, and the dtype returned."""
+
 _NO_ROWS = np.empty(0, dtype=np.int64)
 _NO_BAD_ROW = np.iinfo(np.int32).max
 _FEW = 92  # float16 holds the sum of this many values after log1p: each is below 709.8, the log of the largest float64
@@ -101,7 +108,7 @@ class Gatherer:
         ends, offsets, is_unsorted = self._offsets(resident, whole, form, arithmetic, stream)
         nnz = int(ends[here.stop] - ends[here.start])
         check_fits_csr(nnz)
-        sizes = (np.int32, positions.size + 1), (np.int32, nnz), (np.float32, nnz)
+        sizes = (np.int32, positions.size + 1), (np.int32, nnz), (self._device.values, nnz)
         indptr, indices, data = (self._outputs.array((n,), dtype, stream)[0] for dtype, n in sizes)
         if not positions.size:
             self._device.fill(indptr, 0, stream)

@@ -81,9 +81,10 @@ class CudaResident:
     Attributes
     ----------
     host_indptr, indptr, indices, data
-        CSR: row offsets in host and in device memory, int64 (n_rows + 1,); int32 and float32 (nnz,) in device memory.
+        CSR: row offsets in host and in device memory, int64 (n_rows + 1,); int32, and float32 or float64, (nnz,) in
+        device memory.
     X
-        Dense: (nnz,) float32, rows concatenated; `indptr` is set if they are not all n_vars wide.
+        Dense: (nnz,) float32 or float64, rows concatenated; `indptr` is set if they are not all n_vars wide.
     map_start : (n_rows,) int64, optional
         Offset of each row's map in `Form.columns`.
     leases
@@ -306,13 +307,13 @@ class DeviceLoads:
         resident.indptr = self._uploaded(recipe.indptr, resident, stream)
         resident.map_start = self._uploaded(recipe.map_start, resident, stream)
         if recipe.kind == "dense":
-            resident.X = self._leased(recipe.nnz, np.float32, resident, stream)
+            resident.X = self._leased(recipe.nnz, self._device.values, resident, stream)
         else:
             resident.indices = self._leased(recipe.nnz, np.int32, resident, stream)
-            resident.data = self._leased(recipe.nnz, np.float32, resident, stream)
+            resident.data = self._leased(recipe.nnz, self._device.values, resident, stream)
         return resident
 
-    def _leased(self, n: int, dtype: type, resident: CudaResident, stream: Any) -> Any:
+    def _leased(self, n: int, dtype: Any, resident: CudaResident, stream: Any) -> Any:
         made, lease = self.residents.array((n,), dtype, stream)
         resident.leases.append(lease)
         return made
@@ -457,7 +458,7 @@ class DeviceLoads:
         """Have the host decode the chunks that the device found bad, wait for all that it does, and record the rest."""
         read, suspects = outcome.read, outcome.suspects()
         if outcome.rounds(suspects):
-            self._rounding.warn(read)
+            self._rounding.warn(read, self._device.values)
         good = outcome.good(suspects)  # the host counts those that it decodes
         decoded_nbytes = int(read.layout.decoded_nbytes(read.chunk_id[good]).sum())
         self._stats.add(decoded_nbytes=decoded_nbytes, n_chunks=good.size)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gpuload.backends import host
-from gpuload.backends.cuda.work import Work
+from gpuload.backends.cuda.work import Work, kernel_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +88,7 @@ class HostDecoder:
         A part whose future is done is there: its thread has waited for the lane's stream. What the cache has is not
         decoded, and what is decoded is kept there, unless the device found it bad.
         """
-        itemsize = np.dtype(_dtype(read)).itemsize
+        itemsize = out.dtype.itemsize
         nbytes = max(1, host.TASK_NBYTES * min(read.layout.dtype.itemsize, itemsize) // itemsize)
         kept, rest = (None, read) if is_suspect else self._loads.split(read)
         tasks = []
@@ -123,7 +123,7 @@ class HostDecoder:
         pieces = slice(int(packed.chunk_pieces[first]), int(packed.chunk_pieces[last]))
         n, stride, end = pieces.stop - pieces.start, packed.layout.dest_stride, pieces.stop - 1
         n_items = int(packed.piece_dest[end] + (packed.piece_rows[end] - 1) * stride + packed.piece_width[end])
-        dtype = np.dtype(_dtype(read))
+        dtype = np.dtype(out.dtype)
         values = self._memory(n_items * dtype.itemsize)
         fill(values.view(dtype))
         held: list[Any] = []
@@ -141,7 +141,7 @@ class HostDecoder:
             decoded = work.scratch(values.nbytes)
             device.upload(values, decoded, lane.stream)
             strides = np.int64(stride), np.int64(read.layout.dest_stride)
-            name = "copy_pieces_i4_i4" if read.target == "indices" else "copy_pieces_f4_f4"
+            name = f"copy_pieces_{kernel_type(dtype)}_{kernel_type(dtype)}"
             codes = work.codes(1), work.codes(1)  # of errors and of rounding, which the host has looked for
             work.launch(name, n, decoded, *on.values(), *strides, np.float64(0), np.int64(n), out, *codes)
         finally:
@@ -155,11 +155,6 @@ class HostDecoder:
             self._pinned.pop(thread, None)
             found = self._pinned[thread] = self._device.pinned(1 << (nbytes - 1).bit_length())  # as CuPy rounds it
         return found[:nbytes]
-
-
-def _dtype(read: ArrayRead) -> type:
-    """Return the type of the elements of the resident that a read fills."""
-    return np.int32 if read.target == "indices" else np.float32
 
 
 def _packed(read: ArrayRead, parts: list[tuple[int, int]]) -> ArrayRead:

@@ -123,3 +123,9 @@ class Work:
 def slots(nbytes: Any) -> Any:
     """Return sizes rounded up to whole slots."""
     return -(-nbytes // SLOT) * SLOT
+
+
+def kernel_type(dtype: np.dtype[Any]) -> str:
+    """Return the kernels' name for a type: kind and size, prefixed with "be_" if big-endian."""
+    name = "bool" if dtype.kind == "b" else f"{dtype.kind}{dtype.itemsize}"
+    return name if dtype.isnative else f"be_{name}"

@@ -19,7 +19,7 @@ from numba import types
 from gpuload.backends.native.decoders import call_check, call_one, call_two, call_unshuffle
 from gpuload.backends.native.inflate import suit_interleaving
 from gpuload.backends.native.keeping import keep
-from gpuload.backends.native.pieces import BAD_COLUMN, MAX_EXACT, call_copy, call_fill
+from gpuload.backends.native.pieces import BAD_COLUMN, ROUNDED, call_copy, call_fill
 from gpuload.backends.native.words import copy_bytes, double_bits, inline, native
 
 BAD_SIZE = -101
@@ -197,7 +197,7 @@ def decode_chunks(
             )
             if code < 0:
                 return _bad(c, code, status)
-            status[2] |= code == MAX_EXACT
+            status[2] |= code == ROUNDED
             continue
         is_due = _is_due(verify, verified[number])
         n = _without_checksums(stored + place, n, mask, fletcher, crc, is_due, is_fletcher32, is_crc32c)
@@ -266,7 +266,7 @@ def decode_chunks(
         )
         if code < 0:
             return _bad(c, code, status)
-        status[2] |= code == MAX_EXACT
+        status[2] |= code == ROUNDED
         if is_kept:
             keep(keep_elements, decoded, size // itemsize, kept, c, room)
     return table.shape[1]

@@ -137,7 +137,7 @@ def downsample(indptr: Any, indices: Any, data: Any, rows: Any, key: int, amount
     Parameters
     ----------
     indptr, indices, data
-        The resident, CSR or (`indices` empty) dense: int64, uint16 or int32, float32.
+        The resident, CSR or (`indices` empty) dense: int64, uint16 or int32, float32 or float64.
     rows : (n_rows,) int64
         Numbers of the rows' cells.
     key

@@ -13,7 +13,7 @@ from numba.extending import overload
 
 from gpuload.backends.native.calls import Callback, caller
 from gpuload.backends.native.parts import OVERLOADED
-from gpuload.backends.native.pieces import MAX_EXACT, call_copy
+from gpuload.backends.native.pieces import MAX_DOUBLE, MAX_SINGLE, call_copy
 from gpuload.backends.native.words import I64, array_at, inline, native
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 SLOT = 16
 """Alignment in bytes of what is kept."""
-
-MOST_NBYTES = 4
-"""Bytes per element, at most, in which chunks are kept."""
 
 UNTRIED = -100
 """In place of the bytes per element of a chunk: it was not decoded."""
@@ -35,16 +32,16 @@ call_keep = caller(I64, *[I64] * 4)
 """Call `keep_elements`: the address of the elements and their number, the address of the room and its bytes."""
 
 
-def itemsize_for(src: Any, are_columns: bool) -> int:
-    """Return the bytes per element in which elements are kept: 1 or 2, unsigned; 4; or `NOT_EXACT`."""
+def itemsize_for(src: Any, are_columns: bool, is_wide: bool) -> int:
+    """Return the bytes per element in which elements are kept: 1 or 2, unsigned; 4; 8; or `NOT_EXACT`."""
     raise NotImplementedError
 
 
 @overload(itemsize_for, jit_options=OVERLOADED)
-def _itemsize_for(src: Any, are_columns: bool) -> Callable[..., int]:
+def _itemsize_for(src: Any, are_columns: bool, is_wide: bool) -> Callable[..., int]:
     if isinstance(src.dtype, types.Integer):
 
-        def integers(src: Any, are_columns: bool) -> int:
+        def integers(src: Any, are_columns: bool, is_wide: bool) -> int:
             low = high = src.dtype.type(0)
             for k in range(src.size):
                 value = src[np.uint64(k)]
@@ -54,13 +51,15 @@ def _itemsize_for(src: Any, are_columns: bool) -> Callable[..., int]:
                 return 1 if most < 1 << 8 else 2
             if are_columns:
                 return 4 if least >= 0 and most < 1 << 31 else NOT_EXACT
-            return 4 if -least <= MAX_EXACT and most <= MAX_EXACT else NOT_EXACT
+            if -least <= MAX_SINGLE and most <= MAX_SINGLE:
+                return 4
+            return 8 if is_wide and -least < MAX_DOUBLE and most < MAX_DOUBLE else NOT_EXACT
 
         return integers
 
     signed = np.int32 if src.dtype.bitwidth == 32 else np.int64
 
-    def floats(src: Any, are_columns: bool) -> int:
+    def floats(src: Any, are_columns: bool, is_wide: bool) -> int:
         bits, are_counts, high = src.view(signed), True, np.int32(0)
         for k in range(src.size):
             value = src[np.uint64(k)]
@@ -70,10 +69,13 @@ def _itemsize_for(src: Any, are_columns: bool) -> Callable[..., int]:
             high = max(high, whole)
         if are_counts and high < 1 << 16:
             return 1 if high < 1 << 8 else 2
-        is_beyond = False
+        is_beyond, is_rounded = False, False
         for k in range(src.size):
             value = src[np.uint64(k)]
             is_beyond |= np.isfinite(value) & (not np.isfinite(np.float32(value)))
+            is_rounded |= np.float32(value) != value
+        if is_wide:
+            return 8 if is_rounded else 4
         return NOT_EXACT if are_columns or is_beyond else 4
 
     return floats
@@ -87,28 +89,30 @@ def _convert(src: Any, out: Any) -> None:
 
 
 @native
-def keep_elements(src: Any, are_columns: bool, to: int, room: int) -> int:
+def keep_elements(src: Any, are_columns: bool, is_wide: bool, to: int, room: int) -> int:
     """Copy the elements of a decoded chunk to an address, in the smallest type that holds them all.
 
     Whole numbers from 0 to 65,535 take one or two bytes each; others four, column numbers as int32 and values as
-    float32. Negative zero is not a whole number here.
+    float32, or eight as float64 if float32 would round them. Negative zero is not a whole number here.
 
     Parameters
     ----------
     src : (n,) integers or floats
     are_columns
         Whether they are column numbers.
+    is_wide
+        Whether the resident's values are float64.
     to, room
         The address, and the bytes of room there.
 
     Returns
     -------
     int
-        Bytes per element, negative if there is no room; or `NOT_EXACT` if four bytes do not do: for column numbers
-        outside int32, integers that float32 rounds, and finite numbers beyond float32, of which whoever reads them must
-        be told.
+        Bytes per element, negative if there is no room; or `NOT_EXACT` if none of these types does: for column numbers
+        outside int32, and for integers that the resident's dtype rounds and finite numbers beyond it, of which whoever
+        reads them must be told.
     """
-    itemsize = itemsize_for(src, are_columns)
+    itemsize = itemsize_for(src, are_columns, is_wide)
     n = src.size
     if n * itemsize > room:
         return -itemsize
@@ -120,6 +124,8 @@ def keep_elements(src: Any, are_columns: bool, to: int, room: int) -> int:
         _convert(src, array_at(to, n, np.int32))
     elif itemsize == 4:
         _convert(src, array_at(to, n, np.float32))
+    elif itemsize == 8:
+        _convert(src, array_at(to, n, np.float64))
     return itemsize
 
 
@@ -140,9 +146,9 @@ def keep(function: int, at: int, n: int, kept: Any, c: int, room: Any) -> None:
 
 
 @native
-def keep_array(src: Any, are_columns: bool, kept: Any, c: int, room: Any) -> None:
+def keep_array(src: Any, are_columns: bool, is_wide: bool, kept: Any, c: int, room: Any) -> None:
     """Keep the elements of chunk c, an array, as `keep` does."""
-    _note(keep_elements(src, are_columns, room[0], room[1] - room[0]), src.size, kept, c, room)
+    _note(keep_elements(src, are_columns, is_wide, room[0], room[1] - room[0]), src.size, kept, c, room)
 
 
 @inline
@@ -165,8 +171,8 @@ def copy_kept(table: Any, chunk_pieces: Any, pieces: Any, strides: Any, copiers:
         As in `ArrayRead`; `pieces` are its four arrays.
     strides
         Row strides, in elements, of a decoded chunk and of the resident's array.
-    copiers : three of int
-        For `call_copy` from elements of 1, 2 and 4 bytes.
+    copiers : four of int
+        For `call_copy` from elements of 1, 2, 4 and 8 bytes.
     out
         Address of the resident's array.
 
@@ -179,31 +185,39 @@ def copy_kept(table: Any, chunk_pieces: Any, pieces: Any, strides: Any, copiers:
     at = np.int64(src.ctypes.data), np.int64(dest.ctypes.data), np.int64(width.ctypes.data), np.int64(rows.ctypes.data)
     for c in range(table.shape[1]):
         itemsize = table[1, c]
-        copy = copiers[0] if itemsize == 1 else copiers[1] if itemsize == 2 else copiers[2]
+        copy = copiers[0] if itemsize == 1 else copiers[1] if itemsize == 2 else copiers[2 if itemsize == 4 else 3]
         of_chunk = table[0, c], chunk_pieces[c], chunk_pieces[c + 1], *at, strides[0], strides[1], table[2, c], out
         if call_copy(copy, of_chunk) < 0:
             return -1 - c
     return table.shape[1]
 
 
-def kinds(are_columns: bool) -> tuple[np.dtype[Any], ...]:
-    """Return the types in which elements are kept, narrowest first."""
-    return np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.int32 if are_columns else np.float32)
+def kinds(out: np.dtype[Any]) -> tuple[np.dtype[Any], ...]:
+    """Return the types in which elements are kept for a resident of a dtype, narrowest first."""
+    narrow = np.dtype(np.uint8), np.dtype(np.uint16)
+    return (*narrow, np.dtype(np.int32)) if out.kind in "iu" else (*narrow, np.dtype(np.float32), np.dtype(np.float64))
 
 
-_keepers: dict[tuple[np.dtype[Any], bool], Callback] = {}
+def most_nbytes(out: np.dtype[Any]) -> int:
+    """Return the bytes per element, at most, in which elements are kept for a resident of a dtype."""
+    return 8 if out == np.float64 else 4
 
 
-def address_of(stored: np.dtype[Any], are_columns: bool) -> int:
-    """Return the address for `call_keep`, for elements of a dtype."""
-    found = _keepers.get((stored, are_columns))
+_keepers: dict[tuple[np.dtype[Any], np.dtype[Any]], Callback] = {}
+
+
+def address_of(stored: np.dtype[Any], out: np.dtype[Any]) -> int:
+    """Return the address for `call_keep`, for elements of a dtype and a resident of another."""
+    found = _keepers.get((stored, out))
     if found is None:  # keep just one, whichever thread made it: compiled code lives as long as its `Callback`
-        found = _keepers.setdefault((stored, are_columns), _keeper(stored, are_columns))
+        found = _keepers.setdefault((stored, out), _keeper(stored, out))
     return found.address
 
 
-def _keeper(stored: np.dtype[Any], are_columns: bool) -> Callback:
+def _keeper(stored: np.dtype[Any], out: np.dtype[Any]) -> Callback:
+    are_columns, is_wide = out.kind in "iu", out == np.float64
+
     def keep_at(at: int, n: int, to: int, room: int) -> int:
-        return keep_elements(array_at(at, n, stored), are_columns, to, room)
+        return keep_elements(array_at(at, n, stored), are_columns, is_wide, to, room)
 
     return Callback(keep_at)

@@ -23,8 +23,11 @@ OK = 0
 BAD_COLUMN = -103
 BAD_VALUE = -104
 
-MAX_EXACT = 1 << 24
-"""float32 represents every integer up to this exactly."""
+ROUNDED = 1
+"""An integer was rounded."""
+
+MAX_SINGLE, MAX_DOUBLE = 1 << 24, 1 << 53
+"""float32 and float64 represent every integer up to these exactly."""
 
 call_copy = caller(I64, *[I64] * 11)
 """Call `copy_pieces`: addresses instead of arrays, the elements' first and the resident's last."""
@@ -34,7 +37,7 @@ call_fill = caller(I64, *[I64] * 9)
 
 
 def copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
-    """Copy n elements with conversion; return 0, `MAX_EXACT` if one was rounded, or an error."""
+    """Copy n elements with conversion; return 0, `ROUNDED`, or an error."""
     raise NotImplementedError
 
 
@@ -51,19 +54,28 @@ def _copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> Callabl
             return BAD_COLUMN if is_bad else OK
 
         return columns
-    if isinstance(src.dtype, types.Integer) and src.dtype.bitwidth >= 32:
+    if isinstance(src.dtype, types.Integer) and src.dtype.bitwidth >= min(out.dtype.bitwidth, 64):
+        most = src.dtype.cast_python_value(MAX_SINGLE if out.dtype.bitwidth == 32 else MAX_DOUBLE)
 
         def integers(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
             is_rounded = False
             for k in range(n):
                 value = src[np.uint64(i + k)]
                 out[np.uint64(j + k)] = value
-                is_rounded |= abs(np.float64(value)) > MAX_EXACT
-            return MAX_EXACT if is_rounded else OK
+                is_rounded |= (value > most) | (value < -most)
+            return ROUNDED if is_rounded else OK
 
-        return integers
+        def unsigned(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
+            is_rounded = False
+            for k in range(n):
+                value = src[np.uint64(i + k)]
+                out[np.uint64(j + k)] = value
+                is_rounded |= value > most
+            return ROUNDED if is_rounded else OK
 
-    if isinstance(src.dtype, types.Float) and src.dtype.bitwidth == 64:
+        return integers if src.dtype.signed else unsigned
+
+    if isinstance(src.dtype, types.Float) and src.dtype.bitwidth > out.dtype.bitwidth:
 
         def doubles(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
             is_bad = False
@@ -126,7 +138,7 @@ def fill_pieces(
 ) -> int:
     """Write the fill value for a chunk that was never written; return a code as `copy_run` does.
 
-    `is_whole` says what `is_long_whole` does of the stored dtype.
+    `is_whole` says what `is_long_whole` does of the stored dtype and that of `out`.
     """
     for p in range(lo, hi):
         for r in range(piece_rows[p]):
@@ -136,12 +148,12 @@ def fill_pieces(
         return OK if 0 <= value < limit else BAD_COLUMN
     if np.isfinite(value) and not np.isfinite(out.dtype.type(value)):
         return BAD_VALUE
-    return MAX_EXACT if is_whole and abs(value) > MAX_EXACT else OK
+    return ROUNDED if is_whole and abs(value) > (MAX_SINGLE if out.itemsize == 4 else MAX_DOUBLE) else OK
 
 
-def is_long_whole(stored: np.dtype[Any]) -> bool:
-    """Return whether a dtype is of integers, some of which float32 rounds."""
-    return stored.kind in "iu" and stored.itemsize >= 4
+def is_long_whole(stored: np.dtype[Any], out: np.dtype[Any]) -> bool:
+    """Return whether a dtype is of integers, some of which another, of floats, rounds."""
+    return stored.kind in "iu" and stored.itemsize >= out.itemsize
 
 
 _copiers: dict[tuple[np.dtype[Any], np.dtype[Any]], tuple[Callback, Callback]] = {}
@@ -190,7 +202,7 @@ def _copier(stored: np.dtype[Any], out_dtype: np.dtype[Any]) -> Callback:
 
 
 def _filler(stored: np.dtype[Any], out_dtype: np.dtype[Any]) -> Callback:
-    is_whole = is_long_whole(stored)
+    is_whole = is_long_whole(stored, out_dtype)
 
     def fill(
         lo: int, hi: int, dest: int, width: int, rows: int, dest_stride: int, value: int, limit: int, out: int

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 STREAMED_NBYTES = 4 << 20
 """Minibatches from this size on bypass the caches: their ring is larger than a last-level cache."""
 
-TILE = 8192
-"""Columns built at a time: 32 kB of float32."""
+TILE_NBYTES = 32 << 10
+"""Bytes built at a time, as float32 or float64."""
 
 SLACK = LINE
 """Maximum leading pad of scratch memory, in bytes, so that a row has the same offset in its cache line as in `out`."""
@@ -98,6 +98,13 @@ def _rounded(value: float, like: Any) -> Callable[..., tuple[Any, bool]]:
 
         return brain
 
+    if like is types.float64:
+
+        def double(value: float, like: Any) -> tuple[Any, bool]:
+            return np.float64(value), False
+
+        return double
+
     def single(value: float, like: Any) -> tuple[Any, bool]:
         return np.float32(value), False
 
@@ -126,22 +133,24 @@ def row_scale(data: Any, start: int, stop: int, target_sum: float) -> float:
 def log1p_row(values: Any, n: int, scale: float) -> None:
     """Replace the first n values x by ``log1p(x * scale)``, in float64, to within a unit in the last place.
 
-    Vectorizable: y = 1 + x is 2**k m with m in [sqrt(1/2), sqrt(2)), and log1p(m - 1) / (m - 1) is approximated by a
-    polynomial that interpolates it at Chebyshev nodes (relative error below 4e-12; float32 has 6e-8). If k = 0, x
-    itself is used for m - 1, so that no accuracy is lost for small x [1]_. A zero of either sign gives 0.0.
+    For float32, vectorizable: y = 1 + x is 2**k m with m in [sqrt(1/2), sqrt(2)), and log1p(m - 1) / (m - 1) is
+    approximated by a polynomial that interpolates it at Chebyshev nodes (relative error below 4e-12; float32 has 6e-8).
+    If k = 0, x itself is used for m - 1, so that no accuracy is lost for small x [1]_. For float64, the C library
+    computes it. A zero of either sign gives 0.0.
 
     References
     ----------
     .. [1] Muller, "Elementary Functions: Algorithms and Implementation", 3rd ed., 2016, doi:10.1007/978-1-4899-7983-4:
        range reduction and polynomials.
     """
-    is_plain = True
+    is_plain = values.itemsize == 4
     for k in range(n):
         x = np.float64(values[np.uint64(k)]) * scale
         is_plain &= (x > -0.5) & (x < 1e300)
-    if not is_plain:  # negative, infinite, or NaN
+    if not is_plain:  # negative, infinite, or NaN; or float64, for which the polynomial is not accurate enough
+        like = values.dtype.type
         for k in range(n):
-            values[np.uint64(k)] = np.float32(np.log1p(np.float64(values[np.uint64(k)]) * scale) + 0.0)  # avoids -0.0
+            values[np.uint64(k)] = like(np.log1p(np.float64(values[np.uint64(k)]) * scale) + 0.0)  # avoids -0.0
         return
     for k in range(n):
         x = np.float64(values[np.uint64(k)]) * scale
@@ -190,7 +199,7 @@ def make_row(
         Place of every stored column, -1 = not wanted; empty: all are wanted, and no places are written.
     target_sum, log1p
         The transform; 0 = no scaling.
-    places, values : int32, float32
+    places, values : int32, and float32 or float64 as `data`
         Out: written from their start.
     """
     n = stop - start
@@ -211,7 +220,7 @@ def make_row(
         log1p_row(values, n, scale)
     elif target_sum != 0.0:
         for k in range(n):
-            values[np.uint64(k)] = np.float32(np.float64(values[np.uint64(k)]) * scale)
+            values[np.uint64(k)] = values.dtype.type(np.float64(values[np.uint64(k)]) * scale)
     return n
 
 
@@ -222,9 +231,8 @@ def map_of(row: int, map_start: Any, columns: Any) -> Any:
 
 
 @native
-def add_row(indices: Any, values: Any, to: int, n_cols: int) -> None:
-    """Write one cell as a dense float32 row to an address, through the caches."""
-    row = array_at(to, n_cols, np.float32)
+def add_row(indices: Any, values: Any, row: Any) -> None:
+    """Write one cell as a dense row, (n_cols,) of the values' dtype, through the caches."""
     row[:] = 0
     for k in range(indices.size):
         row[np.uint64(indices[np.uint64(k)])] += values[np.uint64(k)]
@@ -301,20 +309,20 @@ def densify_csr(
     positions : (n,) int32
         Resident rows, in the order wanted.
     indptr, indices, data
-        The resident: int64, uint16 or int32, float32; column numbers already checked.
+        The resident: int64, uint16 or int32, float32 or float64; column numbers already checked.
     map_start : (n_rows,) int64
         Offset of each row's map in `columns`; empty: all rows share one map.
     columns : (n_vars,) int32
         Place of every stored column, -1 = not wanted; the maps concatenated; empty: all columns, unchanged.
     target_sum, log1p
         The transform; 0 = no scaling.
-    scratch : (2 x values of the longest row,) float32
+    scratch : (2 x values of the longest row,), of the dtype of `data`
         Empty if there is neither a transform nor a column selection.
-    wide : (n_cols + SLACK / 2,) float32
+    wide : (n_cols + SLACK / 2,), of the dtype of `data`
         Zeroed scratch, left zeroed; a row starts at the same element as in `narrow`.
     narrow : (n_cols + SLACK / 2,) uint16 or int16
-        The same, for rounded values; `wide` itself if `out` is float32.
-    out : (n, n_cols) float32, uint16 (float16 bits) or int16 (bfloat16 bits)
+        The same, for rounded values; `wide` itself if `out` has the dtype of `data`.
+    out : (n, n_cols), of the dtype of `data`, or uint16 (float16 bits) or int16 (bfloat16 bits)
         Overwritten completely, row by row.
 
     Returns
@@ -328,8 +336,8 @@ def densify_csr(
     is_as_stored = not log1p and target_sum == 0.0 and not columns.size
     n_cols, nbytes, bad = out.shape[1], out.shape[1] * out.itemsize, -1
     is_streamed = out.shape[0] * nbytes >= STREAMED_NBYTES
-    is_in_place = not is_streamed and out.itemsize == 4
-    tile = min(n_cols, TILE)
+    is_in_place = not is_streamed and out.itemsize == data.itemsize
+    tile = min(n_cols, TILE_NBYTES // wide.itemsize)
     for r in range(positions.size):
         start, stop = indptr[positions[r]], indptr[positions[r] + 1]
         to = np.int64(out.ctypes.data) + r * nbytes
@@ -341,10 +349,11 @@ def densify_csr(
             made = values[:n]
         is_bad = False
         if is_in_place:
+            row = array_at(to, n_cols, data.dtype)
             if columns.size:
-                add_row(places[:n], made, to, n_cols)
+                add_row(places[:n], made, row)
             else:
-                add_row(indices[start:stop], made, to, n_cols)
+                add_row(indices[start:stop], made, row)
         elif columns.size:
             tile, is_bad = put_row(places[:n], made, to, n_cols, tile, is_streamed, wide, narrow)
         else:
@@ -359,7 +368,7 @@ def densify_csr(
 def _parts(scratch: Any) -> tuple[Any, Any]:
     """Return the two halves of scratch memory: values and places of a row."""
     half = scratch.size // 2
-    places = np.int64(scratch.ctypes.data) + half * 4
+    places = np.int64(scratch.ctypes.data) + half * scratch.itemsize
     return scratch[:half], array_at(places, scratch.size - half, np.int32)
 
 
@@ -377,8 +386,8 @@ def gather_dense(
 ) -> int:
     """Write resident dense rows into a dense array.
 
-    As `densify_csr`; X is float32, the rows concatenated, with offsets in `indptr`. Columns of `out` that a row lacks
-    are zero.
+    As `densify_csr`; X is float32 or float64, the rows concatenated, with offsets in `indptr`. Columns of `out` that a
+    row lacks are zero.
 
     Returns
     -------
@@ -457,7 +466,7 @@ def gather_csr(
 ) -> bool:
     """Gather resident CSR rows into one CSR matrix; return whether the columns of every row are strictly ascending.
 
-    `out_indices` (int32) and `out_data` (float32) are sized by `count_csr`.
+    `out_indices` (int32) and `out_data` (of the dtype of `data`) are sized by `count_csr`.
     """
     indices, data, columns = borrowed(indices), borrowed(data), borrowed(columns)
     out_indices, out_data = borrowed(out_indices), borrowed(out_data)
@@ -492,11 +501,11 @@ def sort_csr(indptr: Any, indices: Any, data: Any, n_cols: int, digits: Any, kep
     Parameters
     ----------
     indptr, indices, data
-        The matrix: int32, int32, float32. Repeated columns of a row stay in their order.
+        The matrix: int32, int32, float32 or float64. Repeated columns of a row stay in their order.
     n_cols
         Number of columns.
     digits : (256,) int64
-    kept_indices, kept : (values of the longest row,) int32 and float32
+    kept_indices, kept : (values of the longest row,) int32, and of the dtype of `data`
         Scratch.
     """
     indices, data = borrowed(indices), borrowed(data)

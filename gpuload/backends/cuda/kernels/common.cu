@@ -112,6 +112,8 @@ DEVICE double widened(float value) {
     return wide;
 }
 
+DEVICE double widened(double value) { return value; }
+
 DEVICE float narrowed(double value) {
     float narrow;
     asm("cvt.rn.f32.f64 %0, %1;" : "=f"(narrow) : "d"(value));
@@ -121,6 +123,9 @@ DEVICE float narrowed(double value) {
 DEVICE void add_to(float& sum, float value) {
     asm("add.rn.f32 %0, %0, %1;" : "+f"(sum) : "f"(value));
 }
+
+// Not `+`, which the compiler would fuse with a product.
+DEVICE void add_to(double& sum, double value) { sum = __dadd_rn(sum, value); }
 
 // Bits of the nearest float16, ties to even.
 DEVICE uint16_t half_bits(float value) {
@@ -140,8 +145,19 @@ constexpr int32_t BAD_BLOSC = -201, BAD_STREAM = -203, BAD_LZ4 = -205;
 
 constexpr int MAX_THREADS = 1024;
 
-// float32 represents every integer up to this exactly.
-constexpr int64_t MAX_EXACT = 1 << 24;
+// Type of the resident's values: float; or double in a build for minibatches of float64 (-DWIDE).
+#ifdef WIDE
+typedef double Value;
+DEVICE Value as_value(double value) { return value; }
+DEVICE Value as_value(float value) { return widened(value); }
+#else
+typedef float Value;
+DEVICE Value as_value(double value) { return narrowed(value); }
+DEVICE Value as_value(float value) { return value; }
+#endif
+
+// It represents every integer up to this exactly.
+constexpr int64_t MAX_EXACT = int64_t(1) << (sizeof(Value) == 8 ? 53 : 24);
 
 // Columns that densify writes at a time: 32 kB of float32, so that the tiles of 8 blocks on each of 132 multiprocessors
 // fit in the 50 MB of a Hopper GPU's L2 cache.

@@ -3,6 +3,9 @@
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15;
 constexpr int64_t WHOLE = int64_t(1) << 32;
 
+// Largest count.
+constexpr double MAX_COUNT = 1 << 24;
+
 // Number of trials, at most, that take half a word each.
 constexpr int32_t FEW = 8;
 
@@ -46,7 +49,7 @@ DEVICE int32_t drawn(int32_t n, uint32_t threshold, uint64_t word) {
 
 // Draw the counts of each row, CSR or (without indices) dense. If a row holds anything else, it is left as it was, and
 // *bad is lowered to its number.
-KERNEL(downsample_counts, (const int64_t* __restrict__ indptr, const int32_t* __restrict__ indices, float* data,
+KERNEL(downsample_counts, (const int64_t* __restrict__ indptr, const int32_t* __restrict__ indices, Value* data,
                            const int64_t* __restrict__ rows, int64_t key, double amount, int64_t n_rows,
                            int64_t n_vars, int32_t* bad)) {
     SHARED_ARRAY(double, partial, MAX_THREADS);
@@ -61,7 +64,7 @@ KERNEL(downsample_counts, (const int64_t* __restrict__ indptr, const int32_t* __
             double sum = 0.0;  // exact, whatever the order
             for (int64_t k = t; k < n_stored; k += N_THREADS) {
                 const double value = widened(data[start + k]);
-                if (!(value >= 0.0 && value <= double(MAX_EXACT) && value == double(int32_t(value)))) {
+                if (!(value >= 0.0 && value <= MAX_COUNT && value == double(int32_t(value)))) {
                     atomic_min(&are_counts[0], 0);
                 }
                 sum += value;
@@ -84,7 +87,7 @@ KERNEL(downsample_counts, (const int64_t* __restrict__ indptr, const int32_t* __
                 const int32_t n = int32_t(widened(data[start + k]));
                 if (!n) continue;
                 const uint64_t column = uint64_t(indices ? int64_t(indices[start + k]) : k);
-                data[start + k] = narrowed(double(drawn(n, uint32_t(threshold), hash64(seed + column * GAMMA))));
+                data[start + k] = Value(drawn(n, uint32_t(threshold), hash64(seed + column * GAMMA)));
             }
         }
     }

@@ -75,24 +75,24 @@ DEVICE bool is_finite(double value) {
 }
 
 template <class S>
-DEVICE void convert(uint64_t bits, int64_t, float& to, Checks& checks) {
+DEVICE void convert(uint64_t bits, int64_t, Value& to, Checks& checks) {
     if constexpr (S::kind == FLOAT) {
         if constexpr (S::nbytes == 2) {
-            to = value_of_half(uint32_t(bits));
+            to = as_value(value_of_half(uint32_t(bits)));
         } else if constexpr (S::nbytes == 4) {
-            to = float_of(uint32_t(bits));
+            to = as_value(float_of(uint32_t(bits)));
         } else {
             const double value = double_of(bits);
-            to = narrowed(value);
+            to = as_value(value);
             checks.is_bad |= is_finite(value) && !is_finite(to);
         }
     } else if constexpr (S::kind == SIGNED) {
         const int64_t value = sign_extended<S::nbytes>(bits);
-        to = S::nbytes < 8 ? float(int32_t(value)) : float(value);
-        checks.is_rounded |= S::nbytes >= 4 && (value > MAX_EXACT || value < -MAX_EXACT);
+        to = S::nbytes < 8 ? Value(int32_t(value)) : Value(value);
+        checks.is_rounded |= S::nbytes >= sizeof(Value) && (value > MAX_EXACT || value < -MAX_EXACT);
     } else {
-        to = S::nbytes < 8 ? float(uint32_t(bits)) : float(bits);
-        checks.is_rounded |= S::nbytes >= 4 && bits > uint64_t(MAX_EXACT);
+        to = S::nbytes < 8 ? Value(uint32_t(bits)) : Value(bits);
+        checks.is_rounded |= S::nbytes >= sizeof(Value) && bits > uint64_t(MAX_EXACT);
     }
 }
 
@@ -118,10 +118,10 @@ DEVICE void convert(uint64_t bits, int64_t limit, int32_t& to, Checks& checks) {
 }
 
 template <class S>
-DEVICE void convert_fill(double value, int64_t, float& to, Checks& checks) {
-    to = narrowed(value);
+DEVICE void convert_fill(double value, int64_t, Value& to, Checks& checks) {
+    to = as_value(value);
     checks.is_bad = is_finite(value) && !is_finite(to);
-    checks.is_rounded = S::kind != FLOAT && S::nbytes >= 4 && (value > MAX_EXACT || value < -MAX_EXACT);
+    checks.is_rounded = S::kind != FLOAT && S::nbytes >= sizeof(Value) && (value > MAX_EXACT || value < -MAX_EXACT);
 }
 
 template <class S>
@@ -130,16 +130,28 @@ DEVICE void convert_fill(double value, int64_t limit, int32_t& to, Checks& check
     to = checks.is_bad ? 0 : int32_t(value);
 }
 
-DEVICE uint32_t word_of(float value) { return bits_of(value); }
-DEVICE uint32_t word_of(int32_t value) { return uint32_t(value); }
-DEVICE int32_t reason_of(float) { return BAD_VALUE; }
+// Store two doubles, or four elements of another type, at a multiple of 16 bytes.
+DEVICE void store_some(double* to, const double* values) {
+    const uint64_t low = bits_of(values[0]), high = bits_of(values[1]);
+    store_out(to, uint4{uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)});
+}
+DEVICE void store_some(float* to, const float* values) {
+    store_out(to, uint4{bits_of(values[0]), bits_of(values[1]), bits_of(values[2]), bits_of(values[3])});
+}
+DEVICE void store_some(int32_t* to, const int32_t* values) {
+    store_out(to, uint4{uint32_t(values[0]), uint32_t(values[1]), uint32_t(values[2]), uint32_t(values[3])});
+}
+
+DEVICE int32_t reason_of(Value) { return BAD_VALUE; }
 DEVICE int32_t reason_of(int32_t) { return BAD_COLUMN; }
 
 // Copy one thread's share, the lane-th of n_lanes, of n elements.
 template <class S, class Out>
 DEVICE void copy_run(const uint8_t* __restrict__ from, Out* __restrict__ to, int64_t n, int64_t limit, int lane,
                      int n_lanes, Checks& checks) {
-    const int64_t gap = int64_t(-(address(to) / 4) & 3), head = gap < n ? gap : n, n_groups = (n - head) / 4;
+    constexpr int PER = 16 / sizeof(Out);
+    const int64_t gap = int64_t(-(address(to) / sizeof(Out)) & (PER - 1)), head = gap < n ? gap : n;
+    const int64_t n_groups = (n - head) / 4;
 #pragma unroll(S::nbytes < 8 ? 2 : 1)
     for (int64_t k = lane; k < n_groups; k += n_lanes) {
         const int64_t at = head + 4 * k;
@@ -148,7 +160,8 @@ DEVICE void copy_run(const uint8_t* __restrict__ from, Out* __restrict__ to, int
         Out values[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e) convert<S>(element<S>(words, e), limit, values[e], checks);
-        store_out(to + at, uint4{word_of(values[0]), word_of(values[1]), word_of(values[2]), word_of(values[3])});
+#pragma unroll
+        for (int e = 0; e < 4; e += PER) store_some(to + at + e, values + e);
     }
 #pragma unroll 1
     for (int64_t k = lane; k < n - 4 * n_groups; k += n_lanes) {
@@ -157,7 +170,7 @@ DEVICE void copy_run(const uint8_t* __restrict__ from, Out* __restrict__ to, int
     }
 }
 
-// Copy pieces of decoded chunks, or their fill value, into a resident's array of float or int32_t.
+// Copy pieces of decoded chunks, or their fill value, into a resident's array of Value or int32_t.
 //
 // If a piece is a single run, all threads of all blocks that work on the piece share it; if it has several runs, each
 // is copied by 32 threads.
@@ -210,9 +223,14 @@ DEVICE void copy_pieces(const uint8_t* __restrict__ decoded, const int64_t* piec
                                            piece_chunk, chunk_limit, src_stride, dest_stride, fill_value, n_pieces,    \
                                            out, status, is_rounded);                                                   \
     }
+#ifdef WIDE
+#define COPY_VALUES(src) COPY_PIECES(src, f8, stored_##src, double)
+#else
+#define COPY_VALUES(src) COPY_PIECES(src, f4, stored_##src, float)
+#endif
 #define COPY_PIECES_OF(src, nbytes, kind, is_big)                                                                      \
     typedef Stored<nbytes, kind, is_big> stored_##src;                                                                 \
-    COPY_PIECES(src, f4, stored_##src, float)                                                                          \
+    COPY_VALUES(src)                                                                                                   \
     COPY_PIECES(src, i4, stored_##src, int32_t)
 #define COPY_PIECES_OF_BOTH(src, nbytes, kind)                                                                         \
     COPY_PIECES_OF(src, nbytes, kind, false)                                                                           \

@@ -2,6 +2,22 @@
 
 // Element types of a minibatch. `narrow` rounds to nearest, ties to even, and flags finite values rounded to infinity.
 
+#ifdef WIDE
+
+struct Double {
+    typedef double Element;
+    static DEVICE double narrow(double value, bool&) { return value; }
+    static DEVICE uint32_t word(const double* values, int k, bool&) {
+        return uint32_t(bits_of(values[k / 2]) >> 32 * (k % 2));
+    }
+};
+
+DEVICE void unpack(uint4 words, double* values) {
+    values[0] = double_of(uint64_t(words.y) << 32 | words.x), values[1] = double_of(uint64_t(words.w) << 32 | words.z);
+}
+
+#else
+
 struct Single {
     typedef float Element;
     static DEVICE float narrow(float value, bool&) { return value; }
@@ -34,6 +50,13 @@ struct Brain {
     }
 };
 
+DEVICE void unpack(uint4 words, float* values) {
+    values[0] = float_of(words.x), values[1] = float_of(words.y);
+    values[2] = float_of(words.z), values[3] = float_of(words.w);
+}
+
+#endif
+
 // Elements per 16-byte store.
 template <class Form>
 constexpr int PER_STORE = 16 / int(sizeof(typename Form::Element));
@@ -46,24 +69,23 @@ DEVICE int skew_of(const typename Form::Element* to) {
 
 // Store PER_STORE values at a multiple of 16 bytes.
 template <class Form>
-DEVICE void store_group(typename Form::Element* to, const float* values, bool& is_bad) {
+DEVICE void store_group(typename Form::Element* to, const Value* values, bool& is_bad) {
     store_out(to, uint4{Form::word(values, 0, is_bad), Form::word(values, 1, is_bad), Form::word(values, 2, is_bad),
                         Form::word(values, 3, is_bad)});
 }
 
-// Read PER_STORE values at any multiple of 4 bytes.
+// Read PER_STORE values, wherever they are.
 template <class Form>
-DEVICE void load_group(const float* from, float (&values)[PER_STORE<Form>]) {
+DEVICE void load_group(const Value* from, Value (&values)[PER_STORE<Form>]) {
+    constexpr int PER_LOAD = 16 / sizeof(Value);
 #pragma unroll
-    for (int k = 0; k < PER_STORE<Form>; k += 4) {
-        const uint4 four = load16(reinterpret_cast<const uint8_t*>(from + k));
-        values[k] = float_of(four.x), values[k + 1] = float_of(four.y);
-        values[k + 2] = float_of(four.z), values[k + 3] = float_of(four.w);
+    for (int k = 0; k < PER_STORE<Form>; k += PER_LOAD) {
+        unpack(load16(reinterpret_cast<const uint8_t*>(from + k)), values + k);
     }
 }
 
 // Return the factor that scales values to sum to `target_sum`; 1 if that is 0 or they sum to 0. partial: see block_sum.
-DEVICE double row_scale(const float* data, int64_t n, double target_sum, double* partial) {
+DEVICE double row_scale(const Value* data, int64_t n, double target_sum, double* partial) {
     if (target_sum == 0.0) return 1.0;
     PHASE(t) {
         double sum = 0.0;
@@ -83,11 +105,11 @@ struct Arithmetic {
     DEVICE Arithmetic(double scale_, double target_sum, int32_t log1p_)
         : scale(scale_), is_any(log1p_ || target_sum != 0.0), is_log1p(log1p_) {}
 
-    DEVICE float of(float value) const {
+    DEVICE Value of(Value value) const {
         if (!is_any) return value;
         const double scaled = widened(value) * scale;
-        if (!is_log1p) return narrowed(scaled);
-        return scaled != 0.0 ? narrowed(log1p(scaled)) : 0.0f;  // 0.0f for a zero of either sign
+        if (!is_log1p) return as_value(scaled);
+        return as_value(scaled != 0.0 ? log1p(scaled) : 0.0);  // 0.0 for a zero of either sign
     }
 };
 
@@ -107,11 +129,11 @@ DEVICE int64_t place_of(const int32_t* columns, int32_t column) { return columns
 // thread.
 template <class Form>
 DEVICE void densify_csr(const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
-                        const int32_t* __restrict__ indices, const float* __restrict__ data,
+                        const int32_t* __restrict__ indices, const Value* __restrict__ data,
                         const int64_t* __restrict__ map_start, const int32_t* __restrict__ columns, double target_sum,
                         int32_t log1p_, int64_t n_rows, int64_t n_cols, typename Form::Element* out, int32_t* bad) {
     constexpr int PER = PER_STORE<Form>;
-    SHARED_ARRAY(float, sums, SUM_TILE);
+    SHARED_ARRAY(Value, sums, SUM_TILE);
     SHARED_ARRAY(double, partial, MAX_THREADS);
     SHARED_ARRAY(int32_t, is_rising, 1);
     const int64_t n_tiles = (n_cols + TILE - 1) / TILE, n_parts = parts_of_each(n_rows, n_tiles);
@@ -147,7 +169,7 @@ DEVICE void densify_csr(const int32_t* __restrict__ positions, const int64_t* __
                         to[k < head ? k : PER * n_groups + k] = 0;
                     }
                 } else {
-                    for (int64_t k = t; k < width; k += N_THREADS) sums[k] = 0.0f;
+                    for (int64_t k = t; k < width; k += N_THREADS) sums[k] = 0;
                 }
             }
             PHASE(t) {
@@ -156,8 +178,8 @@ DEVICE void densify_csr(const int32_t* __restrict__ positions, const int64_t* __
                     for (int64_t j = start + t; j < stop; j += N_THREADS) {
                         const int64_t place = place_of(chosen, indices[j]) - lo;
                         if (uint64_t(place) < uint64_t(width)) {
-                            float value = 0.0f;
-                            add_to(value, arithmetic.of(data[j]));  // which makes 0.0f of -0.0f
+                            Value value = 0;
+                            add_to(value, arithmetic.of(data[j]));  // which makes 0.0 of -0.0
                             to[place] = Form::narrow(value, is_bad);
                         }
                     }
@@ -178,22 +200,26 @@ DEVICE void densify_csr(const int32_t* __restrict__ positions, const int64_t* __
 
 #define DENSIFY_CSR(name, form)                                                                                        \
     KERNEL(densify_csr_##name,                                                                                         \
-           (const int32_t* positions, const int64_t* indptr, const int32_t* indices, const float* data,                \
+           (const int32_t* positions, const int64_t* indptr, const int32_t* indices, const Value* data,                \
             const int64_t* map_start, const int32_t* columns, double target_sum, int32_t log1p, int64_t n_rows,        \
             int64_t n_cols, form::Element* out, int32_t* bad)) {                                                       \
         densify_csr<form>(positions, indptr, indices, data, map_start, columns, target_sum, log1p, n_rows, n_cols,     \
                           out, bad);                                                                                   \
     }
 
+#ifdef WIDE
+DENSIFY_CSR(f8, Double)
+#else
 DENSIFY_CSR(f4, Single)
 DENSIFY_CSR(f2, Half)
 DENSIFY_CSR(bf2, Brain)
+#endif
 
 // Write dense rows into a dense array. Rows are n_vars wide, or begin at indptr and are at most n_vars wide; output
 // columns that a row lacks are left unchanged.
 template <class Form>
 DEVICE void gather_dense(const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
-                         const float* __restrict__ X, const int64_t* __restrict__ map_start,
+                         const Value* __restrict__ X, const int64_t* __restrict__ map_start,
                          const int32_t* __restrict__ columns, double target_sum, int32_t log1p_, int64_t n_rows,
                          int64_t n_vars, int64_t n_cols, typename Form::Element* __restrict__ out, int32_t* bad) {
     constexpr int PER = PER_STORE<Form>;
@@ -204,8 +230,8 @@ DEVICE void gather_dense(const int32_t* __restrict__ positions, const int64_t* _
         const int64_t start = indptr ? indptr[positions[row]] : positions[row] * n_vars;
         const int64_t n_stored = indptr ? indptr[positions[row] + 1] - start : n_vars;
         const int64_t first = n_stored * part / n_parts, width = n_stored * (part + 1) / n_parts - first;
-        const float* stored = X + start;
-        const float* from = stored + first;
+        const Value* stored = X + start;
+        const Value* from = stored + first;
         const int32_t* chosen = map_of(positions[row], map_start, columns);
         const Arithmetic arithmetic(row_scale(stored, n_stored, target_sum, partial), target_sum, log1p_);
         EACH_THREAD(t) {
@@ -220,7 +246,7 @@ DEVICE void gather_dense(const int32_t* __restrict__ positions, const int64_t* _
                 const int skew = skew_of<Form>(to);
                 for (int64_t k = PER * t - skew; k < width; k += PER * N_THREADS) {
                     if (k >= 0 && k + PER <= width) {
-                        float values[PER];
+                        Value values[PER];
                         load_group<Form>(from + k, values);
 #pragma unroll
                         for (int e = 0; e < PER; ++e) values[e] = arithmetic.of(values[e]);
@@ -239,16 +265,20 @@ DEVICE void gather_dense(const int32_t* __restrict__ positions, const int64_t* _
 
 #define GATHER_DENSE(name, form)                                                                                       \
     KERNEL(gather_dense_##name,                                                                                        \
-           (const int32_t* positions, const int64_t* indptr, const float* X, const int64_t* map_start,                 \
+           (const int32_t* positions, const int64_t* indptr, const Value* X, const int64_t* map_start,                 \
             const int32_t* columns, double target_sum, int32_t log1p, int64_t n_rows, int64_t n_vars, int64_t n_cols,  \
             form::Element* out, int32_t* bad)) {                                                                       \
         gather_dense<form>(positions, indptr, X, map_start, columns, target_sum, log1p, n_rows, n_vars, n_cols, out,   \
                            bad);                                                                                       \
     }
 
+#ifdef WIDE
+GATHER_DENSE(f8, Double)
+#else
 GATHER_DENSE(f4, Single)
 GATHER_DENSE(f2, Half)
 GATHER_DENSE(bf2, Brain)
+#endif
 
 // Return the inclusive prefix sums of kept[t] over the threads; kept has room for twice MAX_THREADS.
 DEVICE const int64_t* running_sums(int64_t* kept) {
@@ -318,11 +348,11 @@ DEVICE int64_t start_of_row(int64_t row, int64_t n_rows, const int64_t* offsets,
 
 // Write CSR rows consecutively; values keep their storage order.
 KERNEL(gather_csr, (const int32_t* __restrict__ positions, const int64_t* __restrict__ indptr,
-                    const int32_t* __restrict__ indices, const float* __restrict__ data,
+                    const int32_t* __restrict__ indices, const Value* __restrict__ data,
                     const int64_t* __restrict__ map_start, const int32_t* __restrict__ columns, double target_sum,
                     int32_t log1p_, int64_t n_rows, const int64_t* __restrict__ offsets,
                     int32_t* __restrict__ out_indptr, int32_t* __restrict__ out_indices,
-                    float* __restrict__ out_data)) {
+                    Value* __restrict__ out_data)) {
     SHARED_ARRAY(double, partial, MAX_THREADS);
     SHARED_ARRAY(int64_t, kept, 2 * MAX_THREADS);
     for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
@@ -362,11 +392,11 @@ KERNEL(gather_csr, (const int32_t* __restrict__ positions, const int64_t* __rest
 }
 
 // Whether CSR stores a value: anything but zero, of either sign.
-DEVICE bool is_stored(float value) { return bits_of(value) << 1; }
+DEVICE bool is_stored(Value value) { return bits_of(value) << 1; }
 
 // Count the nonzero minibatch values that `columns` keeps in each dense resident row: with the arithmetic of
 // gather_dense and the same number of threads, because compact_dense has room only for what is counted here.
-KERNEL(count_dense, (const int64_t* __restrict__ indptr, const float* __restrict__ X,
+KERNEL(count_dense, (const int64_t* __restrict__ indptr, const Value* __restrict__ X,
                      const int64_t* __restrict__ map_start, const int32_t* __restrict__ columns, double target_sum,
                      int32_t log1p_, int64_t n_rows, int64_t n_vars, int64_t* out)) {
     SHARED_ARRAY(double, partial, MAX_THREADS);
@@ -389,6 +419,8 @@ KERNEL(count_dense, (const int64_t* __restrict__ indptr, const float* __restrict
         }
     }
 }
+
+#ifndef WIDE
 
 // A float32 sum below this surely fits float16, even if rounded up.
 constexpr double SURELY_HALF = 32768.0;
@@ -445,13 +477,15 @@ KERNEL(mark_large, (const int64_t* __restrict__ indptr, const int32_t* __restric
     }
 }
 
+#endif
+
 // Write the nonzero values of dense rows as CSR rows, row r from out_indptr[r] on.
-KERNEL(compact_dense, (const float* __restrict__ X, int64_t n_rows, int64_t n_cols,
+KERNEL(compact_dense, (const Value* __restrict__ X, int64_t n_rows, int64_t n_cols,
                        const int64_t* __restrict__ offsets, int32_t* __restrict__ out_indptr,
-                       int32_t* __restrict__ out_indices, float* __restrict__ out_data)) {
+                       int32_t* __restrict__ out_indices, Value* __restrict__ out_data)) {
     SHARED_ARRAY(int64_t, kept, 2 * MAX_THREADS);
     for (int64_t row = BLOCK; row < n_rows; row += N_BLOCKS) {
-        const float* from = X + row * n_cols;
+        const Value* from = X + row * n_cols;
         const int64_t to = start_of_row(row, n_rows, offsets, out_indptr);
         PHASE(t) {
             int64_t n = 0;
