@@ -120,7 +120,7 @@ def check_take(rows: NDArray[np.int64], tables: Sequence[Table], backend: Backen
 def check_dtype(dtype: Any, output: str) -> str:
     """Return the name of a minibatch dtype, given as a NumPy or PyTorch dtype or a name; or raise PlanError."""
     try:
-        name = str(np.dtype(dtype).name)
+        name = "" if dtype is None else str(np.dtype(dtype).name)  # NumPy takes None for float64
     except (TypeError, ValueError):
         name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZES:

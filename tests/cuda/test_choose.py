@@ -115,7 +115,7 @@ def test_without_kvikio_auto_reads_through_page_locked_memory(
     monkeypatch.setattr("gpuload.backends.cuda.kvikio.KvikioReader", missing)
     monkeypatch.setattr("gpuload.backends.cuda.nvcomp.Nvcomp", lambda: FakeNvcomp(FakeDevice()))
     given: dict[str, Any] = {"num_threads": 1, "verify": "once", "memory_nbytes": None, "cache_nbytes": 0}
-    given |= {"host_cache_nbytes": 0, "host_decode": 0.0}
+    given |= {"host_cache_nbytes": 0, "host_decode": 0.0, "values": "float32"}
     if io == "kvikio":
         with pytest.raises(MissingDependencyError, match="nvidia-cufile"):
             open_cuda(0, io=io, **given)

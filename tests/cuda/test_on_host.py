@@ -182,7 +182,8 @@ def test_rounded_integers_are_warned_of_once(
     for batch in opened.epoch():
         np.testing.assert_array_equal(batch.X, X[batch.rows].toarray().astype(np.float32))
     (said,) = [message for message in caplog.messages if "2**24" in message]
-    assert said == f"{tmp_path / 'cells.h5ad'}: /X/data holds integers above 2**24, which float32 rounds"
+    what = "2**24, which float32 rounds; dtype='float64' does not, up to 2**53"
+    assert said == f"{tmp_path / 'cells.h5ad'}: /X/data holds integers above {what}"
 
 
 @pytest.mark.parametrize("value", [N_VARS, -1])

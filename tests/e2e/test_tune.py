@@ -495,7 +495,10 @@ def test_tune_prints_results_that_it_cannot_save(run, path, tmp_path):
         (["--memory", "1kB"], "memory='1kB': expected a number of bytes of at least 1000000, or text such as '20GiB'."),
         (["--min-entropy", "1.5"], "'1.5' is not a number from 0 to 1"),
         (["--min-entropy", "all"], "'all' is not a number from 0 to 1"),
-        (["--output", "csr", "--dtype", "float16"], "--dtype float16 with --output csr: CSR minibatches are float32"),
+        (
+            ["--output", "csr", "--dtype", "float16"],
+            "--dtype float16 with --output csr: CSR minibatches are float32 or float64",
+        ),
     ],
 )
 def test_wrong_usage_of_tune_is_refused(run, path, arguments, message):

@@ -71,7 +71,7 @@ def assert_refused(kind: str, path: Any, *parts: str, **settings: Any) -> None:
     + [(n, None) for n in ("batch_size", "fetch_factor", "prefetch")]
     + [("block_size", v) for v in ("0 chunks", "chunks", "2chunks", "2 chunks ", "-1 chunks")]
     + [("seed", -1), ("seed", 1.5), ("seed", None), ("seed", 1 << 64)]
-    + [("dtype", v) for v in ("int8", "float64", "bfloat", 3, None)]
+    + [("dtype", v) for v in ("int8", "int64", "complex128", "bfloat", 3, None)]
     + [("output", v) for v in ("coo", "", None, 1)]
     + [("transform", v) for v in ("log1p", 1e4, True)]
     + [("device", v) for v in ("gpu", "", 3, "cuda:x")]
@@ -128,7 +128,7 @@ def test_cuda_without_cupy_is_refused(plain: Stored, monkeypatch: pytest.MonkeyP
         gpuload.open_loader(plain.path, device="cuda:0")
 
 
-def test_csr_output_must_be_float32(plain: Stored) -> None:
+def test_csr_output_must_not_be_float16(plain: Stored) -> None:
     assert_refused("PlanError", plain.path, "float16", "csr", "float32", output="csr", dtype="float16")
 
 
@@ -149,11 +149,13 @@ def test_minibatches_beyond_memory_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 400 * 10_000 * 4)
     fitting = [{"batch_size": size} for size in (133, 1000)]
     fitting += [{"batch_size": 134, "output": "csr"}, {"batch_size": 134, "dtype": "float16"}]
+    fitting += [{"batch_size": 66, "dtype": "float64"}]
     for form in fitting:
         with gpuload.open_loader(cells, **form, **settings) as loader:
             assert sum(map(len, loader)) == 400
     parts = ("3 minibatches of 134 cells take 0.0 GB but this machine has 0.0 GB; use batch_size=50 or less.",)
     assert_refused("PlanError", cells, "batch_size=134", *parts, batch_size=134, **settings)
+    assert_refused("PlanError", cells, "batch_size=67", batch_size=67, dtype="float64", **settings)
     parts = ("2 minibatches of 201 cells", "use batch_size=50 or less.")
     assert_refused("PlanError", cells, "batch_size=201", *parts, batch_size=201, **settings)
     monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 399 * 10_000 * 4)

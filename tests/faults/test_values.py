@@ -49,7 +49,7 @@ def test_a_float64_beyond_float32_is_refused_but_not_called_damage(tmp_path: Pat
         list(loader)
     said = str(caught.value)
     assert "holds a value beyond 3.4e38, which float32 cannot hold (in its chunk " in said
-    assert said.endswith("; scale the values in the file, or write infinity in place of that one.")
+    assert said.endswith("; use dtype='float64', scale the values in the file, or write infinity in place of that one.")
     assert "damaged" not in said
 
 
@@ -86,7 +86,8 @@ def test_a_fill_value_that_float32_rounds_is_warned_of(
     path = never_written(tmp_path / "x.h5ad", dtype, fill)
     with gpuload.open_loader(path, device="cpu") as loader:
         list(loader)
-    expected = [f"{path}: /X holds integers above 2**24, which float32 rounds"] * is_rounded
+    what = "2**24, which float32 rounds; dtype='float64' does not, up to 2**53"
+    expected = [f"{path}: /X holds integers above {what}"] * is_rounded
     assert [message for message in caplog.messages if "2**24" in message] == expected
 
 

@@ -736,4 +736,6 @@ def test_rounding_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="gpuload"):
         (batch,) = batches(np.full((4, 3), (1 << 24) + 1, np.int64))
     assert batch.X[0, 0] == 1 << 24
-    assert [r.getMessage() for r in caplog.records] == ["<ndarray>: X holds integers above 2**24, which float32 rounds"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "<ndarray>: X holds integers above 2**24, which float32 rounds; dtype='float64' does not, up to 2**53"
+    ]
