@@ -11,7 +11,7 @@ import anndata
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.sparse import csr_matrix
@@ -222,6 +222,9 @@ def chunks(draw: st.DrawFn) -> np.ndarray:
         return draw(hnp.arrays(dtype, st.integers(1, 40), elements=items))
 
 
+@example(src=np.array([(1 << 53) - 1, -1]), resident=np.dtype("f8"))
+@example(src=np.array([(1 << 53) + 2, -1]), resident=np.dtype("f8"))
+@example(src=np.array([-(1 << 53) - 2, 1]), resident=np.dtype("f8"))
 @given(src=chunks(), resident=st.sampled_from(["i4", "f4", "f8"]).map(np.dtype))
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_elements_are_kept_in_the_smallest_type_that_holds_them(src: np.ndarray, resident: np.dtype) -> None:
