@@ -261,7 +261,7 @@ def test_a_minibatch_says_what_it_holds(plain: Stored, CellDataset: Any) -> None
     ):
         batch["drug"]
     with pytest.raises(
-        AttributeError, match=r"^batch\.X: a minibatch of CellDataset is a dict of 'X', 'cell_line', 'rows"
+        AttributeError, match=r"^batch\.X: a minibatch is a dict of 'X', 'cell_line', 'rows"
     ):
         batch.X  # noqa: B018 - so are a loader's own minibatches read
     assert copy.deepcopy(batch).keys() == batch.keys()
