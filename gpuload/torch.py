@@ -245,7 +245,7 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         """Raise PlanError: a dataset is iterated over; `take` reads given cells."""
         raise PlanError(
             "CellDataset: it is iterated, not indexed; read given cells with dataset.take(rows), and to train on cells "
-            "of your choice, give open_loader where= or a sampler."
+            "of your choice, give open_loader where= or a sampler, or let one of PyTorch index an IndexedCells(loader)."
         )
 
     def take(self, rows: ArrayLike) -> _Minibatch:
@@ -280,8 +280,8 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
 class IndexedCells(Dataset[dict[str, torch.Tensor]]):
     """A map-style Dataset: a loader's cells by number, for PyTorch's samplers and whatever is built on them.
 
-    ``DataLoader(cells, batch_size=64, shuffle=True)`` reads each minibatch at once. So do `Subset`, `random_split` and
-    `WeightedRandomSampler`, and ``sampler=BatchSampler(...), batch_size=None``.
+    ``DataLoader(cells, batch_size=64, shuffle=True)`` reads each minibatch at once, also with PyTorch's ``Subset``,
+    ``random_split`` and ``WeightedRandomSampler``, and with ``sampler=BatchSampler(...), batch_size=None``.
 
     Nothing is read ahead: the training step waits for its cells, and they lie anywhere in the files. Iterating over a
     `CellDataset` is several times faster; if something else must choose the cells, or needs a Dataset that it can index
@@ -290,9 +290,9 @@ class IndexedCells(Dataset[dict[str, torch.Tensor]]):
     Parameters
     ----------
     loader
-        Made by `gpuload.open_loader`, without a sampler, or with a `Subset` of cells. Its genes, matrices, obs columns,
-        output, dtype, transform, device and `memory_cache` apply; `batch_size`, `shuffle`, `seed` and what else says
-        how cells are ordered, and dealt to ranks, do not: that is the DataLoader's, on every rank over all cells.
+        Made by `gpuload.open_loader`, without a sampler, or with a `gpuload.Subset` of cells. Its genes, matrices, obs columns,
+        output, dtype, transform, device and cache apply; its batch_size, shuffle, seed, rank and what else orders
+        cells do not: the DataLoader's sampler does, and every rank has all cells.
     dtype
         As for `CellDataset`.
 
@@ -304,12 +304,12 @@ class IndexedCells(Dataset[dict[str, torch.Tensor]]):
 
     Notes
     -----
-    Cells are numbered from 0 in the order of the files, without those that ``where=`` or `Subset` leave out; `rows` has
+    Cells are numbered from 0 in the order of the files, without those that ``where=`` or a `gpuload.Subset` leaves out; `rows` has
     their row numbers. ``cells[7]``, also ``cells[-1]``, is a dict of one cell: each tensor that `CellDataset` yields,
     without its first dimension; of ``output="csr"``, X is a sparse COO tensor of shape (n_vars,). ``cells[[3, 1, 2]]``,
     a slice, or an array or tensor of numbers gives a minibatch, as `CellDataset.take` does.
 
-    A `collate_fn` gets the cells of a minibatch as a sequence of such dicts.
+    A ``collate_fn`` gets the cells of a minibatch as a sequence of such dicts.
     """
 
     def __init__(self, loader: Loader, dtype: torch.dtype | str | None = None) -> None:
@@ -334,7 +334,7 @@ class IndexedCells(Dataset[dict[str, torch.Tensor]]):
     def rows(self) -> NDArray[np.int64]:
         """Row numbers of the cells over all files, (n,) int64, ascending; made on each access.
 
-        ``loader.obs.loc[cells.rows]`` are their obs columns, for the weights of a `WeightedRandomSampler`.
+        ``loader.obs.loc[cells.rows]`` are their obs columns, for the weights of a ``WeightedRandomSampler``.
         """
         return self._rows.slice(0, self._rows.n_rows)
 

@@ -290,7 +290,8 @@ def test_what_a_collate_function_changes_is_not_lost(loader: Loader, plain: Stor
     """PyTorch's own returns the minibatch that was read, but only if nobody has touched the cells."""
 
     def changed_first(batch: Any) -> Any:
-        batch[0]["X"] = batch[0]["X"] + 1
+        first = batch[0]
+        first["X"] = first["X"] + 1
         return default_collate(batch)
 
     def changed_each(batch: Any) -> Any:
