@@ -290,9 +290,9 @@ class IndexedCells(Dataset[dict[str, torch.Tensor]]):
     Parameters
     ----------
     loader
-        Made by `gpuload.open_loader`, without a sampler, or with a `gpuload.Subset` of cells. Its genes, matrices, obs columns,
-        output, dtype, transform, device and cache apply; its batch_size, shuffle, seed, rank and what else orders
-        cells do not: the DataLoader's sampler does, and every rank has all cells.
+        Made by `gpuload.open_loader`, without a sampler, or with a `gpuload.Subset` of cells. Its genes, matrices, obs
+        columns, output, dtype, transform, device and cache apply. Its batch_size, shuffle, seed, rank and what else
+        orders cells do not: the DataLoader's sampler chooses, on every rank among all cells.
     dtype
         As for `CellDataset`.
 
@@ -304,10 +304,10 @@ class IndexedCells(Dataset[dict[str, torch.Tensor]]):
 
     Notes
     -----
-    Cells are numbered from 0 in the order of the files, without those that ``where=`` or a `gpuload.Subset` leaves out; `rows` has
-    their row numbers. ``cells[7]``, also ``cells[-1]``, is a dict of one cell: each tensor that `CellDataset` yields,
-    without its first dimension; of ``output="csr"``, X is a sparse COO tensor of shape (n_vars,). ``cells[[3, 1, 2]]``,
-    a slice, or an array or tensor of numbers gives a minibatch, as `CellDataset.take` does.
+    Cells are numbered from 0 in the order of the files, without those that ``where=`` or a `gpuload.Subset` leaves out;
+    `rows` has their row numbers. ``cells[7]``, or ``cells[-1]``, is a dict of one cell: tensors, as `CellDataset`
+    yields, without their first dimension; of ``output="csr"``, X is a sparse COO tensor of shape (n_vars,).
+    ``cells[[3, 1, 2]]``, a slice, or an array or tensor of numbers gives a minibatch, as `CellDataset.take` does.
 
     A ``collate_fn`` gets the cells of a minibatch as a sequence of such dicts.
     """
