@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from gpuload.backends.base import Backend
     from gpuload.plan import Plan
+    from gpuload.sampling import Strategy
     from gpuload.stats import Stats
     from gpuload.store import Store
     from gpuload.tables import Table
@@ -169,6 +170,14 @@ class Loader:
         For functions that work on cells rather than minibatches, such as `gpuload.split`. Closed by the loader.
         """
         return self._store
+
+    @property
+    def strategy(self) -> Strategy:
+        """The sampler, bound to the cells; ``where=`` is a `Subset` around it.
+
+        For functions that work on cells rather than minibatches, such as `gpuload.torch.IndexedCells`.
+        """
+        return self._plan.strategy
 
     @property
     def n_vars(self) -> int:

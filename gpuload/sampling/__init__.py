@@ -21,7 +21,7 @@ from gpuload.sampling.draws import ClassBalanced, Mixture, Weighted
 from gpuload.sampling.neighbors import PairedNeighbor
 from gpuload.sampling.pairs import split_pairs
 from gpuload.sampling.sets import Grouped
-from gpuload.sampling.subset import Subset, block_size_of
+from gpuload.sampling.subset import Subset, block_size_of, selected
 
 __all__ = [
     "BlockShuffle",
@@ -41,5 +41,6 @@ __all__ = [
     "block_size_of",
     "digest",
     "plain",
+    "selected",
     "split_pairs",
 ]

@@ -13,7 +13,7 @@ from gpuload.order import MappedOrder
 from gpuload.sampling.base import as_sampler, check_mask, digest
 from gpuload.sampling.blocks import BlockShuffle, plain
 from gpuload.sampling.custom import as_blocks
-from gpuload.sampling.rows import list_of_mask
+from gpuload.sampling.rows import list_of_mask, list_of_runs, row_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -148,6 +148,16 @@ class Part:
     def describe(self) -> dict[str, Any]:
         """Return the inner strategy's description, and a digest of the rows."""
         return {"name": "Subset", "rows": digest(self.rows.starts, self.rows.ends), "inner": self.inner.describe()}
+
+
+def selected(strategy: Strategy, n_rows: int) -> tuple[RowList, Strategy]:
+    """Return the rows that nested Subsets leave of `n_rows`, ascending, and the strategy within them."""
+    rows = list_of_runs(np.array([[0, n_rows]]))
+    is_all = True
+    while isinstance(strategy, Part):
+        rows = strategy.rows if is_all else row_list(rows.take(strategy.rows.slice(0, strategy.rows.n_rows)))
+        strategy, is_all = strategy.inner, False
+    return rows, strategy
 
 
 def block_size_of(sampler: Any) -> int | None:

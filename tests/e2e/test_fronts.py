@@ -260,9 +260,7 @@ def test_a_minibatch_says_what_it_holds(plain: Stored, CellDataset: Any) -> None
         KeyError, match=r"no 'drug', but 'X', 'cell_line', 'rows'; open_loader\(obs=\.\.\.\) adds columns"
     ):
         batch["drug"]
-    with pytest.raises(
-        AttributeError, match=r"^batch\.X: a minibatch of CellDataset is a dict of 'X', 'cell_line', 'rows"
-    ):
+    with pytest.raises(AttributeError, match=r"^batch\.X: a minibatch is a dict of 'X', 'cell_line', 'rows"):
         batch.X  # noqa: B018 - so are a loader's own minibatches read
     assert copy.deepcopy(batch).keys() == batch.keys()
 

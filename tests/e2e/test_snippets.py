@@ -97,6 +97,7 @@ INSTEAD = {
             "a test contacts no outside server; tests/golden/test_hub.py reads addresses of the Hub",
         ),
     ],
+    "docs/howto/where-and-genes.md": [('"20GiB"', '"64MiB"', SHORT)],
     "docs/howto/slow-file.md": [("--out settings.json", "--out settings.json --seconds 0.5 --quiet", SHORT)],
 }
 """Per page: what is replaced, by what, and why. All of it must occur in the page."""
