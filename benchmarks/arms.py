@@ -162,6 +162,8 @@ def _random(batch_size: int, fetch_factor: int) -> list[Arm]:
         ("gpuload-kept/dense/1", "gpuload_torch", _kept(common)),
         ("scdataset/dense/1", "scdataset_backed", {**common, "rows_by": "numbers"}),
         ("scdataset-mask/dense/1", "scdataset_backed", {**common, "rows_by": "mask"}),
+        ("gpuload-indexed/dense/1", "gpuload_indexed", {**common, "fetch_factor": 1}),
+        ("gpuload-indexed-kept/dense/1", "gpuload_indexed", _kept({**common, "fetch_factor": 1})),
         ("mapped-collection/dense/1", "mapped_collection", single),
         ("mapped-collection-workers/dense/1", "mapped_collection", {**single, "n_workers": 2}),
         ("annloader/dense/1", "anndata_annloader", single),

@@ -73,6 +73,8 @@ RATIOS = (
     ("gpuload/dense/1", "scdataset/dense/1", 2.5),
     ("gpuload/dense/1", "mapped-collection-workers/dense/1", 2.5),
     ("gpuload/dense/1", "annloader/dense/1", 2.5),
+    ("gpuload-indexed/dense/1", "mapped-collection-workers/dense/1", 2.5),
+    ("gpuload-indexed/dense/1", "annloader/dense/1", 2.5),
     ("gpuload-scdl/dense/1", "bionemo-scdl/dense/1", 2.0),
     ("gpuload-scdl/csr/1", "bionemo-scdl/csr/1", 1.5),
     ("gpuload/dense/chunk", "tiledbsoma-ml/dense", 5.0),
@@ -150,12 +152,19 @@ ALSO = (
 )
 """The tasks of which the README tells the results of the other runs."""
 
-WITH_SETS = (
-    "sets of one perturbation and their controls, each count kept with probability 1/2",
-    "gpuload/depth/chunk",
-    {"cell-load": "cell-load/depth-consecutive"},
+BESIDE_OTHERS = (
+    (
+        "sets of one perturbation and their controls, each count kept with probability 1/2",
+        "gpuload/depth/chunk",
+        {"cell-load": "cell-load/depth-consecutive"},
+    ),
+    (
+        "true random order by a DataLoader, over a map-style dataset",
+        "gpuload-indexed/dense/1",
+        {"MappedCollection": "mapped-collection-workers/dense/1", "AnnLoader": "annloader/dense/1"},
+    ),
 )
-"""A task of which the README tells the results too: our arm, and that of another loader."""
+"""Tasks of which the README tells the results too: our arm, and those of other loaders."""
 
 WITHOUT = {
     "gpuload/depth/chunk": "gpuload/pairs/chunk",
@@ -331,13 +340,10 @@ def headline(records: Iterable[dict[str, Any]]) -> str:
 def other_run(records: Sequence[dict[str, Any]]) -> str:
     """Return one line of Markdown: where the numbers were measured, and a few tasks with our cells/s and speed-ups."""
     by_name = {summary.name: summary for summary in summarise(records) if summary.n_rounds}
-    tasks = [
-        *((task, ours, dict(zip(HEADLINE_RIVALS, others, strict=True))) for task, ours, others in HEADLINE),
-        WITH_SETS,
-    ]
+    tasks = [(task, ours, dict(zip(HEADLINE_RIVALS, others, strict=True))) for task, ours, others in HEADLINE]
     told = []
-    for task, ours, others in tasks:
-        if ours in by_name and (task in ALSO or task == WITH_SETS[0]):
+    for task, ours, others in [*(task for task in tasks if task[0] in ALSO), *BESIDE_OTHERS]:
+        if ours in by_name:
             rate = by_name[ours].cells_per_s
             without = by_name.get(WITHOUT.get(ours, ""))
             ratios = [] if without is None else [f"{rate / without.cells_per_s:.1f}x the same without"]

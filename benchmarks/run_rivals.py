@@ -38,6 +38,7 @@ NEEDED = {
     "anndata_annloader": ("anndata", "torch"),
     "bionemo_scdl": ("bionemo.scdl", "torch"),
     "cell_load": ("cell_load", "anndata", "torch"),
+    "gpuload_indexed": ("torch", "numba", "anndata"),
     "gpuload_pairs": ("torch", "numba", "anndata"),
     "mapped_collection": ("lamindb", "torch"),
     "scipy_ram": ("anndata", "torch"),
