@@ -196,7 +196,7 @@ class Loader:
 
     @property
     def dtype(self) -> str:
-        """``"float32"``, ``"float16"`` or ``"bfloat16"``."""
+        """``"float32"``, ``"float64"``, ``"float16"`` or ``"bfloat16"``."""
         return self._form.dtype
 
     @property
