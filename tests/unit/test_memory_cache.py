@@ -550,6 +550,19 @@ def test_what_a_chunk_needs_is_found_out_once(store_variant: StoreVariant) -> No
     assert cache.reserve(read, 0, 2, SINGLE) is memory_cache.NOTHING
 
 
+@pytest.mark.parametrize("resident", ["f4", "f8", "i4"])
+def test_a_slab_has_room_for_values_that_need_all_of_it(
+    store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch, resident: str
+) -> None:
+    monkeypatch.setattr(memory_cache, "SLAB_NBYTES", 64)
+    with gpuload.open_loader(store_variant("csr-gzip4").path, device="cpu") as loader:
+        read = loader.store.recipe(np.array([[0, 131]])).reads[0]
+    made = MemoryCache(Budget(4096), n_threads=1).reserve(read, 0, 1, np.dtype(resident))
+    most = read.layout.chunk_size * np.dtype(resident).itemsize
+    assert made.slab is not None
+    assert most <= made.slab.room <= most + keeping.SLOT
+
+
 def test_slabs_have_room_for_the_largest_chunk(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_cache, "SLAB_NBYTES", 64)
     with gpuload.open_loader(plain.path, memory_cache="1MiB", num_threads=2, **SMALL) as loader:
