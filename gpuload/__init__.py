@@ -271,9 +271,9 @@ def open_loader(
         ``"dense"`` for (n, n_vars) arrays, or ``"csr"`` for CSR matrices.
     dtype
         ``"float32"`` or ``"float64"``; or, for dense output, ``"float16"`` or ``"bfloat16"``. float64 holds what any
-        type stores, but for integers above 2**53, and takes twice the memory; float32 rounds it, and integers above
-        2**24. NumPy and CuPy have no bfloat16, so its minibatches are uint16 arrays of the bit patterns, which the
-        PyTorch front returns as torch.bfloat16.
+        type stores, but for integers above 2**53, and takes twice the memory of float32, which rounds values stored as
+        float64, and integers above 2**24. NumPy and CuPy have no bfloat16, so its minibatches are uint16 arrays of the
+        bit patterns, which the PyTorch front returns as torch.bfloat16.
     device
         ``"cpu"``; ``"cuda:0"``; ``"cuda"``, this process's GPU under torchrun, else the first; or ``"auto"``, a usable
         GPU if there is one, else the CPU, on which the GPU settings below have no effect; the choice is logged. A

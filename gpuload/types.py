@@ -278,7 +278,7 @@ class Batch:
     layers
         The additional layers requested, by name, as X.
     obsm
-        The obsm matrices requested, by name: (n, k) or (n, ...) arrays, float32 unless the loader's dtype is float64.
+        The obsm matrices requested, by name: (n, k) or (n, ...) arrays; float32, or float64 if X is.
     modalities
         The additional modalities requested, by name, as X.
     n_partners

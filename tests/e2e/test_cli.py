@@ -601,15 +601,21 @@ def test_bench_explains_a_rate_above_its_ceiling(run, path, monkeypatch, rate, i
     assert ("of it reached, as stages are above their ceilings (see below)" in out) == is_above
 
 
-@pytest.mark.parametrize(("n_threads", "n_at_once"), [(1, 1), (3, 2)])
-def test_bench_ceiling_counts_only_threads_that_run_at_once(run, path, monkeypatch, n_threads, n_at_once):
+@pytest.mark.parametrize(
+    ("n_threads", "n_at_once", "dtype", "itemsize"),
+    [(1, 1, "float32", 4), (3, 2, "float32", 4), (1, 1, "float64", 8), (1, 1, "bfloat16", 2)],
+)
+def test_bench_ceiling_counts_only_threads_that_run_at_once(
+    run, path, monkeypatch, n_threads, n_at_once, dtype, itemsize
+):
     from gpuload.cli import ceilings
 
     monkeypatch.setattr("gpuload.cli.bench.usable_cores", lambda: 2)
     monkeypatch.setattr(ceilings, "measure", lambda *_: ceilings.Ceilings(np.inf, 1e6, 1e6))
     options = ["--num-threads", n_threads, "--fetch-factor", 2, "--seconds", 0.05, "--repeats", 1, "--json"]
+    options += ["--dtype", dtype]
     stages = json.loads(run("bench", path, *options)[1])["stages"]
-    per_cell_s = (stages["decoded_nbytes_per_cell"] + 4 * 400) / 1e6
+    per_cell_s = (stages["decoded_nbytes_per_cell"] + itemsize * 400) / 1e6
     assert stages["at_ceilings_cells_per_s"] == pytest.approx(n_at_once / per_cell_s)
 
 
@@ -620,6 +626,7 @@ def test_bench_ceiling_counts_only_threads_that_run_at_once(run, path, monkeypat
         ["--block-size", "chunk", "--target-sum", "1e4", "--log1p", "--dtype", "float16"],
         ["--block-size", "1", "--num-threads", "1", "--verify", "never", "--drop-last", "--prefetch", "1"],
         ["--dtype", "bfloat16"],
+        ["--dtype", "float64", "--output", "csr"],
         ["--downsample", "0.5", "--output", "csr"],
     ],
 )

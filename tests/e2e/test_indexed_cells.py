@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -282,6 +283,9 @@ def test_a_collate_function_gets_the_cells(loader: Loader, plain: Stored, reads:
         for cell in cells:
             np.testing.assert_array_equal(cell["X"].numpy(), plain.dense[cell["rows"]])
     assert repr(batch) == repr(list(batch))
+    copied = copy.copy(batch)  # as a DataLoader with pin_memory=True makes one, and changes it
+    copied[0], copied[1] = copied[1], copied[0]
+    assert [cell["rows"].item() for cell in batch] == [3, 1, 2]
     pinned = torch.utils.data._utils.collate.default_convert(batch)
     assert [cell["rows"].item() for cell in pinned] == [3, 1, 2]
 
@@ -426,8 +430,9 @@ def test_other_refusals(plain: Stored, loader: Loader) -> None:
         cells[0]["drug"]
     with pytest.raises(AttributeError, match=r"^cell\.X: a cell is a dict of 'X', 'cell_line', 'depth', 'rows'\.$"):
         cells[0].X  # noqa: B018 - so are a loader's own minibatches read
-    with pytest.raises(PlanError, match="cannot be pickled or copied"):
-        copy.deepcopy(cells)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(PlanError, match="cannot be pickled or copied"):
+            copied(cells)
     loader.close()
     assert len(cells) == len(plain.dense)
     for index in (0, [1, 2]):

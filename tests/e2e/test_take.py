@@ -120,11 +120,16 @@ def test_taking_more_cells_than_memory_holds_is_refused(plain: Stored, monkeypat
         np.testing.assert_array_equal(loader.take([0] * 400).X, plain.dense[[0] * 400])
 
 
-def test_memory_for_taking_cells_is_for_each_once_as_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one gene a cell takes 4 bytes in the minibatch, but as read those of all its genes."""
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("float64", 8)])
+def test_memory_for_taking_cells_is_for_each_once_as_read(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, itemsize: int
+) -> None:
+    """Of one gene a cell takes 4 bytes in the minibatch, 8 of float64, but as read those of all its genes."""
     X = np.arange(20_000, dtype=np.float32).reshape(20, 1000)
-    with gpuload.open_loader(X, genes=["7"], **SMALL) as loader:
-        monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 40_000)
+    with gpuload.open_loader(X, genes=["7"], dtype=dtype, **SMALL) as loader:
+        monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 20 * 1001 * itemsize)
+        np.testing.assert_array_equal(loader.take(range(20)).X, X[:, 7:8])
+        monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 20 * 1001 * itemsize - 1)
         with pytest.raises(PlanError, match=r"^take: 20 cells take 0\.0 GB but this machine has 0\.0 GB; take fewer"):
             loader.take(range(20))
         np.testing.assert_array_equal(loader.take([3] * 20).X, X[[3] * 20, 7:8])

@@ -23,10 +23,11 @@ from gpuload.errors import PlanError
 from gpuload.formats import open_store
 from gpuload.formats.addresses import at_addresses
 from gpuload.formats.obs import write_h5ad
-from gpuload.outlook import MAX_FETCH_FACTOR, Outlook, Outlooks, Pace
+from gpuload.outlook import MAX_FETCH_FACTOR, Outlook, Outlooks, Pace, open_part
 from gpuload.plan import DEFAULT_BLOCK_SIZE
 from gpuload.synthetic import tahoe_shaped
 from gpuload.tune import PREFETCHES, Bench, Trial, Wish, choose, tune
+from gpuload.types import Form
 from tests import writers
 
 MIB = 1 << 20
@@ -209,6 +210,19 @@ def test_memory_estimate_includes_large_chunks(tmp_path):
         next(iter(loader))
         parts = loader.memory()
     assert 16 * MIB < parts["scratch"] <= sum(parts.values()) <= estimated
+
+
+@pytest.mark.parametrize("output", ["dense", "csr"])
+def test_memory_estimate_is_of_the_values_of_the_dtype(store, output):
+    """Cells wait as float32, or float64, and CSR minibatches also have 4 bytes of column number for each value."""
+    single, double = (
+        Bench(store, Wish(1 << 30, batch_size=8, output=output, dtype=dtype)) for dtype in ("float32", "float64")
+    )
+    of_batch = store.n_vars if output == "dense" else store.values_per_row
+    for fetch_factor, prefetch in ((1, 1), (4, 3)):
+        n_cells, sizes = 8 * fetch_factor * (prefetch + 1), (fetch_factor, 2, prefetch)
+        more = double.memory_nbytes(*sizes) - single.memory_nbytes(*sizes)
+        assert more == pytest.approx(4 * (n_cells * store.values_per_row + 12 * 8 * of_batch), abs=1)
 
 
 GROWTH_OF_MEMORY = """
@@ -423,6 +437,18 @@ def test_error_on_impossible_wishes_suggests_possible_ones(path, wish, message, 
         tune(path, wish)
 
 
+@pytest.mark.parametrize("output", ["dense", "csr"])
+def test_trials_of_float64_read_what_is_stored(tmp_path, output):
+    X = writers.counts().astype(np.float64) * (1 + 2.0**-30)
+    writers.write_plain(tmp_path / "cells.h5ad", X)
+    with closing(open_store(tmp_path / "cells.h5ad", layer="X", obs=())) as store:
+        form = Form(output, "float64", store.n_vars, store.columns())
+        with open_part(store, Outlooks(store, 8, None).plan(16, 4), form, 1, device="cpu", num_threads=1) as loader:
+            for batch in loader:
+                found = batch.X.toarray() if output == "csr" else batch.X
+                np.testing.assert_array_equal(found, X[batch.rows].toarray())
+
+
 def test_tuning_without_cells_is_refused(tmp_path):
     empty = tmp_path / "empty.h5ad"
     writers.write_plain(empty, writers.counts(0, 5))
@@ -468,11 +494,13 @@ def test_bench_reads_the_settings_file_and_options_override_it(run, path, tmp_pa
     )
 
 
-def test_tune_as_json_without_a_label(run, path):
-    code, said, _ = run("tune", path, "--json", "--batch-size", 8, "--output", "csr", "--seconds", 0.1)
+@pytest.mark.parametrize("options", [{"output": "csr"}, {"output": "csr", "dtype": "float64"}, {"dtype": "float64"}])
+def test_tune_as_json_without_a_label(run, path, options):
+    given = [part for name, value in options.items() for part in (f"--{name}", value)]
+    code, said, _ = run("tune", path, "--json", "--batch-size", 8, *given, "--seconds", 0.1)
     found = json.loads(said)
     assert code == 0
-    assert found["settings"]["output"] == "csr"
+    assert {name: found["settings"].get(name) for name in options} == options
     assert found["measured"]["entropy_bits"] is None
     assert found["measured"]["trials"]
 

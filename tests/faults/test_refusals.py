@@ -164,17 +164,19 @@ def test_minibatches_beyond_memory_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("matrices", "needed", "sizes", "n_cells", "cure"),
+    ("matrices", "dtype", "needed", "sizes", "n_cells", "cure"),
     [
-        ("X", 3 * 40 * 4000, (1000, 2), 40, {"fetch_factor": 1, "batch_size": 19}),
-        (["X", "other"], 2 * 3 * 40 * 4000, (4, 9000), 40, {"fetch_factor": 4}),
-        ("X", 3 * 30 * 4000, (5, 6), 30, {"fetch_factor": 2}),
-        ("X", 3 * 40 * 4000, (20, 2), 40, {"fetch_factor": 1}),  # a little less than the whole memory
+        ("X", "float32", 3 * 40 * 4000, (1000, 2), 40, {"fetch_factor": 1, "batch_size": 19}),
+        (["X", "other"], "float32", 2 * 3 * 40 * 4000, (4, 9000), 40, {"fetch_factor": 4}),
+        (["X", "other"], "float64", 2 * 3 * 40 * 8000, (4, 9000), 40, {"fetch_factor": 4}),
+        ("X", "float16", 3 * 30 * 4000, (5, 6), 30, {"fetch_factor": 2}),
+        ("X", "float32", 3 * 40 * 4000, (20, 2), 40, {"fetch_factor": 1}),  # a little less than the whole memory
     ],
 )
 def test_fetches_beyond_memory_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     matrices: Any,
+    dtype: str,
     needed: int,
     sizes: tuple[int, int],
     n_cells: int,
@@ -186,7 +188,7 @@ def test_fetches_beyond_memory_are_refused(
     """
     X = np.ones((40, 1000), np.float32)
     cells = anndata.AnnData(X, layers={"other": X})
-    settings: dict[str, Any] = {"layer": matrices, "prefetch": 2, "device": "cpu"}
+    settings: dict[str, Any] = {"layer": matrices, "dtype": dtype, "prefetch": 2, "device": "cpu"}
     settings["batch_size"], settings["fetch_factor"] = sizes
     monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: needed)
     with gpuload.open_loader(cells, **settings) as loader:

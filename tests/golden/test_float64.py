@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -244,6 +245,8 @@ def test_memory_holds_twice_the_bytes(tmp_path: Path) -> None:
             nbytes[dtype] = batch.X.nbytes
             table, of_values = loader.tables["X"], loader.store.values_per_row
             assert table.nbytes_per_row * 64 == batch.X.nbytes
+            as_csr = replace(table, form=replace(table.form, output="csr"))
+            assert as_csr.nbytes_per_row == of_values * (4 + int(dtype[-2:]) / 8)
             assert table.resident_nbytes_per_row == of_values * (2 + int(dtype[-2:]) / 8)
     assert nbytes["float64"] == 2 * nbytes["float32"]
 

@@ -225,6 +225,8 @@ def chunks(draw: st.DrawFn) -> np.ndarray:
 @example(src=np.array([(1 << 53) - 1, -1]), resident=np.dtype("f8"))
 @example(src=np.array([(1 << 53) + 2, -1]), resident=np.dtype("f8"))
 @example(src=np.array([-(1 << 53) - 2, 1]), resident=np.dtype("f8"))
+@example(src=np.array([np.nan, 0.5], np.float32), resident=np.dtype("f8"))
+@example(src=np.array([np.nan, 0.5]), resident=np.dtype("f8"))
 @given(src=chunks(), resident=st.sampled_from(["i4", "f4", "f8"]).map(np.dtype))
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_elements_are_kept_in_the_smallest_type_that_holds_them(src: np.ndarray, resident: np.dtype) -> None:
@@ -244,7 +246,8 @@ def test_elements_are_kept_in_the_smallest_type_that_holds_them(src: np.ndarray,
         elif src.dtype.kind == "f" and resident == np.float32:
             holds = bool((np.isfinite(src) == np.isfinite(src.astype(np.float32))).all())
         elif src.dtype.kind == "f":
-            holds = all(float(kind.type(value)) == value for value in src.tolist()) or itemsize == 8
+            is_exact = src.dtype == np.float32 or all(float(kind.type(value)) == value for value in src.tolist())
+            holds = is_exact or itemsize == 8  # as float64, so that the bits of a NaN stay the same
         else:
             holds = max(abs(value) for value in narrow) <= (1 << 24 if itemsize == 4 else (1 << 53) - 1)
         if holds:
@@ -545,6 +548,19 @@ def test_what_a_chunk_needs_is_found_out_once(store_variant: StoreVariant) -> No
     cache.settle(read, 0, again)
     np.testing.assert_array_equal(cache.find(read)[0, :2] > 0, [False, True])
     assert cache.reserve(read, 0, 2, SINGLE) is memory_cache.NOTHING
+
+
+@pytest.mark.parametrize("resident", ["f4", "f8", "i4"])
+def test_a_slab_has_room_for_values_that_need_all_of_it(
+    store_variant: StoreVariant, monkeypatch: pytest.MonkeyPatch, resident: str
+) -> None:
+    monkeypatch.setattr(memory_cache, "SLAB_NBYTES", 64)
+    with gpuload.open_loader(store_variant("csr-gzip4").path, device="cpu") as loader:
+        read = loader.store.recipe(np.array([[0, 131]])).reads[0]
+    made = MemoryCache(Budget(4096), n_threads=1).reserve(read, 0, 1, np.dtype(resident))
+    most = read.layout.chunk_size * np.dtype(resident).itemsize
+    assert made.slab is not None
+    assert most <= made.slab.room <= most + keeping.SLOT
 
 
 def test_slabs_have_room_for_the_largest_chunk(plain: Stored, monkeypatch: pytest.MonkeyPatch) -> None:

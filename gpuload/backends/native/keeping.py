@@ -57,7 +57,8 @@ def _itemsize_for(src: Any, are_columns: bool, is_wide: bool) -> Callable[..., i
 
         return integers
 
-    signed = np.int32 if src.dtype.bitwidth == 32 else np.int64
+    is_single = src.dtype.bitwidth == 32
+    signed = np.int32 if is_single else np.int64
 
     def floats(src: Any, are_columns: bool, is_wide: bool) -> int:
         bits, are_counts, high = src.view(signed), True, np.int32(0)
@@ -75,7 +76,7 @@ def _itemsize_for(src: Any, are_columns: bool, is_wide: bool) -> Callable[..., i
             is_beyond |= np.isfinite(value) & (not np.isfinite(np.float32(value)))
             is_rounded |= np.float32(value) != value
         if is_wide:
-            return 8 if is_rounded else 4
+            return 8 if is_rounded and not is_single else 4  # a NaN never equals itself
         return NOT_EXACT if are_columns or is_beyond else 4
 
     return floats
