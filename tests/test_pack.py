@@ -436,7 +436,7 @@ JOINS: dict[str, tuple[list[Any], str, list[Any]]] = {
     "categories that are numbers": ([pd.Categorical([2, None]), np.array([3], "i8")], "Int64", [2, None, 3]),
     "categories that are fractions": ([pd.Categorical([0.5, None]), np.array([3], "i4")], "float64", [0.5, None, 3]),
     "categories that are truths": ([pd.Categorical([True, None]), np.array([False])], "boolean", [True, None, False]),
-    "categories and text": ([pd.Categorical(["b"]), np.array(["a"], object)], "object", ["b", "a"]),
+    "categories and text": ([pd.Categorical(["b"]), np.array(["a"], object)], "text", ["b", "a"]),
     "texts of pandas": ([pd.array(["b", None], "string"), pd.array(["a"], "string")], "string", ["b", None, "a"]),
     "the same order": ([ordered("ba", "a"), ordered("ba", "b")], "ordered b a", ["a", "b"]),
     "an order, and no value": ([pd.Categorical([None]), ordered("ba", "ab")], "ordered b a", [None, "a", "b"]),
@@ -462,7 +462,7 @@ def test_parts_of_a_column_are_joined(name: str) -> None:
     if isinstance(found, pd.Categorical):
         assert " ".join(["ordered"] * found.ordered + list(map(str, found.categories))) == dtype
     else:
-        assert found.dtype == dtype
+        assert found.dtype == (pd.Series(["a"]).dtype if dtype == "text" else dtype)  # pandas 3 has one for text
 
 
 def test_order_is_a_uniform_permutation() -> None:

@@ -419,7 +419,7 @@ def test_fetch_memory_counts_all_stored_genes(
     nbytes = value_nbytes * sum(np.size(cells.X) if is_dense else cells.X.nnz for cells in parts)
     with closing(open_store(paths, layer="X", obs=(), join="inner")) as store:
         assert (store.n_obs, store.n_vars) == (20, 4)
-        assert store.nbytes_per_row * 20 == pytest.approx(nbytes)
+        assert store.nbytes_per_row() * 20 == pytest.approx(nbytes)
         bench = Bench(store, Wish(1 << 30, batch_size=10))
         assert bench.memory_nbytes(2, 1, 1) - bench.memory_nbytes(0, 1, 1) == pytest.approx(2 * nbytes, abs=1)
     settings: dict[str, Any] = {"join": "inner", "batch_size": 10, "fetch_factor": 2, "prefetch": 1, "device": "cpu"}

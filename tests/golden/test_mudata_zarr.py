@@ -184,7 +184,8 @@ def test_an_anndata_with_a_group_mod_stays_an_anndata(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rna.write_zarr(path)
-        write_elem(zarr.open_group(str(path), mode="r+", use_consolidated=False), "mod/prot", parts()["prot"])
+        group = zarr.open_group(str(path), mode="r+", use_consolidated=False).create_group("mod")
+        write_elem(group, "prot", parts()["prot"])
     np.testing.assert_array_equal(rows(path)[1].X, rna.X.toarray())
 
 

@@ -258,7 +258,8 @@ def test_duplicate_cell_names_are_refused(files: list[Path], table: pd.DataFrame
 def test_any_one_name_of_two_cells_is_refused(tmp_path: Path) -> None:
     path = numbered_file(tmp_path / "twice.h5ad", ["a", "b", "c"])
     with h5py.File(path, "r+") as file:
-        file["obs/_index"][2] = "a"
+        names = file["obs/_index"]
+        (names["values"] if isinstance(names, h5py.Group) else names)[2] = "a"  # since anndata 0.13 with pandas 3
     for names in (["a", "b"], ["b", "a"]):
         with pytest.raises(gpuload.PlanError, match=r"^obs_table: 2 cells have the name 'a'; index it by row numbers"):
             gpuload.open_loader(path, obs_table=pd.DataFrame({"x": [1, 2]}, names), obs=["x"], device="cpu")
