@@ -25,6 +25,7 @@ TITLES = {
     "rivals_epyc_before": "Beside other loaders, an earlier run",
     "rivals": "Beside other loaders, on another machine",
     "rivals_depth": "Counts drawn to a lower depth",
+    "rivals_indexed": "Map-style datasets",
     "rivals_kept": "Later epochs from memory",
     "gpu": "On a GPU",
     "stages": "Each stage beside what the machine allows",
