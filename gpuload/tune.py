@@ -25,8 +25,8 @@ from gpuload.formats import open_store
 from gpuload.machine import usable_cores
 from gpuload.outlook import Outlook, Outlooks, is_worse, measure_pace, open_part
 from gpuload.plan import DEFAULT_BLOCK_SIZE
-from gpuload.tables import check_rows
-from gpuload.types import ITEMSIZES, Form, resident_dtype
+from gpuload.tables import Table, check_rows
+from gpuload.types import Form
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -252,8 +252,9 @@ class Bench:
 
     def __init__(self, store: Store, wish: Wish) -> None:
         self._store, self._wish = store, wish
-        self._form = Form(wish.output, wish.dtype, store.n_vars, store.columns())
-        self._cell_nbytes = max(1.0, store.nbytes_per_row(resident_dtype(wish.dtype)))
+        form = Form(wish.output, wish.dtype, store.n_vars, store.columns())
+        self._table = Table(store, form, store.var_names)
+        self._cell_nbytes = max(1.0, self._table.resident_nbytes_per_row)
         self._layouts = [layout for matrix in store.matrices for layout in matrix.layouts]
         self._stored_nbytes = sum(int(layout.chunk_nbytes.sum()) for layout in self._layouts) / max(1, store.n_obs)
         self._thread_nbytes = scratch_nbytes(self._layouts)
@@ -307,15 +308,12 @@ class Bench:
         read_nbytes
             Bytes to read per cell; None: those of no other cells.
         """
-        wish = self._wish
-        n_cells = min(wish.batch_size * fetch_factor, self._store.n_obs)
-        itemsize, store = ITEMSIZES[wish.dtype], self._store
-        row = store.n_vars * itemsize if wish.output == "dense" else store.values_per_row * (4 + itemsize)
-        batch = wish.batch_size * row
+        n_cells = min(self._wish.batch_size * fetch_factor, self._store.n_obs)
+        batch = self._wish.batch_size * self._table.nbytes_per_row
         under_way = (prefetch + 1) * n_cells
         far = far_nbytes(self._layouts, under_way * (self._stored_nbytes if read_nbytes is None else read_nbytes))
         fetches = under_way * self._cell_nbytes + far
-        return int(fetches + _HELD_BATCHES * batch + num_threads * self._thread_nbytes + store.metadata_nbytes)
+        return int(fetches + _HELD_BATCHES * batch + num_threads * self._thread_nbytes + self._store.metadata_nbytes)
 
     def neighbours(self, trial: Trial) -> list[Trial]:
         """Return variants of a trial with other numbers of threads and other prefetch that fit into the memory."""
@@ -336,7 +334,7 @@ class Bench:
         """Return cells per second from the first minibatch of a fetch to that of another; each turn is an epoch."""
         plan = self.outlooks.plan(trial.block_size, trial.fetch_factor)
         loader = open_part(
-            self._store, plan, self._form, trial.prefetch, device=self._wish.device, num_threads=trial.num_threads
+            self._store, plan, self._table.form, trial.prefetch, device=self._wish.device, num_threads=trial.num_threads
         )
         with closing(loader):
             loader.set_epoch(turn)

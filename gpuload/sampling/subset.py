@@ -152,12 +152,12 @@ class Part:
 
 def selected(strategy: Strategy, n_rows: int) -> tuple[RowList, Strategy]:
     """Return the rows that nested Subsets leave of `n_rows`, ascending, and the strategy within them."""
-    rows = list_of_runs(np.array([[0, n_rows]]))
-    is_all = True
+    rows: RowList | None = None
     while isinstance(strategy, Part):
-        rows = strategy.rows if is_all else row_list(rows.take(strategy.rows.slice(0, strategy.rows.n_rows)))
-        strategy, is_all = strategy.inner, False
-    return rows, strategy
+        own = strategy.rows
+        rows = own if rows is None else row_list(rows.take(own.slice(0, own.n_rows)))
+        strategy = strategy.inner
+    return list_of_runs(np.array([[0, n_rows]])) if rows is None else rows, strategy
 
 
 def block_size_of(sampler: Any) -> int | None:

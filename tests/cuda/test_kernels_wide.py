@@ -113,8 +113,6 @@ def test_gather_dense(data: st.DataObject, grid: Grid, seed: int, skew: int) -> 
     X = np.where(rng.random(values.size) < 0.5, values, 0).reshape(n_rows, n_vars)
     columns, n_cols = draw_columns(data.draw, rng, n_vars)
     offsets = map_start = None
-    widths = np.array([n_vars])
-    file = np.zeros(n_rows, dtype=np.int64)
     if data.draw(st.booleans()):  # two files with genes of their own
         widths = np.array([n_vars, data.draw(st.integers(1, n_vars))])
         starts, columns, n_cols = draw_maps(data.draw, rng, widths)

@@ -55,25 +55,18 @@ def _copy_run(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> Callabl
 
         return columns
     if isinstance(src.dtype, types.Integer) and src.dtype.bitwidth >= min(out.dtype.bitwidth, 64):
-        most = src.dtype.cast_python_value(MAX_SINGLE if out.dtype.bitwidth == 32 else MAX_DOUBLE)
+        exact = MAX_SINGLE if out.dtype.bitwidth == 32 else MAX_DOUBLE
+        least, most = map(src.dtype.cast_python_value, (-exact if src.dtype.signed else 0, exact))
 
         def integers(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
             is_rounded = False
             for k in range(n):
                 value = src[np.uint64(i + k)]
                 out[np.uint64(j + k)] = value
-                is_rounded |= (value > most) | (value < -most)
+                is_rounded |= (value > most) | (value < least)
             return ROUNDED if is_rounded else OK
 
-        def unsigned(src: Any, i: int, out: Any, j: int, n: int, limit: int) -> int:
-            is_rounded = False
-            for k in range(n):
-                value = src[np.uint64(i + k)]
-                out[np.uint64(j + k)] = value
-                is_rounded |= value > most
-            return ROUNDED if is_rounded else OK
-
-        return integers if src.dtype.signed else unsigned
+        return integers
 
     if isinstance(src.dtype, types.Float) and src.dtype.bitwidth > out.dtype.bitwidth:
 
