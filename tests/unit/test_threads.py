@@ -372,12 +372,12 @@ def test_a_forked_process_closes_nothing(*, is_forgotten: bool) -> None:
 
 
 AT_EXIT = """if True:
-    import sys, time
+    import os, sys, time
     from gpuload.threads import DaemonThreads, call_aside
     pool = DaemonThreads(2, "test")
     def work(seconds):
         time.sleep(seconds)
-        print("done", flush=True)
+        os.write(1, b"done\\n")  # at one time; print of two threads may mix their words and ends of lines
 """
 
 
