@@ -32,6 +32,7 @@ from gpuload.logs import set_log_level
 from gpuload.mapped import Mapped
 from gpuload.names import obs_names
 from gpuload.packing import pack
+from gpuload.perturbation import Knockdown, knockdown
 from gpuload.plan import DEFAULT_BLOCK_SIZE, Plan, check_sizes
 from gpuload.sampling import (
     BlockShuffle,
@@ -49,7 +50,7 @@ from gpuload.sampling import (
 )
 from gpuload.settings import takes_settings
 from gpuload.source import closed_on_error
-from gpuload.splitting import Split, split
+from gpuload.splitting import Split, split, subsample
 from gpuload.tables import check_modalities, check_transform, make_tables
 from gpuload.types import Batch, Transform, resident_dtype
 from gpuload.where import parse as parse_where
@@ -78,6 +79,7 @@ __all__ = [
     "DeviceError",
     "GpuloadError",
     "Grouped",
+    "Knockdown",
     "Loader",
     "Mapped",
     "MissingDependencyError",
@@ -94,12 +96,14 @@ __all__ = [
     "Weighted",
     "__version__",
     "errors",
+    "knockdown",
     "obs_names",
     "open_loader",
     "pack",
     "set_log_level",
     "split",
     "split_pairs",
+    "subsample",
 ]
 
 _MODULES = (

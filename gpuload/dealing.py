@@ -1,4 +1,6 @@
-"""Deals cells, or whole groups of cells, to parts by shares. NumPy and SciPy only; independent of stores and files.
+"""Deals cells, or whole groups of cells, to parts by shares, and draws cells of groups.
+
+NumPy and SciPy only; independent of stores and files.
 
 Labels name groups and classes: plain values (text, numbers, booleans), or tuples of them. The deal depends on labels
 and counts, never on their order, so files may be given in any order.
@@ -35,6 +37,9 @@ MAX_PLACED = 20_000
 
 _SPLIT = 11
 """Key word that separates these random keys from those of the orders."""
+
+_DRAW = 12
+"""As `_SPLIT`, for cells drawn of each group."""
 
 Label = Any
 
@@ -144,6 +149,30 @@ def deal_cells(wanted: Mapping[str, Any], n_obs: int, classes: Grouping | None, 
             share = "..." if wanted[name] is ... else wanted[name]  # as it is written, not as its repr
             raise PlanError(f"shares[{name!r}]={share}: too small a share of {n_obs} cells; make it larger.")
     return part
+
+
+def draw_of_each(codes: NDArray[np.integer[Any]], rows: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
+    """Draw cells at random, at most `n` of each group.
+
+    Parameters
+    ----------
+    codes : (m,) integer
+        Group of each cell; those with -1 are not drawn.
+    rows : (m,) int64
+        Row numbers, on which the draw depends.
+
+    Returns
+    -------
+    (k,) int64
+        Indices into both, ascending.
+    """
+    (key,) = random_keys(1, seed, _DRAW)
+    mixed = hash64(rows.astype(np.uint64) ^ key)
+    by_group = np.lexsort((mixed, codes))
+    counts = np.bincount(codes + 1)
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
+    is_drawn = (np.arange(codes.size) - starts < n) & (codes[by_group] >= 0)
+    return np.sort(by_group[is_drawn])
 
 
 def _cut(mixed: NDArray[np.uint64], edges: NDArray[np.float64], offset: float) -> NDArray[np.int16]:

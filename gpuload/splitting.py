@@ -5,6 +5,8 @@
 
 The same data and settings give the same split in any process, on any machine, with any NumPy (see `gpuload.permute`);
 when groups are dealt, also with the files, or the cells in them, in another order.
+
+`subsample` draws at most so many cells of each group.
 """
 
 from __future__ import annotations
@@ -14,19 +16,20 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import check_names, check_obs_names, check_seed, is_number
+from gpuload.checks import check_names, check_obs_names, check_seed, check_whole, is_number
 from gpuload.concat import UNCOMPARED
-from gpuload.dealing import deal_cells, deal_groups, group_by, hash_of, label_of, targets
+from gpuload.dealing import deal_cells, deal_groups, draw_of_each, group_by, hash_of, label_of, targets
 from gpuload.errors import PlanError, ReadError, StoreError, shown
 from gpuload.loader import Loader
 from gpuload.source import replacing
 from gpuload.store import Store
 from gpuload.tables import check_modalities
+from gpuload.where import parse as parse_where
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.dealing import Label
+    from gpuload.store import ObsColumn
+    from gpuload.where import Where
 
 VERSION = 1
 """Version of the files that `Split.save` writes."""
@@ -59,8 +64,8 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
     files
         Name, without folders, and cells of each file.
     settings
-        The settings it was made with, as JSON values: ``"shares"``, ``"by"``, ``"stratify"``, ``"seed"``; and
-        ``"aims"``, the cells that a share asks for.
+        The settings it was made with, as JSON values: ``"shares"``, ``"by"``, ``"stratify"``, ``"seed"``,
+        ``"where"`` if it was given; and ``"aims"``, the cells that a share asks for.
     """
 
     names: tuple[str, ...]
@@ -217,6 +222,7 @@ def split(
     *,
     by: str | Iterable[str] | None = None,
     stratify: str | Iterable[str] | None = None,
+    where: str | None = None,
     seed: int = 0,
     layer: str | Sequence[str] = "X",
     modality: str = "",
@@ -240,6 +246,9 @@ def split(
     stratify
         Obs columns to stratify by: each part gets its share of every class, to within one cell when splitting by cells,
         and as closely as a greedy assignment allows when splitting by groups. Missing values count as one more class.
+    where
+        Only these cells are split, as if there were no others; the others are in no part. A condition on columns of
+        obs, as for `open_loader`.
     seed
         Random seed, at least 0.
     layer
@@ -257,7 +266,7 @@ def split(
     Raises
     ------
     PlanError
-        The shares are invalid, or a column or group does not exist.
+        The shares are invalid, a column or group does not exist, or `where` holds for no cell.
     StoreError, ReadError, CorruptDataError
         As `open_loader`.
 
@@ -280,23 +289,82 @@ def split(
     listed = [name for name, value in wanted.items() if isinstance(value, list)]
     if listed and not keys:
         raise PlanError(f"shares[{listed[0]!r}] names groups; name their column with by=, for example by='plate'.")
-    with _opened(cells, layer, modality, storage_options, (*keys, *strata)) as store:
-        classes = group_by([store.obs[name] for name in strata], has_missing_group=True) if strata else None
+    condition = None if where is None else parse_where(where)
+    columns = (*keys, *strata, *(() if condition is None else condition.columns))
+    with _opened(cells, layer, modality, storage_options, columns) as store:
+        rows = _rows(store, condition)
+        classes = group_by(_at(store, strata, rows), has_missing_group=True) if strata else None
         if keys:
-            groups = group_by([store.obs[name] for name in keys])
-            part, kept = deal_groups(wanted, groups, classes, ", ".join(keys), seed)
-            n_dealt = int(groups.counts.sum()) - sum(np.count_nonzero(part == names.index(name)) for name in listed)
+            groups = group_by(_at(store, keys, rows))
+            dealt, kept = deal_groups(wanted, groups, classes, ", ".join(keys), seed)
+            n_dealt = int(groups.counts.sum()) - sum(np.count_nonzero(dealt == names.index(name)) for name in listed)
         else:
-            part, kept, n_dealt = deal_cells(wanted, store.n_obs, classes, seed), {}, store.n_obs
+            dealt, kept, n_dealt = deal_cells(wanted, rows.size, classes, seed), {}, rows.size
+        part: NDArray[np.signedinteger[Any]] = np.full(store.n_obs, -1, np.int8 if len(wanted) < 128 else np.int16)
+        part[rows] = dealt
         files = _files(store)
     settings = {
         "shares": {name: "..." if value is ... else value for name, value in wanted.items()},
         "by": list(keys),
         "stratify": list(strata),
+        **({} if where is None else {"where": where}),
         "seed": seed,
         "aims": {names[p]: round(share * n_dealt) for p, share in zip(*targets(wanted), strict=True) if p >= 0},
     }
-    return Split(tuple(wanted), part.astype(np.int8 if len(wanted) < 128 else np.int16), kept, files, settings)
+    return Split(tuple(wanted), part, kept, files, settings)
+
+
+def subsample(
+    cells: Any,
+    n: int,
+    *,
+    by: str | Iterable[str] | None = None,
+    where: str | None = None,
+    seed: int = 0,
+    layer: str | Sequence[str] = "X",
+    modality: str = "",
+    storage_options: Mapping[str, Any] | None = None,
+) -> NDArray[np.int64]:
+    """Draw at most `n` cells of each group at random, for `gpuload.Subset`: smaller data, or less of what abounds.
+
+    Parameters
+    ----------
+    cells
+        As for `split`. Of a loader, all cells are drawn from.
+    n
+        Cells of each group, at least 1; of a group with fewer, all are drawn.
+    by
+        Obs columns whose values (for several columns, combinations of values) define the groups. Cells with a missing
+        value are not drawn. None: `n` of all cells are drawn.
+    where
+        Only these cells are drawn from: a condition on columns of obs, as for `open_loader`.
+    seed
+        Random seed, at least 0. With the same seed, the cells for a smaller `n` are among those for a larger one.
+    layer, modality, storage_options
+        As for `split`.
+
+    Returns
+    -------
+    (m,) int64
+        Row numbers over all paths, ascending.
+
+    Raises
+    ------
+    PlanError
+        A setting is invalid, a column does not exist, `where` holds for no cell, or no cell has a group.
+    StoreError, ReadError, CorruptDataError
+        As `open_loader`.
+    """
+    n, seed = check_whole("n", n, 1), check_seed(seed)
+    keys = () if by is None else check_obs_names("by", by, least=1, also=_OWN_LABELS)
+    condition = None if where is None else parse_where(where)
+    with _opened(cells, layer, modality, storage_options, (*keys, *(condition.columns if condition else ()))) as store:
+        rows = _rows(store, condition)
+        codes = group_by(_at(store, keys, rows)).codes if keys else np.zeros(rows.size, dtype=np.int32)
+    drawn = rows[draw_of_each(codes, rows, n, seed)]
+    if not drawn.size:
+        raise PlanError(f"by={shown(by)}: every cell has a missing value in these columns; draw by other columns.")
+    return drawn
 
 
 # --- checking arguments
@@ -364,10 +432,22 @@ def _opened(
     for name in columns:
         if name not in store.obs:
             raise PlanError(
-                f"by or stratify: {name!r} is not a column that the loader holds; open it with obs=[{name!r}], or "
-                "pass the paths."
+                f"by, stratify or where: {name!r} is not a column that the loader holds; open it with obs=[{name!r}], "
+                "or pass the paths."
             )
     yield store
+
+
+def _rows(store: Store, where: Where | None) -> NDArray[np.int64]:
+    """Return the rows for which a condition holds; None: all."""
+    return np.arange(store.n_obs) if where is None else np.flatnonzero(where.mask(store.obs))
+
+
+def _at(store: Store, columns: Iterable[str], rows: NDArray[np.int64]) -> list[ObsColumn]:
+    """Return columns of obs at some rows, which may be all."""
+    if rows.size == store.n_obs:
+        return [store.obs[name] for name in columns]
+    return [replace(store.obs[name], values=store.obs[name].values[rows]) for name in columns]
 
 
 def _files(store: Store) -> tuple[tuple[str, int], ...]:

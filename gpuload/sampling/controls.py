@@ -17,7 +17,7 @@ from gpuload.sampling.rows import group_rows, join, list_of_mask
 from gpuload.sampling.sets import Grouped, check_remainder
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -167,17 +167,7 @@ class PairedControl:
     def _controls(self, cells: Cells) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return masks of the control cells and of the cells to pair with them."""
         column = cells.obs[self.column]
-        values = cells.take(column.values)
-        is_one = isinstance(self.control, (str, bytes)) or not hasattr(self.control, "__iter__")
-        wanted = [self.control] if is_one else list(self.control)
-        if column.categories is None:
-            is_control, is_labelled = np.isin(values, _numbers(wanted)), ~(values != values)  # noqa: PLR0124 - NaN
-        else:
-            known = _hashed(wanted)
-            is_wanted = np.array([c in known for c in column.categories.tolist()] + [False])
-            is_control, is_labelled = is_wanted[values], values >= 0
-        if not is_control.any():
-            raise self._no_control(column, wanted)
+        is_control, is_labelled = find_controls("PairedControl", self.column, column, self.control, cells.take)
         if self.pair_controls:
             return is_control, is_labelled
         if not (is_labelled & ~is_control).any():
@@ -185,22 +175,6 @@ class PairedControl:
                 f"PairedControl({self.column!r}): all cells are controls; there are none to pair them with."
             )
         return is_control, is_labelled & ~is_control
-
-    def _no_control(self, column: Column, wanted: list[Any]) -> PlanError:
-        which = f"PairedControl(control={shown(self.control)}): "
-        names, known = column.categories, _hashed(wanted)
-        held = _numbers(wanted) if names is None else [c for c, name in enumerate(names) if name in known]
-        if np.isin(column.values, held).any():
-            return PlanError(
-                f"{which}the cells with that value in column {self.column!r} are left out by where= or a Subset; keep "
-                "them in."
-            )
-        held_values = np.unique(column.values)  # pandas keeps categories that no cell has
-        known_names = (held_values if names is None else names[held_values[held_values >= 0]]).tolist()
-        there = {str(name): name for name in known_names if name == name}  # noqa: PLR0124 - NaN
-        near = nearest(str(wanted[0]), list(there)) if wanted else None
-        guess = f"did you mean {there[near]!r}?" if near else "pass the value that marks controls."
-        return PlanError(f"{which}no cell has that value in column {self.column!r}; {guess}")
 
     def _refuse(self, names: Names, lost: NDArray[np.integer]) -> None:
         groups = np.unique(lost)
@@ -211,6 +185,57 @@ class PairedControl:
             f"({np.count_nonzero(lost == groups[0])} of them){more}; match fewer columns, pass fallback=, or leave "
             "these cells out with a Subset."
         )
+
+
+def find_controls(
+    asker: str, name: str, column: Column, control: Any, take: Callable[[NDArray[Any]], NDArray[Any]]
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return masks of the cells that are controls, and of those that have a label.
+
+    Parameters
+    ----------
+    asker
+        What the user called, for errors.
+    name
+        The column's name.
+    control
+        The value that marks controls, or several.
+    take
+        Returns the values of the cells in question, given those of all cells.
+
+    Raises
+    ------
+    PlanError
+        There are no controls.
+    """
+    values = take(column.values)
+    is_one = isinstance(control, (str, bytes)) or not hasattr(control, "__iter__")
+    wanted = [control] if is_one else list(control)
+    if column.categories is None:
+        is_control, is_labelled = np.isin(values, _numbers(wanted)), ~(values != values)  # noqa: PLR0124 - NaN
+    else:
+        known = _hashed(wanted)
+        is_wanted = np.array([c in known for c in column.categories.tolist()] + [False])
+        is_control, is_labelled = is_wanted[values], values >= 0
+    if not is_control.any():
+        raise _no_control(asker, name, column, control, wanted)
+    return is_control, is_labelled
+
+
+def _no_control(asker: str, name: str, column: Column, control: Any, wanted: list[Any]) -> PlanError:
+    which = f"{asker}(control={shown(control)}): "
+    names, known = column.categories, _hashed(wanted)
+    held = _numbers(wanted) if names is None else [c for c, one in enumerate(names) if one in known]
+    if np.isin(column.values, held).any():
+        return PlanError(
+            f"{which}the cells with that value in column {name!r} are left out by where= or a Subset; keep them in."
+        )
+    held_values = np.unique(column.values)  # pandas keeps categories that no cell has
+    known_names = (held_values if names is None else names[held_values[held_values >= 0]]).tolist()
+    there = {str(one): one for one in known_names if one == one}  # noqa: PLR0124 - NaN
+    near = nearest(str(wanted[0]), list(there)) if wanted else None
+    guess = f"did you mean {there[near]!r}?" if near else "pass the value that marks controls."
+    return PlanError(f"{which}no cell has that value in column {name!r}; {guess}")
 
 
 def _queues(

@@ -21,6 +21,7 @@ import anndata
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.sparse import csr_matrix
 
 import gpuload
 from benchmarks.s3server import start
@@ -60,6 +61,7 @@ GIVEN = {
     "docs/howto/where-and-genes.md": "import numpy as np\nwanted = gpuload.obs_names('atlas.h5ad')[[7, 3]]",
     "docs/howto/slow-file.md": "from types import SimpleNamespace\nlogged = {}\n"
     "writer = SimpleNamespace(add_scalar=lambda *given: logged.setdefault(given[::2], given[1]))",
+    "docs/sampling.md": "import anndata\n",
     "docs/howto/several-matrices.md": "import anndata\nadata = anndata.read_h5ad('cells.h5ad')",
     "docs/migration/index.md": "import numpy\nfrom gpuload.torch import CellDataset\ntrain_rows = numpy.arange(300)\n"
     "from pathlib import Path\nPath('split.toml').write_text('[datasets]\\nmine = \"screen\"\\n[training]\\n"
@@ -169,10 +171,15 @@ def written(folder: Path) -> Path:
         part.write_h5ad(folder / f"plate{i + 1}.h5ad")
         part.write_h5ad(folder / "plates" / f"plate{i + 1}.h5ad")
     (folder / "screen").mkdir()
-    for i in range(2):
+    for i, name in enumerate(("k562", "rpe1")):
         part = adata[300 * i : 300 * (i + 1)].copy()
-        part.obs["gene"] = rng.choice(["non-targeting", *(f"KO{k}" for k in range(8))], 300)
-        part.write_h5ad(folder / "screen" / f"{i}.h5ad")
+        part.obs["gene"] = rng.permutation(np.resize(["non-targeting", *var.index[:8]], 300))
+        part.obs["cell_line"] = f"line_{i}"
+        part.var["gene_name"] = part.var.index
+        counts = part.X.toarray()
+        counts[:, :8] = part.obs["gene"].to_numpy()[:, None] != var.index[:8].to_numpy()  # each has 1, if not targeted
+        part.X = csr_matrix(counts)
+        part.write_h5ad(folder / "screen" / f"{name}.h5ad")
     proteins = anndata.AnnData(rng.normal(size=(600, 12)).astype(np.float32), obs=obs[[]])
     proteins.write_h5ad(folder / "prot.h5ad")
     for name in ("cells", "cite"):
@@ -274,7 +281,7 @@ def test_perturbations_held_out_as_the_guide_says_have_their_controls(
     monkeypatch.chdir(tmp_path)
     assert gpuload.split("screen/", {"train": 0.8, "test": 0.2}, by="gene").groups["test"] == ("non-targeting",)
     names: dict[str, Any] = {"gpuload": gpuload}
-    (block,) = (block for block in blocks_of(page) if "PairedControl" in block.code)
+    (block,) = (block for block in blocks_of(page) if "parts" in block.code and "PairedControl" in block.code)
     run(page, block, names)
     with gpuload.open_loader("screen/", obs=["gene", "cell_line", "source_file"]) as loader, names["test"] as test:
         obs = loader.obs

@@ -7,6 +7,7 @@ import io
 import json
 import tracemalloc
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -15,7 +16,7 @@ import pandas as pd
 import pytest
 
 import gpuload
-from gpuload.dealing import Grouping, deal_groups
+from gpuload.dealing import Grouping, deal_groups, draw_of_each
 from gpuload.splitting import Split
 from tests import writers
 from tests.writers import counts, genes_frame, write_csr
@@ -87,6 +88,10 @@ def as_anndata(n: int, seed: int) -> anndata.AnnData:
     return anndata.AnnData(counts(n, 20, seed=seed), frame(n, seed), genes_frame(20))
 
 
+def as_anndata_of(obs: pd.DataFrame) -> anndata.AnnData:
+    return anndata.AnnData(counts(len(obs), 20), obs.reset_index(drop=True).set_axis(map(str, range(len(obs)))))
+
+
 def test_modalities_are_split_by_the_first_or_named_one(paths: list[Path], no_leaks: None) -> None:
     cells = anndata.AnnData(np.zeros((700, 3), dtype=np.float32), frame(700, 9))
     modalities = {"rna": paths, "prot": cells}
@@ -122,6 +127,31 @@ def test_cells_without_a_group_are_in_no_part(paths: list[Path], obs: pd.DataFra
         assert f"in no part: {obs['age'].isna().sum()} cells" in str(split)
         assert split.settings["aims"]["train"] == round(0.6 * obs["age"].notna().sum())
     assert set(gpuload.split(paths, HALVES, stratify="age").part) == {0, 1}
+
+
+@pytest.mark.parametrize("settings", [{}, {"by": "sample"}, {"by": ["plate", "year"]}, {"stratify": "drug"}])
+def test_only_some_cells_are_split(paths: list[Path], obs: pd.DataFrame, settings: Any) -> None:
+    found = gpuload.split(paths, {"train": 0.6, "val": 0.4}, where="passed and age < 24", **settings)
+    is_in = obs["passed"].to_numpy() & (obs["age"] < 24).to_numpy()
+    np.testing.assert_array_equal(found.part >= 0, is_in)
+    alone = gpuload.split(as_anndata_of(obs[is_in]), {"train": 0.6, "val": 0.4}, **settings)
+    np.testing.assert_array_equal(found.part[is_in], alone.part)  # as if there were no others
+    assert found.groups == alone.groups
+    assert found.settings == {**alone.settings, "where": "passed and age < 24"}
+
+
+def test_a_loaders_cells_are_chosen_by_its_columns(paths: list[Path], no_leaks: None) -> None:
+    of_paths = gpuload.split(paths, HALVES, by="sample", where="year == 2021")
+    with gpuload.open_loader(paths, obs=["sample", "year"], where="year > 2021") as loader:
+        assert gpuload.split(loader, HALVES, by="sample", where="year == 2021") == of_paths
+        with pytest.raises(gpuload.PlanError, match="by, stratify or where: 'drug' is not a column that the loader"):
+            gpuload.split(loader, HALVES, where="drug == 'd1'")
+
+
+def test_groups_of_other_cells_cannot_be_listed(paths: list[Path]) -> None:
+    wanted = {"train": ..., "test": ["plate1"]}
+    with pytest.raises(gpuload.PlanError, match=r"there is no group 'plate1' by plate; did you mean 'plate3'\?"):
+        gpuload.split(paths, wanted, by="plate", where="plate in ['plate2', 'plate3']")
 
 
 def test_columns_of_several_types_can_be_strata(paths: list[Path], obs: pd.DataFrame) -> None:
@@ -402,6 +432,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"a": 0.9999, "b": ...}, {}, r"shares\['b'\]=\.\.\.: too small a share of 700 cells; make it larger"),
     ({"a": 0.9999, "b": 0.0001}, {}, r"shares\['b'\]=0\.0001: too small a share of 700 cells; make it larger"),
     ({f"p{i}": 1e-5 for i in range(32768)}, {}, "32768 parts; at most 32767"),
+    (HALVES, {"where": "year = 2021"}, "where='year = 2021': .* use == to compare"),
+    (HALVES, {"where": "nothing == 1"}, "obs has no column 'nothing'"),
+    (HALVES, {"where": "year == 1999"}, "where='year == 1999': it holds for none of the 700 cells; relax it"),
 ]
 
 
@@ -458,3 +491,80 @@ def test_many_groups_and_classes_need_no_dense_table() -> None:
     tracemalloc.stop()
     assert peak < 8 * n_groups * n_classes / 8
     assert np.bincount(part).tolist() == [n_classes, n_classes]
+
+
+# --- subsample
+
+
+@pytest.mark.parametrize("by", ["drug", "sample", "year", "passed", ["plate", "drug"], ["sample", "age"]])
+def test_at_most_n_cells_of_each_group_are_drawn(paths: list[Path], obs: pd.DataFrame, by: Any) -> None:
+    rows = gpuload.subsample(paths, 7, by=by)
+    assert rows.dtype == np.int64
+    assert (np.diff(rows) > 0).all()
+    columns = [by] if isinstance(by, str) else by
+    sizes = obs.groupby(columns, observed=True).size().clip(upper=7)  # pandas leaves out missing values
+    drawn = obs.iloc[rows].groupby(columns, observed=True).size()
+    pd.testing.assert_series_equal(drawn, sizes)
+
+
+def test_without_groups_n_cells_are_drawn(paths: list[Path]) -> None:
+    assert gpuload.subsample(paths, 100).size == 100
+    np.testing.assert_array_equal(gpuload.subsample(paths, 700), np.arange(700))
+    np.testing.assert_array_equal(gpuload.subsample(paths, 10_000), np.arange(700))
+
+
+def test_the_draw_is_of_the_seed_alone(paths: list[Path], no_leaks: None) -> None:
+    rows = gpuload.subsample(paths, 5, by="drug", seed=3)
+    with gpuload.open_loader(paths, obs="drug", where="drug == 'd0'") as loader:  # of all of its cells
+        np.testing.assert_array_equal(gpuload.subsample(loader, 5, by="drug", seed=3), rows)
+    others = [gpuload.subsample(paths, 5, by="drug", seed=seed).tolist() for seed in range(20)]
+    assert len({tuple(other) for other in others}) == 20
+    assert others[3] == rows.tolist()
+
+
+def test_fewer_cells_are_among_more(paths: list[Path]) -> None:
+    drawn = [set(gpuload.subsample(paths, n, by="drug").tolist()) for n in (1, 2, 10, 50, 1000)]
+    assert [len(rows) for rows in drawn] == [3, 6, 30, 150, 700]
+    assert all(fewer < more for fewer, more in pairwise(drawn))
+
+
+def test_cells_are_drawn_from_those_of_a_condition(paths: list[Path], obs: pd.DataFrame) -> None:
+    rows = gpuload.subsample(paths, 4, by="drug", where="passed and year >= 2022")
+    assert rows.size == 12
+    assert obs.iloc[rows]["passed"].all()
+    assert (obs.iloc[rows]["year"] >= 2022).all()
+    assert gpuload.subsample(paths, 4, where="passed").size == 4
+
+
+def test_every_cell_is_drawn_equally_often() -> None:
+    """Of 200 cells, 40 are drawn under each of 500 seeds: 100 draws a cell, standard deviation 9."""
+    codes, rows = np.zeros(200, dtype=np.int32), np.arange(200)
+    times = np.bincount(np.concatenate([draw_of_each(codes, rows, 40, seed) for seed in range(500)]), minlength=200)
+    assert times.sum() == 20_000
+    assert (np.abs(times - 100) < 5 * 9).all()
+    assert 60 < times.var() < 105  # 80 if the draws are independent
+
+
+def test_drawn_cells_make_a_loader(paths: list[Path], no_leaks: None) -> None:
+    rows = gpuload.subsample(paths, 6, by=["drug", "year"])
+    with gpuload.open_loader(paths, batch_size=16, sampler=gpuload.Subset(rows)) as loader:
+        assert sorted(row for batch in loader for row in batch.rows.tolist()) == rows.tolist()
+
+
+@pytest.mark.parametrize(
+    ("n", "settings", "says"),
+    [
+        (0, {}, "n=0: expected a whole number of at least 1"),
+        (2.5, {}, r"n=2\.5: expected a whole number"),
+        (True, {}, "n=True: expected a whole number"),
+        (5, {"by": "nothing"}, "obs has no column 'nothing'"),
+        (5, {"by": []}, r"by=\[\]: expected"),
+        (5, {"seed": -1}, "seed=-1: expected"),
+        (5, {"where": "year == 1999"}, "where='year == 1999': it holds for none of the 700 cells"),
+        (5, {"by": "age", "where": "isna(age)"}, "by='age': every cell has a missing value in these columns; draw by"),
+    ],
+)
+def test_bad_draws_are_refused(paths: list[Path], no_leaks: None, n: Any, settings: Any, says: str) -> None:
+    with pytest.raises((gpuload.PlanError, gpuload.StoreError), match=says) as caught:
+        gpuload.subsample(paths, n, **settings)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,304 @@
+"""Knock-down filters against the definitions, cell by cell, on screens whose effects are known."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import anndata
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.sparse import csr_matrix
+
+import gpuload
+from tests.several import write, write_zarr
+
+N_OBS, N_VARS = 3000, 40
+GENES = [f"gene{i}" for i in range(N_VARS)]
+LOOSE = {"residual_expression": 0.6, "cell_residual_expression": 0.9, "min_cells": 20}
+AS_STORED: dict[str, Any] = {"control": "ctrl", "transform": None}
+
+
+def screen_of(n_obs: int = N_OBS, seed: int = 0) -> anndata.AnnData:
+    """Make counts in which gene i is expressed in the cells where it is the target as in the controls, times i / 20."""
+    rng = np.random.default_rng(seed)
+    labels = np.array([*GENES[:20], *["ctrl"] * 10, "no gene"])[rng.integers(0, 31, n_obs)]
+    means = np.tile(3 + rng.gamma(2.0, 2.0, N_VARS), (n_obs, 1))
+    for i, gene in enumerate(GENES[:20]):
+        means[labels == gene, i] *= i / 20
+    obs = pd.DataFrame(
+        {
+            "target": pd.Categorical(np.where(rng.random(n_obs) < 0.02, None, labels)),
+            "line": pd.Categorical(np.array(["A549", "K562", None])[rng.choice(3, n_obs, p=[0.6, 0.35, 0.05])]),
+            "day": rng.integers(1, 3, n_obs),
+            "quality": rng.random(n_obs),
+        },
+        index=[f"cell{i}" for i in range(n_obs)],
+    )
+    cells = anndata.AnnData(csr_matrix(rng.poisson(means).astype(np.float32)), obs, pd.DataFrame(index=GENES))
+    cells.obs.loc[cells.obs["line"] == "K562", "day"] = 2
+    cells.layers["doubled"] = cells.X * 2
+    return cells
+
+
+@pytest.fixture(scope="module")
+def screen() -> anndata.AnnData:
+    return screen_of()
+
+
+@pytest.fixture(scope="module")
+def forms(screen: anndata.AnnData, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder, dense = tmp_path_factory.mktemp("forms"), screen.copy()
+    dense.X = screen.X.toarray()
+    return {
+        "h5ad": write(folder / "one", [screen]),
+        "zarr": write_zarr(folder / "cells.zarr", screen),
+        "dense": dense,
+        "several": write(folder / "several", [screen[:1000].copy(), screen[1000:, ::-1].copy()]),
+    }
+
+
+def by_definition(
+    cells: anndata.AnnData,
+    X: Any = None,
+    *,
+    control: Any = ("ctrl",),
+    match: tuple[str, ...] = (),
+    residual_expression: float = 0.3,
+    cell_residual_expression: float = 0.5,
+    min_cells: int = 30,
+    is_in: Any = True,
+) -> tuple[Any, Any]:
+    """Return the mask and the residual of each cell, by the words of the documentation."""
+    X = np.asarray(cells.X.todense() if X is None else X, dtype=np.float64)
+    obs, mask, residual = cells.obs.copy(), np.zeros(cells.n_obs, dtype=bool), np.full(cells.n_obs, np.nan)
+    obs["group"] = list(zip(*[obs[name].astype(object) for name in match], strict=True)) if match else [()] * len(obs)
+    has_group = obs[list(match)].notna().all(axis=1) & is_in
+    for group in obs["group"][has_group].unique():
+        is_here = has_group & np.array([one == group for one in obs["group"]])
+        is_control = (is_here & obs["target"].isin(control)).to_numpy()
+        mask[is_control] = True
+        for label in obs["target"][is_here].dropna().unique():
+            if label in control or label not in GENES:
+                continue
+            is_one, gene = (is_here & (obs["target"] == label)).to_numpy(), GENES.index(label)
+            mean = X[is_control, gene].mean()
+            if mean <= 0:
+                continue
+            residual[is_one] = X[is_one, gene] / mean
+            passes = is_one & (residual < cell_residual_expression)
+            if X[is_one, gene].mean() / mean < residual_expression and passes.sum() >= max(1, min_cells):
+                mask |= passes
+    return mask, residual
+
+
+def check(found: gpuload.Knockdown, expected: tuple[Any, Any]) -> None:
+    np.testing.assert_array_equal(found.mask, expected[0])
+    np.testing.assert_allclose(found.residual, expected[1], rtol=1e-6)
+    assert found.mask.dtype == bool
+    assert found.residual.dtype == np.float32
+
+
+@pytest.mark.parametrize("given", [{}, LOOSE, {"min_cells": 0}, {"residual_expression": 2.0}])
+@pytest.mark.parametrize("match", [(), ("line",), ("line", "day")])
+def test_cells_are_kept_by_the_three_filters(
+    screen: anndata.AnnData, match: tuple[str, ...], given: dict[str, Any], no_leaks: None
+) -> None:
+    expected = by_definition(screen, match=match, **given)
+    is_kept = expected[0] & (screen.obs["target"] != "ctrl").to_numpy()
+    assert 0 < is_kept.sum() < N_OBS / 2
+    check(gpuload.knockdown(screen, "target", match=match, **AS_STORED, **given), expected)
+
+
+def test_the_default_compares_log_normalised_counts(screen: anndata.AnnData) -> None:
+    X = np.asarray(screen.X.todense(), dtype=np.float64)
+    scaled = X / X.sum(axis=1, keepdims=True) * 1e4
+    found = gpuload.knockdown(screen, "target", control="ctrl", **LOOSE)
+    check_close(found, by_definition(screen, np.log1p(scaled), **LOOSE))
+    unlogged = gpuload.knockdown(screen, "target", control="ctrl", transform=gpuload.Transform(log1p=False), **LOOSE)
+    check_close(unlogged, by_definition(screen, scaled, **LOOSE))
+    assert (found.mask != unlogged.mask).any()
+
+
+def check_close(found: gpuload.Knockdown, expected: tuple[Any, Any]) -> None:
+    np.testing.assert_array_equal(found.mask, expected[0])
+    np.testing.assert_allclose(found.residual, expected[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["h5ad", "zarr", "dense", "several"])
+def test_files_and_matrices_give_the_same(
+    screen: anndata.AnnData, forms: dict[str, Any], form: str, no_leaks: None
+) -> None:
+    settings = {"match": "line", "join": "inner" if form == "several" else None, **AS_STORED, **LOOSE}
+    check(gpuload.knockdown(forms[form], "target", **settings), by_definition(screen, match=("line",), **LOOSE))
+
+
+def test_only_some_cells_are_looked_at(screen: anndata.AnnData) -> None:
+    found = gpuload.knockdown(screen, "target", where="quality > 0.3 and day == 2", **AS_STORED, **LOOSE)
+    is_in = (screen.obs["quality"] > 0.3) & (screen.obs["day"] == 2)
+    check(found, by_definition(screen, is_in=is_in, **LOOSE))
+
+
+def test_a_layer_is_compared_alone(screen: anndata.AnnData) -> None:
+    changed = screen.copy()
+    changed.X = screen.X * 0
+    found = gpuload.knockdown(changed, "target", layer="doubled", **AS_STORED)
+    check(found, by_definition(screen))
+
+
+def test_targets_may_have_other_names(screen: anndata.AnnData, caplog: pytest.LogCaptureFixture) -> None:
+    guides = screen.copy()
+    guides.obs["guide"] = [f"sg-{label}-{i % 2}" for i, label in enumerate(screen.obs["target"].astype(str))]
+    targets = {f"sg-{gene}-{i}": gene for gene in GENES for i in range(2)}
+    control = ["sg-ctrl-0", "sg-ctrl-1"]
+    found = gpuload.knockdown(guides, "guide", control=control, targets=targets, transform=None, min_cells=10)
+    assert "the targets of 4 of 44 perturbations are not among the genes" in caplog.text  # sg-nan-0, sg-no gene-0, ...
+    assert "'sg-nan-0', 'sg-nan-1', 'sg-no gene-0', 'sg-no gene-1'. If they have other names there" in caplog.text
+    assert found.perturbations["target"].value_counts().loc["gene3"] == 2
+    both = screen.obs["target"].isin(GENES).to_numpy()
+    np.testing.assert_allclose(found.residual[both], by_definition(screen)[1][both], rtol=1e-6)
+
+
+def test_labels_may_be_numbers(screen: anndata.AnnData) -> None:
+    numbered = screen.copy()
+    known = {gene: i for i, gene in enumerate(GENES)}
+    numbered.obs["target"] = [known.get(label, 99 if label == "ctrl" else 77) for label in screen.obs["target"]]
+    found = gpuload.knockdown(numbered, "target", control=99, targets=dict(enumerate(GENES)), transform=None)
+    check(found, by_definition(screen))
+    assert found.perturbations.index.tolist() == [*range(20), 77]
+
+
+@pytest.mark.parametrize("match", [(), ("line",), ("line", "day")])
+def test_the_table_counts_what_was_done(screen: anndata.AnnData, match: tuple[str, ...]) -> None:
+    table = gpuload.knockdown(screen, "target", match=match, **AS_STORED, **LOOSE).perturbations
+    assert list(table.index.names) == ["target", *match]
+    assert list(table.columns) == ["target", "n_cells", "control_mean", "residual", "n_passing", "is_kept"]
+    mask, residual = by_definition(screen, match=match, **LOOSE)
+    obs = screen.obs.assign(is_kept=mask, residual=residual, passes=residual < LOOSE["cell_residual_expression"])
+    obs = obs[obs["target"] != "ctrl"].dropna(subset=["target", *match]).astype({"target": str, "line": str})
+    by = obs.groupby(["target", *match])
+    assert len(table) == len(by)
+    for key, cells in by:
+        row = table.loc[key if match else key[0]]
+        assert row["target"] == key[0] or (key[0] == "no gene" and row["target"] is None), row
+        assert row["n_cells"] == len(cells)
+        assert row["n_passing"] == cells["passes"].sum()
+        assert row["is_kept"] == cells["is_kept"].any()
+        np.testing.assert_allclose(row["residual"], cells["residual"].mean(skipna=False), rtol=1e-6)
+        if not match and key[0] in GENES:
+            of_controls = screen.X[(screen.obs["target"] == "ctrl").to_numpy(), GENES.index(key[0])].mean()
+            np.testing.assert_allclose(row["control_mean"], of_controls, rtol=1e-6)
+
+
+def test_an_effect_that_was_planted_is_found(screen: anndata.AnnData) -> None:
+    """Gene i is at i / 20 of the controls: 0.3 lets through those below 6, but for noise near it."""
+    table = gpuload.knockdown(screen, "target", min_cells=1, **AS_STORED).perturbations
+    assert table.loc[GENES[:5], "is_kept"].all()
+    assert not table.loc[GENES[10:20], "is_kept"].any()
+    np.testing.assert_allclose(table.loc[GENES[:20], "residual"], np.arange(20) / 20, atol=0.15)
+
+
+def test_a_target_that_controls_lack_keeps_nothing(screen: anndata.AnnData) -> None:
+    silent = screen.copy()
+    X = silent.X.toarray()
+    X[:, :2] = 0
+    silent.X = csr_matrix(X)
+    found = gpuload.knockdown(silent, "target", **AS_STORED, **LOOSE)
+    check(found, by_definition(silent, **LOOSE))
+    assert found.perturbations.loc["gene0", ["control_mean", "residual"]].isna().all()
+    assert not found.perturbations.loc["gene0", "is_kept"]
+
+
+def test_duplicates_are_added_up() -> None:
+    """A CSR matrix may store a value in parts."""
+    X = csr_matrix((np.array([1.0, 2, 4, 1, 1], np.float32), [0, 0, 0, 0, 1], [0, 2, 3, 5]), shape=(3, 2))
+    cells = anndata.AnnData(X, pd.DataFrame({"g": ["a", "c", "a"]}, index=list("123")), pd.DataFrame(index=["a", "b"]))
+    found = gpuload.knockdown(cells, "g", control="c", transform=None)
+    np.testing.assert_array_equal(found.residual, np.array([0.75, np.nan, 0.25], np.float32))
+
+
+def test_what_is_kept_makes_pairs(screen: anndata.AnnData, no_leaks: None) -> None:
+    found = gpuload.knockdown(screen, "target", match="line", **AS_STORED)
+    pairs = gpuload.PairedControl("target", control="ctrl", match="line")
+    sampler = gpuload.Subset(found.mask, pairs)
+    with gpuload.open_loader(screen, batch_size=32, obs=["target", "line"], sampler=sampler) as loader:
+        for batch in loader:
+            perturbed, controls = gpuload.split_pairs(batch)
+            assert found.mask[batch.rows].all()
+            assert (found.residual[perturbed.rows] < 0.5).all()
+            np.testing.assert_array_equal(perturbed.obs["line"], controls.obs["line"])
+
+
+def test_progress_is_told(screen: anndata.AnnData, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuload.perturbation.BATCH_SIZE", 500)
+    told: list[float] = []
+    check(gpuload.knockdown(screen, "target", progress=told.append, **AS_STORED), by_definition(screen))
+    assert told == sorted(told)
+    assert len(told) > 2
+    assert told[-1] == 1
+
+
+def test_a_rank_has_all_cells(screen: anndata.AnnData, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    check(gpuload.knockdown(screen, "target", **AS_STORED), by_definition(screen))
+
+
+def test_it_says_what_it_found(screen: anndata.AnnData) -> None:
+    found = gpuload.knockdown(screen, "target", **AS_STORED)
+    n_kept = int(found.perturbations["is_kept"].sum())
+    assert repr(found) == (
+        f"<Knockdown: {n_kept} of 21 perturbations and {found.mask.sum():,} of 3,000 cells are kept, with the controls>"
+    )
+
+
+def test_unknown_targets_are_told_of(screen: anndata.AnnData, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "gpuload"):
+        gpuload.knockdown(screen, "target", **AS_STORED)
+    said = "knockdown: the targets of 1 of 21 perturbations are not among the genes, and their cells are not kept: "
+    assert caplog.messages == [f"{said}'no gene'. If they have other names there, pass targets={{value: gene}}."]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"column": ""}, "column='': expected the name of an obs column"),
+        ({"column": ["target"]}, r"column=\['target'\]: expected the name of an obs column"),
+        ({"column": "tarket"}, "obs has no column 'tarket'"),
+        ({"match": "lines"}, "obs has no column 'lines'"),
+        ({"match": 3}, "match=3: expected the name of an obs column"),
+        ({"control": "control"}, r"knockdown\(control='control'\): no cell has that value in column 'target'"),
+        ({"control": "ctr"}, r"no cell has that value in column 'target'; did you mean 'ctrl'\?"),
+        ({"where": "target != 'ctrl'"}, "the cells with that value in column 'target' are left out by where="),
+        ({"where": "target == 'ctrl'"}, "knockdown: column 'target' names no perturbed cells beside the controls"),
+        (
+            {"where": "target in ['ctrl', 'no gene']"},
+            "no perturbation in column 'target', such as 'no gene', is the na",
+        ),
+        (
+            {"match": "line", "where": "line == 'K562' or target != 'ctrl'"},
+            r"knockdown: there is no control for cells with line='A549' \(\d+ of them\); match fewer columns, or",
+        ),
+        (
+            {"match": ["line", "day"], "where": "line == 'K562' or target != 'ctrl'"},
+            r"no control for cells with line='A549', day=1 \(\d+ of them\), nor for 1 more group; match fewer",
+        ),
+        ({"residual_expression": 0}, "residual_expression=0: expected a fraction of the controls' mean, above 0"),
+        ({"cell_residual_expression": "half"}, "cell_residual_expression='half': expected a fraction"),
+        ({"min_cells": -1}, "min_cells=-1: expected a whole number"),
+        ({"targets": ["gene1"]}, r"targets=\['gene1'\]: expected a dict, for example \{'TP53_guide2': 'TP53'\}"),
+        ({"layer": "nothing"}, "layer 'nothing'"),
+        ({"layer": ["X", "doubled"]}, r"layer=\['X', 'doubled'\]: expected the name of one layer"),
+        ({"where": "target = 'a'"}, "use == to compare"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused(
+    screen: anndata.AnnData, settings: dict[str, Any], says: str, no_leaks: None
+) -> None:
+    given = {"column": "target", **AS_STORED, **settings}
+    with pytest.raises((gpuload.PlanError, gpuload.StoreError), match=says) as caught:
+        gpuload.knockdown(screen, given.pop("column"), **given)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith((".", "?"))
