@@ -192,7 +192,7 @@ def knockdown(
         if not (is_number(value) and value > 0):
             raise PlanError(f"{name}={shown(value)}: expected a fraction of the controls' mean, above 0, such as 0.3.")
     min_cells = check_whole("min_cells", min_cells, 0)
-    if targets is not None and not isinstance(targets, Mapping):
+    if targets is not None and not (isinstance(targets, Mapping) and all(isinstance(g, str) for g in targets.values())):
         raise PlanError(f"targets={shown(targets)}: expected a dict, for example {{'TP53_guide2': 'TP53'}}.")
     from gpuload import open_loader
 
@@ -243,9 +243,9 @@ def _screen(
     is_control[is_in], is_perturbed[is_in] = found[0], found[1] & ~found[0]
     is_control &= group >= 0
     is_perturbed &= group >= 0
-    present = np.unique(labelled.codes[is_perturbed])
-    known, named = set(store.var_names.tolist()), [targets.get(label, label) for label in labelled.labels]
-    genes = sorted({named[p] for p in present.tolist() if named[p] in known})
+    present, named = np.unique(labelled.codes[is_perturbed]), [targets.get(label, label) for label in labelled.labels]
+    wanted = {named[p] for p in present.tolist()}
+    genes = [gene for gene in store.var_names.tolist() if gene in wanted]  # their order, so that rows stay sorted
     if not present.size:
         raise PlanError(f"knockdown: column {column!r} names no perturbed cells beside the controls; pass another.")
     if not genes:

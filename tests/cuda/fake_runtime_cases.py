@@ -81,6 +81,19 @@ def test_consumer_thread_may_be_on_another_device(store_variant: StoreVariant, k
     assert fake.fake_n_launches(0) == n_launches
 
 
+def test_knock_down_on_another_device_is_that_of_the_cpu() -> None:
+    from tests.golden.test_knockdown import AS_STORED, LOOSE, screen_of
+
+    screen = screen_of(700)
+    found, expected = (
+        gpuload.knockdown(screen, "target", match="line", device=device, **AS_STORED, **LOOSE | {"min_cells": 5})
+        for device in ("cuda:1", "cpu")
+    )
+    np.testing.assert_array_equal(found.mask, expected.mask)
+    np.testing.assert_array_equal(found.residual, expected.residual)
+    assert 0 < np.count_nonzero(found.perturbations["is_kept"]) < len(found.perturbations)
+
+
 def test_chunks_in_host_memory_are_used_in_place_until_it_is_closed(store_variant: StoreVariant) -> None:
     from tests.cuda.on_fake_runtime import fake
 

@@ -10,6 +10,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
+from tests.golden.test_knockdown import LOOSE, screen_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,6 +143,19 @@ def test_minibatches_match_the_cpu_backend(store_variant: StoreVariant, kind: st
                 np.testing.assert_array_equal(found.indptr, expected.indptr)
                 found, expected = found.toarray(), expected.toarray()
             np.testing.assert_array_max_ulp(found, expected, maxulp=4 if found.dtype == np.float64 else 1)
+
+
+@pytest.mark.parametrize("transform", [None, gpuload.Transform()])
+def test_knock_down_is_that_of_the_cpu_backend(transform: gpuload.Transform | None, tmp_path: Path) -> None:
+    path = tmp_path / "screen.h5ad"
+    screen_of(2_000).write_h5ad(path, compression="gzip")
+    found, expected = (
+        gpuload.knockdown(path, "target", control="ctrl", match="line", transform=transform, device=device, **LOOSE)
+        for device in ("cuda:0", "cpu")
+    )
+    np.testing.assert_allclose(found.residual, expected.residual, rtol=1e-5)
+    assert np.count_nonzero(found.mask != expected.mask) <= (0 if transform is None else 5)
+    assert 0 < np.count_nonzero(found.perturbations["is_kept"]) < len(found.perturbations)
 
 
 def test_rows_of_reordered_genes_are_sorted(plain: Stored) -> None:  # by cuSPARSE
