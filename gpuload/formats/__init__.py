@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.concat import concat, join_arrays, stored_columns, with_columns
-from gpuload.errors import CorruptDataError, StoreError
+from gpuload.errors import CorruptDataError, GpuloadError, StoreError
 from gpuload.folder_source import FolderSource
 from gpuload.formats.addresses import Address, check_given, child_of
 from gpuload.formats.arrays import OBSM, as_strings, no_var, numbered
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
     from gpuload.store import Store
     from gpuload.types import Source
+
+_N_LOOKED_AT = 8
+"""Further paths in which a column is looked for that the first one lacks."""
 
 Join = str | tuple[str, ...] | None
 
@@ -222,36 +225,39 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join, v
         for place, (one, stored) in enumerate(zip(each, stored_columns(obs, known), strict=True)):
             opening.append(pool.submit(_open, one, place, layer, stored, var, fill))
         while opening:
-            store = with_columns(_opened(opening[0], () if fill else stores), obs)
+            store = with_columns(opening[0].result(), obs)
             shared = {"var_names": names.shared(store.var_names), "var_ids": names.shared(store.var_ids)}
             stores.append(replace(store, **shared, var=tuple(map(names.shared_columns, store.var))))
             progress.one(store.paths[0])
             del store
             opening.popleft()  # which holds its own names
-    except BaseException:
+    except BaseException as error:
         for future in opening:
             if not future.cancel():
                 future.add_done_callback(_close_opened)  # at once, or when it is open
         for store in stores:
             store.close()
+        if isinstance(error, StoreError) and error.missing_column is not None and not fill:
+            other = stores[0].paths[0] if stores else _with_column(each[1:], error.missing_column)
+            if other is not None:
+                said = (
+                    f"{str(error).rstrip('.')}; {other} has that column: leave it out, or make its values missing "
+                    "elsewhere with join='outer'."
+                )
+                error.args = (said,)
         raise
     finally:
         pool.close()
     return stores
 
 
-def _opened(opening: Future[Store], others: Sequence[Store]) -> Store:
-    """Return a store that was opened after others, which have the same columns of obs."""
-    try:
-        return opening.result()
-    except StoreError as error:
-        if others and error.missing_column is not None:
-            said = (
-                f"{str(error).rstrip('.')}; {others[0].paths[0]} has that column: leave it out, or make its values "
-                "missing elsewhere with join='outer'."
-            )
-            error.args = (said,)
-        raise
+def _with_column(each: Sequence[Any], name: str) -> str | None:
+    """Return one of the first few local paths that has a column of obs, for an error."""
+    for one in () if _is_far(each) else each[:_N_LOOKED_AT]:
+        with suppress(GpuloadError):  # the error is about another path
+            if isinstance(one, str) and name in obs_columns(one):
+                return one
+    return None
 
 
 class _Names:

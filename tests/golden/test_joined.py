@@ -182,6 +182,23 @@ def test_a_column_of_the_first_file_only_is_refused_with_its_cure(tmp_path: Path
     assert str(caught.value) == f"{paths[1]}: obs has no column 'dose'; it has 'depth'; {cure}"
 
 
+@pytest.mark.parametrize("join", [None, "inner"])
+def test_a_column_that_the_first_file_lacks_is_refused_with_its_cure(tmp_path: Path, join: str | None) -> None:
+    paths = [tmp_path / f"{name}.h5ad" for name in "abc"]
+    for path, column in zip(paths, ("depth", "donor", "dose"), strict=True):
+        obs = pd.DataFrame({column: [1, 2]}, index=["x", "y"])
+        anndata.AnnData(np.eye(2, 3, dtype=np.float32), obs).write_h5ad(path)
+    with pytest.raises(gpuload.StoreError) as caught:
+        gpuload.open_loader(paths, obs="dose", join=join)
+    cure = f"{paths[2]} has that column: leave it out, or make its values missing elsewhere with join='outer'."
+    assert str(caught.value) == f"{paths[0]}: obs has no column 'dose'; it has 'depth'; {cure}"
+    paths[1].write_bytes(b"damaged")  # it is not what the error is about
+    with pytest.raises(gpuload.StoreError, match=r"obs has no column 'dose'; .*c\.h5ad has that column"):
+        gpuload.open_loader(paths, obs="dose", join=join)
+    with pytest.raises(gpuload.StoreError, match=r"obs has no column 'dosage'; it has 'depth'\.$"):
+        gpuload.open_loader(paths, obs="dosage", join=join)
+
+
 @pytest.mark.filterwarnings("ignore:zarr v3 autosharding")
 @pytest.mark.parametrize("form", ["collection", "parquet"])
 def test_obs_columns_missing_from_the_first_part_of_a_store(tmp_path: Path, form: str) -> None:
