@@ -13,6 +13,7 @@ pace on this machine. Cells per second are the threads divided by that; the disk
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -260,6 +261,23 @@ def needed_nbytes(read: ArrayRead) -> int:
     last = read.piece_src + (read.piece_rows - 1) * layout.src_stride + read.piece_width
     is_there = read.chunk_nbytes > 0
     return int(np.maximum.reduceat(last, read.chunk_pieces[:-1])[is_there].sum()) * itemsize
+
+
+def cached_nbytes(store: Store) -> tuple[int, int]:
+    """Return the memory that a `memory_cache` of all cells takes: the least, of counts below 256, and the most.
+
+    What is stored uncompressed is not kept; (0, 0) if that is all.
+    """
+    least = most = 0
+    for matrix in store.matrices:
+        for layout, target in zip(matrix.layouts, matrix.targets, strict=True):
+            n_values = math.prod(layout.shape) if layout.filters else 0
+            if target == "indices":
+                nbytes = next(n for n in (1, 2, 4) if n == 4 or matrix.n_vars <= 1 << 8 * n)
+                least, most = least + nbytes * n_values, most + nbytes * n_values
+            else:
+                least, most = least + n_values, most + n_values * (1 if layout.dtype.itemsize == 1 else 4)
+    return least, most
 
 
 def _whole_nbytes(read: ArrayRead) -> int:

@@ -23,7 +23,7 @@ from gpuload.backends.host import far_nbytes, scratch_nbytes
 from gpuload.errors import PlanError
 from gpuload.formats import open_store
 from gpuload.machine import usable_cores
-from gpuload.outlook import Outlook, Outlooks, is_worse, measure_pace, open_part
+from gpuload.outlook import Outlook, Outlooks, cached_nbytes, is_worse, measure_pace, open_part
 from gpuload.plan import DEFAULT_BLOCK_SIZE
 from gpuload.tables import Table, check_rows
 from gpuload.types import Form
@@ -364,6 +364,7 @@ class Bench:
             "timed": f"{spent_s:.0f} s of real reads, no checksum verified: the pace of all epochs but the first",
             "cells_per_s": round(best.cells_per_s),
             "memory_nbytes": best.memory_nbytes,
+            "memory_cache_nbytes": list(cached_nbytes(self._store)),
             "entropy_bits": best.entropy_bits if has_label else None,
             "random_entropy_bits": random_bits if has_label else None,
             "trials": [

@@ -10,10 +10,20 @@ import numpy as np
 
 from gpuload.cli import text
 from gpuload.machine import usable_cores
-from gpuload.outlook import BLOCKS_PER_FETCH, MAX_FETCH_FACTOR, Outlook, Outlooks, is_worse, measure_pace
+from gpuload.outlook import (
+    BLOCKS_PER_FETCH,
+    MAX_FETCH_FACTOR,
+    Outlook,
+    Outlooks,
+    cached_nbytes,
+    is_worse,
+    measure_pace,
+)
 from gpuload.plan import DEFAULT_BLOCK_SIZE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from gpuload.store import Store
@@ -93,7 +103,7 @@ def advise(
     if label is not None and store.n_obs:
         size = block_size if isinstance(block_size, int) else max(1, round(chosen.cells_per_block)) if chosen else 1
         reasons.append(f"{label}, as it lies in the file: {outlooks.why_not_model(size, factor)}")
-    reasons += _of_values(seen, layer, store) + _of_later_epochs(store, memory_nbytes)
+    reasons += _of_values(seen, layer, store) + of_later_epochs(cached_nbytes(store), memory_nbytes)
     random_bits = outlooks.random_bits
     return Advice(
         batch_size, factor, block_size, fetch_nbytes, random_bits, min_entropy, candidates, tuple(reasons), fetch_cells
@@ -165,17 +175,9 @@ def _choose(
     return best, f"the cheapest with {wanted}: {_cost(best)}."
 
 
-def _of_later_epochs(store: Store, memory_nbytes: int) -> list[str]:
-    """Return what a cache of all cells would take and save, if memory may have room for it."""
-    least = most = 0
-    for matrix in store.matrices:
-        for layout, target in zip(matrix.layouts, matrix.targets, strict=True):
-            n_values = math.prod(layout.shape) if layout.filters else 0
-            if target == "indices":
-                nbytes = next(n for n in (1, 2, 4) if n == 4 or matrix.n_vars <= 1 << 8 * n)
-                least, most = least + nbytes * n_values, most + nbytes * n_values
-            else:
-                least, most = least + n_values, most + n_values * (1 if layout.dtype.itemsize == 1 else 4)
+def of_later_epochs(cached: Sequence[int], memory_nbytes: int) -> list[str]:
+    """Return what a cache of all cells, of `cached_nbytes`, would take and save, if memory may have room for it."""
+    least, most = cached
     if not 0 < least <= CACHE_SHARE * memory_nbytes:
         return []
     taken = f"{text.size(least)} if their values are counts below 256, and {text.size(most)} at most"

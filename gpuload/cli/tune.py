@@ -9,7 +9,7 @@ import numpy as np
 from gpuload import __version__
 from gpuload.alignment import check_join
 from gpuload.checks import parse_nbytes
-from gpuload.cli import settings, text
+from gpuload.cli import advice, settings, text
 from gpuload.cli.machine import available_memory
 from gpuload.errors import PlanError
 from gpuload.program import positive, table
@@ -130,6 +130,7 @@ def _report(tuned: Tuned, paths: list[str], out: str | None) -> str:
     listed = ", ".join(f"{name}={value!r}" for name, value in tuned.settings.items())
     source = repr(paths[0]) if len(paths) == 1 else repr(paths)
     call = f"settings={out!r}" if out else listed
-    timed = [f"timed: {tuned.measured['timed']}", f"settings: {listed}"]
+    later = advice.of_later_epochs(tuned.measured["memory_cache_nbytes"], available_memory())
+    timed = [f"timed: {tuned.measured['timed']}", f"settings: {listed}", *later]
     parts: list[Any] = [", ".join(paths), table(header, rows), text.facts(pairs), "\n".join(timed)]
     return "\n\n".join([*parts, f"  gpuload.open_loader({source}, {call})"])

@@ -395,6 +395,20 @@ def test_inspect_says_what_a_cache_of_all_cells_takes(path, tmp_path):
         assert "memory_cache" not in " ".join(advice.advise(store, 64, None, 1 << 40).reasons)
 
 
+def test_tune_says_what_a_cache_of_all_cells_takes(path, capsys, monkeypatch):
+    with closing(open_store(path, layer="X", obs=())) as store:
+        n_values = int(store.matrices[0].indptr[-1])
+    command = ["tune", str(path), "--seconds", "0.1"]
+    assert main(command) == 0
+    said = f"memory_cache: decoded, all cells take {text.size(3 * n_values)} if their values are counts below 256, and"
+    assert said in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"]["memory_cache_nbytes"] == [3 * n_values, 6 * n_values]
+    monkeypatch.setattr("gpuload.cli.tune.available_memory", lambda: 6 * n_values - 1)
+    assert main([*command, "--memory", "1GiB"]) == 0
+    assert "memory_cache" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_slow_candidates_are_skipped_and_the_best_timed_first(store, monkeypatch):
     speed = {1: 10.0, 4: 59.0, 8: 61.0, 16: 80.0, 32: 90.0, 64: 100.0}
