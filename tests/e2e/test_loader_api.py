@@ -755,8 +755,15 @@ def test_blocks_that_waste_most_decoding_are_reported(tmp_path: Path, caplog: py
         gpuload.open_loader(path, block_size=block_size, device="cpu", **settings).close()
         said = [message for message in caplog.messages if "decoded whole" in message]
         assert bool(said) == is_told
-    assert said[0].startswith("block_size=16: a stored chunk holds 2000 cells")
+    told = "block_size=16: a stored chunk holds 2000 cells and is decoded whole, so about 94 cells are "
+    assert said[0].startswith(told)  # 2 blocks touch 1.5 of 2 chunks on average, for 32 cells
     caplog.clear()
+    few, raw = tmp_path / "one_small_chunk.h5ad", tmp_path / "not_compressed.h5ad"
+    for file, n_obs, compression in ((few, 100, "gzip"), (raw, 4000, None)):
+        cells = random_csr(n_obs, 50, density=0.2, format="csr", dtype=np.float32)
+        anndata.AnnData(cells).write_h5ad(file, compression=compression)
+    gpuload.open_loader([few, raw], block_size=16, device="cpu", **settings).close()
+    assert not any("decoded whole" in message for message in caplog.messages)  # nothing is of most cells
     gpuload.open_loader(path, shuffle=False, device="cpu", **settings).close()
     gpuload.open_loader(path, sampler=gpuload.Sequential(), device="cpu", **settings).close()
     assert not any("decoded whole" in message for message in caplog.messages)
