@@ -54,6 +54,7 @@ def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: 
         ({"join": "left"}, "join='left': expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": 1}, "join=1: expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": b"inner"}, "join=b'inner': expected 'inner', 'outer', a list of gene names, or None."),
+        ({"join": {"a": "b"}}, "join={'a': 'b'}: expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": []}, "join=[]: expected at least one gene name, 'inner', 'outer' or None."),
         ({"join": ["a", "b", "a"]}, "join: 'a' is given 2 times; pass every gene once."),
         ({"join": {"a", "b"}}, "join={'a', 'b'}: a set has no order; pass a list of gene names."),
@@ -278,11 +279,11 @@ def test_different_genes_error_suggests_join(tmp_path: Path) -> None:
 @pytest.mark.parametrize("join", ["inner", "outer", ["a"]])
 def test_duplicate_gene_cannot_be_joined(tmp_path: Path, join: Any) -> None:
     cells = part(1, genes=GENES)
-    cells.var_names = pd.Index(["a", "b", "a"], dtype=object)
-    first = write(tmp_path / "first", [part(0, genes=GENES)])[0]
+    cells.var_names = pd.Index(["c", "b", "c"], dtype=object)
+    first = write(tmp_path / "first", [part(seed, genes=GENES) for seed in range(2)])
     other = write(tmp_path / "other", [cells])[0]
-    assert refusal([first, other], join=join) == (
-        f"{other}: gene 'a' occurs more than once, so join= cannot tell which is meant; name its genes by their ids, "
+    assert refusal([*first, other], join=join) == (
+        f"{other}: gene 'c' occurs more than once, so join= cannot tell which is meant; name its genes by their ids, "
         "with adata.var_names = adata.var[...], or make the names unique with adata.var_names_make_unique()."
     )
 
@@ -304,6 +305,7 @@ def test_gene_in_no_file_is_refused(tmp_path: Path) -> None:
         f"join: no file has the gene 'E' (1 of 2 are in none); did you mean 'e'? If not, leave it out, or check its "
         f"spelling in {paths[0]}."
     )
+    assert refusal(paths, join=[7, "a"]).startswith("join: no file has the gene '7' (1 of 2 are in none); leave it out")
 
 
 def test_csr_and_dense_files_are_not_joined(tmp_path: Path) -> None:
