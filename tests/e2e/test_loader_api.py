@@ -20,6 +20,7 @@ from scipy.sparse import csr_matrix
 
 import gpuload
 from tests.forks import status_of_fork
+from tests.writers import write_csr, write_h5ad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -735,6 +736,30 @@ def test_memory_names_its_parts(plain: Stored) -> None:
     assert parts["minibatches"] >= sum(batch.X.nbytes for batch in kept)
     assert parts["scratch"] > 0
     assert parts["metadata"] >= 8 * (n_obs + 1) + n_obs * loader.obs_dtypes["depth"].itemsize
+
+
+def test_blocks_of_more_than_a_quarter_of_a_fetch_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 2,500 cells with 10 values each; a chunk has those of 1,000, so that three have 833 on average."""
+    path = tmp_path / "cells.h5ad"
+    write_h5ad(
+        path,
+        lambda file: write_csr(file, "X", csr_matrix(np.ones((2500, 10), np.float32)), data={"chunks": (10_000,)}),
+        n_obs=2500,
+        n_vars=10,
+    )
+    for settings, told in (
+        ({"batch_size": 34, "fetch_factor": 100}, ""),  # a quarter is 850 cells
+        ({"batch_size": 33, "fetch_factor": 100}, "block_size='chunk': a block holds 833 cells, more than a quarter "),
+        ({"batch_size": 1, "block_size": "2 chunks"}, "block_size='2 chunks': a block holds 1250 cells, more than a "),
+        ({"batch_size": 1, "shuffle": False}, ""),
+        ({"batch_size": 1, "block_size": 2000}, ""),
+    ):
+        caplog.clear()
+        gpuload.open_loader(path, **{"block_size": "chunk", "device": "cpu", **settings}).close()
+        said = [message for message in caplog.messages if "block holds" in message]
+        assert [message.partition(told)[0] for message in said] == [""] * bool(told)
 
 
 def test_blocks_that_waste_most_decoding_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -161,6 +161,13 @@ def test_minibatches_beyond_memory_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 399 * 10_000 * 4)
     parts = ("1 minibatches of 400 cells", "use batch_size=49 or less.")
     assert_refused("PlanError", cells, "batch_size=1000", *parts, batch_size=1000, **settings)
+    layers = anndata.AnnData(cells, layers={"other": cells})  # as many bytes again
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 2 * 400 * 10_000 * 4)
+    parts = ("3 minibatches of 134 cells", "use batch_size=50 or less.")
+    assert_refused("PlanError", layers, "batch_size=134", *parts, batch_size=134, layer=["X", "other"], **settings)
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 5 * 10_000 * 4)  # of 5 cells
+    parts = ("3 minibatches of 2 cells", "use batch_size=1 or less.")
+    assert_refused("PlanError", cells, "batch_size=2", *parts, batch_size=2, **settings)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +178,8 @@ def test_minibatches_beyond_memory_are_refused(monkeypatch: pytest.MonkeyPatch) 
         (["X", "other"], "float64", 2 * 3 * 40 * 8000, (4, 9000), 40, {"fetch_factor": 4}),
         ("X", "float16", 3 * 30 * 4000, (5, 6), 30, {"fetch_factor": 2}),
         ("X", "float32", 3 * 40 * 4000, (20, 2), 40, {"fetch_factor": 1}),  # a little less than the whole memory
+        ("X", "float32", 3 * 40 * 4000, (39, 2), 40, {"fetch_factor": 1}),
+        ("X", "float32", 3 * 40 * 4000, (41, 2), 40, {"fetch_factor": 1, "batch_size": 19}),
     ],
 )
 def test_fetches_beyond_memory_are_refused(
@@ -203,6 +212,12 @@ def test_fetches_beyond_memory_are_refused(
     )
     with gpuload.open_loader(cells, **settings | cure) as loader:
         assert sum(map(len, loader)) == 40
+
+
+def test_fetches_of_a_single_cell_are_proposed_if_no_more_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 3 * 4000)
+    settings: dict[str, Any] = {"batch_size": 4, "prefetch": 2, "device": "cpu"}
+    assert_refused("PlanError", np.ones((40, 1000), np.float32), "fetch_factor=1, batch_size=1 or less.", **settings)
 
 
 def test_no_more_large_minibatches_are_in_memory_than_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,10 +289,10 @@ def test_duplicate_gene_cannot_be_joined(tmp_path: Path, join: Any) -> None:
 
 
 def test_no_common_gene(tmp_path: Path) -> None:
-    paths = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "de"])])
+    paths = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "de", "abc"])])
     message = refusal(paths, join="inner")
     assert message.startswith(
-        f"join='inner': no gene is in all of the 2 files, {paths[0]} among them; use join='outer'"
+        f"join='inner': no gene is in all of the 3 files, {paths[0]} among them; use join='outer'"
     )
 
 

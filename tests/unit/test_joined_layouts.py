@@ -74,6 +74,7 @@ def test_joined_layouts_are_like_those_of_their_files(tmp_path: Path, lengths: t
     if len(set(lengths)) > 1:
         assert array.layout.edges is not None
         assert array.layout.edges.tolist() == [*edges.tolist(), starts[-1]]
+    assert joined.index_nbytes == (8 * (chunks[-1] + 1) if len(set(lengths)) > 1 else 0)  # no file has these edges
     files, at, size = array.layout.source.locate(np.array(base) + 7)
     assert (files.tolist(), at.tolist()) == ([0, 1, 2], [7, 7, 7])
     assert size.tolist() == [layout.source.nbytes for layout in layouts]
@@ -135,6 +136,8 @@ def test_only_arrays_that_decode_alike_are_joined(
     assert not joined.is_of(parts[:1])
     assert not joined.is_of(parts[::-1])
     assert len(joined.sources) == 2 - n_groups
+    if n_groups == 2:
+        assert joined.index_nbytes == 0  # edges are among the tables of their file
     for layout in layouts:
         layout.source.close()
 
