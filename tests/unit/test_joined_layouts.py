@@ -94,12 +94,22 @@ BITSHUFFLE = {"filters": (Filter("bitshuffle", (0, 4, 4, 0, 0)),)}
 WIDE = {"shape": (40, 5), "chunk_shape": (10, 5)}
 
 
+def of(name: str, *values: int) -> dict[str, Any]:
+    return {"filters": (Filter(name, values),)}
+
+
+OF_ANY_LENGTH = ("shuffle", "deflate", "gzip", "lzf", "zstd", "fletcher32", "crc32c")
+WITH_A_LEVEL = ("deflate", "gzip", "lzf", "zstd")
+
+
 @pytest.mark.parametrize(
     ("one", "other", "n_groups"),
     [
         ({}, {}, 1),
         ({}, LEVELS, 1),
         ({}, {"chunk_shape": (11,)}, 1),
+        *((of(name), {**of(name), "chunk_shape": (11,)}, 1) for name in OF_ANY_LENGTH),
+        *((of(name, 1), of(name, 9), 1) for name in WITH_A_LEVEL),
         ({"fill_value": np.nan}, {"fill_value": np.nan}, 1),
         (WIDE, WIDE, 1),
         ({}, {"dtype": np.dtype("<i4")}, 2),
@@ -139,6 +149,24 @@ def test_only_arrays_that_decode_alike_are_joined(
     if n_groups == 2:
         assert joined.index_nbytes == 0  # edges are among the tables of their file
     for layout in layouts:
+        layout.source.close()
+
+
+@pytest.mark.parametrize("odd", [0, 1], ids=["data", "indices"])
+def test_files_are_joined_only_if_all_their_arrays_can_be(tmp_path: Path, odd: int) -> None:
+    files = [layout_of(tmp_path / str(k), "/X", 40, 10, 4) for k in range(2)]
+    pairs = [[layout, layout] for layout in files]
+    joined, parts = join_files([tuple(pair) for pair in pairs])
+    (arrays,) = joined.groups
+    assert arrays[0].layout.source is arrays[1].layout.source  # both arrays of a file are in it
+    assert [len(part) for part in parts] == [2, 2]
+    for pair in pairs:
+        pair[odd] = replace(pair[odd], edges=np.array([0, 10, 20, 30, 40]))
+    joined, parts = join_files([tuple(pair) for pair in pairs])
+    assert [numbers.tolist() for numbers in joined.files] == [[0], [1]]
+    assert not joined.sources
+    assert parts == [tuple(pair) for pair in pairs]
+    for layout in files:
         layout.source.close()
 
 
