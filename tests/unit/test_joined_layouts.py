@@ -78,6 +78,10 @@ def test_joined_layouts_are_like_those_of_their_files(tmp_path: Path, lengths: t
     files, at, size = array.layout.source.locate(np.array(base) + 7)
     assert (files.tolist(), at.tolist()) == ([0, 1, 2], [7, 7, 7])
     assert size.tolist() == [layout.source.nbytes for layout in layouts]
+    for k, at in enumerate(base):  # of each file the first byte, and one within
+        assert [array.layout.source.where_is(at + n) for n in (0, 7)] == [(str(tmp_path / str(k)), n) for n in (0, 7)]
+        nbytes = 100 * -(-sizes[k] // lengths[k])
+        assert [array.layout.source.read_into(np.empty(9999, np.uint8), at + n) for n in (0, 7)] == [nbytes, nbytes - 7]
     one_of_each = np.array([[1, 2], [3, 4], [5, 6]])
     read = array.plan_read(np.arange(3), one_of_each, np.arange(3), "indices", np.array([11, 22, 33]))
     assert read.chunk_id.tolist() == chunks[:-1].tolist()
