@@ -459,6 +459,13 @@ def test_incompatible_column_types_are_refused(columns: Any, odd: int, kind: str
     assert str(caught.value).startswith(words)
 
 
+def test_columns_of_files_without_cells() -> None:
+    cells = [of(np.empty(0, np.int16), number) for number in range(2)]
+    with gpuload.open_loader(cells, obs="x", device="cpu") as loader:
+        assert loader.obs_dtypes["x"] == np.int16
+        assert not list(loader)
+
+
 def of(column: Any, number: int) -> anndata.AnnData:
     index = [f"{number}-{i}" for i in range(len(column))]
     return anndata.AnnData(np.ones((len(column), 2), np.float32), pd.DataFrame({"x": column}, index=index))
