@@ -174,6 +174,18 @@ def test_files_are_joined_only_if_all_their_arrays_can_be(tmp_path: Path, odd: i
         layout.source.close()
 
 
+def test_arrays_of_some_files_may_be_in_files_of_their_own(tmp_path: Path) -> None:
+    """As those of a zarr folder are, beside an HDF5 file."""
+    one, data, indices = (layout_of(tmp_path / name, "/X", 40, 10, 4) for name in ("one", "data", "indices"))
+    joined, _ = join_files([(one, one), (data, indices)])
+    (arrays,) = joined.groups
+    bases = [(array.layout.source, array.layout.source.base) for array in arrays]
+    found = [[source.where_is(int(at)) for at in base] for source, base in bases]
+    assert found == [[(str(tmp_path / name), 0) for name in ("one", last)] for last in ("data", "indices")]
+    for layout in (one, data, indices):
+        layout.source.close()
+
+
 def test_rows_in_several_chunks_of_joined_files(tmp_path: Path) -> None:
     """Files of 40 and 25 rows of 5 values, in chunks of 10 rows and 3 values."""
     layouts = [layout_of(tmp_path / str(k), "/X", n, 5, 4) for k, n in enumerate((40, 30))]
