@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 
 from gpuload.joined import join_files
 from gpuload.layout import ArrayLayout, Filter
+from gpuload.remote import RemoteObject
+from gpuload.remote.source import RemoteSource
 from gpuload.source import FileSource
 
 if TYPE_CHECKING:
@@ -184,6 +187,26 @@ def test_arrays_of_some_files_may_be_in_files_of_their_own(tmp_path: Path) -> No
     assert found == [[(str(tmp_path / name), 0) for name in ("one", last)] for last in ("data", "indices")]
     for layout in (one, data, indices):
         layout.source.close()
+
+
+def far_layout(remote: Any, *keys: str) -> ArrayLayout:
+    """Return the layout of an array with a chunk in each of some objects; with none, it has a chunk never written."""
+    source, n = RemoteSource("some", remote, [RemoteObject(key, 100, "1") for key in keys]), max(1, len(keys))
+    offset, nbytes = (source.base, np.full(n, 100)) if keys else (np.zeros(1, np.int64), np.zeros(1, np.int64))
+    return ArrayLayout(source, "/X", (10 * n,), np.dtype("<f4"), (10,), offset, nbytes, np.zeros(n, np.uint32))
+
+
+def test_arrays_in_objects_are_joined_by_remote() -> None:
+    one, other = (SimpleNamespace(name=f"s3://{name}") for name in ("one", "other"))
+    layouts = [far_layout(one, "a", "b"), far_layout(one, "c"), far_layout(other, "d"), far_layout(one)]
+    joined, parts = join_files([(layout,) for layout in layouts])
+    assert [numbers.tolist() for numbers in joined.files] == [[0, 1], [2], [3]]
+    (source,) = joined.sources
+    assert source.name == "some and 1 more"
+    found = [[part.source.where_is(int(at)) for at in part.chunk_offset] for (part,) in parts[:3]]
+    assert found == [[("s3://one/a", 0), ("s3://one/b", 0)], [("s3://one/c", 0)], [("s3://other/d", 0)]]
+    for each in {source, *(layout.source for layout in layouts)}:
+        each.close()
 
 
 def test_rows_in_several_chunks_of_joined_files(tmp_path: Path) -> None:
