@@ -169,8 +169,6 @@ def _as_kind(column: ObsColumn, kind: str) -> ObsColumn:
 def concat_column(name: str, stored: list[ObsColumn], paths: Sequence[str], key: str = "obs") -> ObsColumn:
     """Concatenate a column of obs or var of several files; raise StoreError if its values are of several kinds."""
     columns = _of_one_kind(name, stored, paths, key)
-    if len(columns) == 1:
-        return columns[0]
     if columns[0].categories is None:
         values = [c.values for c in columns if c.values.size] or [columns[0].values]
         dtype = np.result_type(*values)
