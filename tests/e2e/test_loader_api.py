@@ -792,6 +792,7 @@ def test_blocks_that_waste_most_decoding_are_reported(tmp_path: Path, caplog: py
     gpuload.open_loader([path, raw], block_size=16, device="cpu", **settings).close()
     told = "block_size=16: a stored chunk holds 2000 cells and is decoded whole, so about 62 cells are "
     assert any(message.startswith(told) for message in caplog.messages)  # 1 block is in the first, 1 in the second
+    caplog.clear()
     gpuload.open_loader(path, shuffle=False, device="cpu", **settings).close()
     gpuload.open_loader(path, sampler=gpuload.Sequential(), device="cpu", **settings).close()
     assert not any("decoded whole" in message for message in caplog.messages)
