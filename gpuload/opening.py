@@ -200,10 +200,11 @@ def coded(store: Store, name: str, categories: NDArray[np.object_] | None) -> Ob
 def warn_of_repeats(paths: Any) -> None:
     """Warn of paths that are given more than once; of what a folder or a pattern stands for, nothing is said.
 
-    Paths are compared as to where they lead, and addresses as they are; of modalities, those of the first.
+    Paths are compared as to where they lead, and addresses as they are; of modalities, those of the first. Several are
+    a list, as `at_addresses` returns.
     """
     given = next(iter(paths.values()), None) if isinstance(paths, Mapping) else paths
-    if not isinstance(given, (list, tuple)):
+    if not isinstance(given, list):
         return
     names = [str(one) for one in given if isinstance(one, (str, os.PathLike))]
     places = [name if "://" in name else os.path.realpath(name) for name in names]

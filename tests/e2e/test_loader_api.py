@@ -210,6 +210,10 @@ def test_a_path_given_twice_is_warned_of_and_counts_twice(
             assert np.sort(rows_of(loader)).tolist() == list(range(loader.n_obs))
             assert loader.n_obs == 4 * (len(paths) if two[0].parent not in paths else 6)
         assert [record.getMessage().partition(told)[0] for record in caplog.records] == ["paths: "]
+    caplog.clear()
+    with gpuload.open_loader({"rna": [two[0], two[0]], "same": [two[0], two[0]]}) as loader:
+        assert loader.n_obs == 8
+    assert [record.getMessage().partition("is given 2 times")[0] for record in caplog.records] == [f"paths: {two[0]} "]
 
 
 def test_a_file_that_a_folder_holds_twice_is_not_warned_of(
