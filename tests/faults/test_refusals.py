@@ -939,6 +939,7 @@ def test_files_with_different_genes_are_refused(plain: Stored, tmp_path: Path) -
         ([], ("at least one",)),
         ([1, 2, 3], ("names", "mask")),
         (np.array([0.5]), ("names", "mask")),
+        (np.array([b"gene_001"]), ("b'gene_001'", "did you mean 'gene_001'?")),
         ({"gene_001", "gene_002"}, ("genes={'gene_001', 'gene_002'}: a set has no order; pass a list of gene names",)),
         (dict.fromkeys(["gene_001"]).keys(), ("genes=dict_keys(['gene_001']): ", "make a list of it")),
         ({"gene_001": 1}, ("genes={'gene_001': 1}: ", "make a list of it")),

@@ -186,6 +186,7 @@ def test_missing_modality_is_refused(tmp_path: Path, path: Path) -> None:
     assert refusal(pair(), modality=["rna", "atac"]) == (
         "paths: there is no modality 'atac'; the modalities are 'rna', 'prot'. Choose one of them."
     )
+    assert refusal({}, gpuload.PlanError) == "paths=[]: expected at least one name."
     assert "it holds no modalities" in refusal(path, modality=["rna", "prot"])
     assert refusal(part(0), modality=["rna", "prot"]).startswith(
         "<AnnData 0>: it holds one modality, so modality='rna'"

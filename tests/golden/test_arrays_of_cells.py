@@ -249,6 +249,8 @@ def test_files_must_have_the_same_array_shape(tmp_path: Path) -> None:
     np.save(tmp_path / "1.npy", images[20:].reshape(-1, 60))
     with pytest.raises(StoreError, match=r"arrays of shape \(60,\) but those of .* have \(3, 5, 4\)"):
         gpuload.open_loader(tmp_path, join="inner", **SMALL)
+    with pytest.raises(StoreError, match=r"arrays of shape \(3, 5, 4\) but those of .* have \(60,\)"):
+        gpuload.open_loader([tmp_path / "1.npy", tmp_path / "0.npy"], join="inner", **SMALL)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
