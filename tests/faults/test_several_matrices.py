@@ -267,12 +267,13 @@ def test_empty_mapping_is_refused() -> None:
 
 
 def test_different_genes_error_suggests_join(tmp_path: Path) -> None:
-    first, other, longer = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "acb", "abcd"])])
+    genes = ["abc", "abc", "acb", "abcd"]
+    first, same, other, longer = write(tmp_path, [part(k, genes=g) for k, g in enumerate(genes)])
     cure = (
         "several files must have the same genes in the same order, unless join= says how to join them: join='inner' "
         "keeps the genes that all have, join='outer' the genes of any, and a list of names those genes."
     )
-    assert refusal([first, other]) == f"{other}: gene 1 is 'c' but in {first} it is 'b'; {cure}"
+    assert refusal([first, same, other]) == f"{other}: gene 1 is 'c' but in {first} it is 'b'; {cure}"
     assert refusal([first, longer]) == f"{longer}: it has 4 genes but {first} has 3; {cure}"
 
 
