@@ -959,7 +959,7 @@ def test_duplicate_gene_names_cannot_be_selected(tmp_path: Path) -> None:
         var.index = ["gene_000", *var.index[:-1]]
         writers.write_root(file, writers.cells_frame(), var)
         write_csr(file, "X", counts())
-    assert_refused("PlanError", path, "'gene_000'", genes=["gene_000"])
+    assert_refused("PlanError", path, "'gene_000'", "choose genes by a mask instead.", genes=["gene_000"])
     with gpuload.open_loader(path, genes=["gene_003"], shuffle=False, batch_size=1000) as loader:
         np.testing.assert_array_equal(next(iter(loader)).X[:, 0], counts().toarray()[:, 4])
 

@@ -63,6 +63,13 @@ def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: 
             "transform='log1p': expected a gpuload.Transform, such as gpuload.Transform(log1p=True), or None.",
         ),
         (
+            {"transform": np.log1p},
+            (
+                "transform=<ufunc 'log1p'>: expected a gpuload.Transform, such as gpuload.Transform(log1p=True), or "
+                "None; a function of yours is run by gpuload.Mapped(loader, function)."
+            ),
+        ),
+        (
             {"transform": {"X": np.log1p}},
             (
                 "transform['X']=<ufunc 'log1p'>: expected a gpuload.Transform, such as gpuload.Transform(log1p=True), "
@@ -337,6 +344,7 @@ def test_gene_mask_applies_to_the_joined_genes(tmp_path: Path) -> None:
     assert "loader.var_names[numbers] are the names" in refusal(paths, gpuload.PlanError, join="inner", genes=[0, 1])
     message = refusal(paths, gpuload.PlanError, join="inner", genes=["a"])
     assert message.startswith("genes: 'a' is not in all of the 2 files (1 of 1 are not), as join='inner' demands; ")
+    assert message.endswith("Leave it out, use join='outer', or check its spelling.")
 
 
 def test_column_beyond_a_files_own_genes_is_reported(tmp_path: Path) -> None:
