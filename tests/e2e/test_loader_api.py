@@ -314,6 +314,16 @@ def test_an_epoch_with_everything_dropped_is_refused(plain: Stored, settings: An
         assert len(list(loader)) == 1
 
 
+def test_an_epoch_of_a_function_may_be_too_short_for_a_minibatch(plain: Stored) -> None:
+    """Its other epochs may have more cells."""
+
+    def few(epoch_seed: int, rank: int, world_size: int) -> np.ndarray:
+        return np.arange(3)
+
+    with gpuload.open_loader(plain.path, sampler=few, batch_size=4, drop_last=True) as loader:
+        assert not list(loader)
+
+
 def test_an_epoch_may_be_empty_if_there_are_no_cells(tmp_path: Path) -> None:
     np.save(tmp_path / "none.npy", np.zeros((0, 3), np.float32))
     with gpuload.open_loader(tmp_path / "none.npy", drop_last=True) as loader:

@@ -952,6 +952,17 @@ def test_invalid_gene_selections_are_refused(plain: Stored, genes: Any, parts: t
     assert_refused("PlanError", plain.path, "genes", *parts, genes=genes)
 
 
+def test_a_mask_of_genes_must_be_in_their_order(plain: Stored) -> None:
+    mask = pd.Series(np.arange(53) % 2 == 0, index=[f"gene_{i:03}" for i in range(53)])
+    with gpuload.open_loader(plain.path, genes=mask) as loader:
+        assert loader.var_names.tolist() == mask.index[mask].tolist()
+    told = (
+        "genes: it was given a Series of pandas whose value 0 is of 'gene_052', but gene 0 is 'gene_000'; put it in "
+        "order with .reindex(loader.var_names), or, if only its index is wrong, pass its .to_numpy()."
+    )
+    assert_refused("PlanError", plain.path, told, genes=mask[::-1])
+
+
 def test_duplicate_gene_names_cannot_be_selected(tmp_path: Path) -> None:
     path = tmp_path / "twins.h5ad"
     with h5py.File(path, "w") as file:
