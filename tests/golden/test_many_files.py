@@ -200,6 +200,13 @@ def test_matrices_without_columns(tmp_path: Path) -> None:
         assert {batch.obsm["X_pca"].shape for batch in loader} == {(11, 0), (4, 0)}
 
 
+def test_ranges_of_similar_files_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the descriptors of their files, as of a single one, and not range by range."""
+    paths, X = write(tmp_path, 3)
+    monkeypatch.delattr("gpuload.joined.JoinedSource.read_into")
+    assert_same(paths, X)
+
+
 def test_damaged_tile_error_names_its_file(tmp_path: Path) -> None:
     paths, _ = write_dense(tmp_path, chunks=(4, 25), compression="gzip", fletcher32=True)
     with h5py.File(paths[5]) as file:
