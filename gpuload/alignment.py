@@ -123,8 +123,7 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
 
 def _check_once(table: NDArray[np.int32], names: NDArray[np.object_], path: str) -> None:
     """Raise StoreError if a table has a gene twice."""
-    counts = np.bincount(table, minlength=names.size)
-    is_twice = counts[table] > 1
+    is_twice = np.bincount(table)[table] > 1
     if is_twice.any():
         twice = names[table[np.argmax(is_twice)]]
         raise StoreError(

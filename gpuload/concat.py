@@ -40,7 +40,7 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         None if all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
     """
     first = stores[0]
-    if len(stores) == 1 and (join is None or join == UNCOMPARED):
+    if len(stores) == 1 and join is None:
         return first
     for store in stores[1:]:
         _check_kind(first, store)
@@ -83,8 +83,6 @@ def with_columns(store: Store, names: Sequence[str]) -> Store:
 
 def join_arrays(store: Store) -> Store:
     """Return a store with the arrays of files that are alike joined; to be called once, when it has all its files."""
-    if len(store.matrices) == 1:
-        return store
     joined, layouts = join_files([matrix.layouts for matrix in store.matrices])
     matrices = tuple(matrix.over(*of) for matrix, of in zip(store.matrices, layouts, strict=True))
     far = tuple(source for source in joined.sources if source.ranges is not None)  # to be ended and closed too
@@ -169,8 +167,6 @@ def _as_kind(column: ObsColumn, kind: str) -> ObsColumn:
 def concat_column(name: str, stored: list[ObsColumn], paths: Sequence[str], key: str = "obs") -> ObsColumn:
     """Concatenate a column of obs or var of several files; raise StoreError if its values are of several kinds."""
     columns = _of_one_kind(name, stored, paths, key)
-    if len(columns) == 1:
-        return columns[0]
     if columns[0].categories is None:
         values = [c.values for c in columns if c.values.size] or [columns[0].values]
         dtype = np.result_type(*values)

@@ -339,10 +339,9 @@ def _coalesce(layout: ArrayLayout, target: str, pieces: _Pieces, max_gap: int, m
 def _extents(offset: NDArray[np.int64], nbytes: NDArray[np.int64], max_gap: int, max_extent: int) -> dict[str, Any]:
     """Return the extents of chunks sorted by offset, keyed by their `ArrayRead` field names."""
     extent_chunks = extent_edges(offset, nbytes, max_gap, max_extent)
-    first, ends = extent_chunks[:-1], offset + nbytes
-    extent_end = np.maximum.reduceat(ends, first) if first.size else ends
-    start = offset[first]
-    return {"extent_offset": start, "extent_nbytes": extent_end - start, "extent_chunks": extent_chunks}
+    first = extent_chunks[:-1]
+    start, end = offset[first], np.maximum.reduceat(offset + nbytes, first)
+    return {"extent_offset": start, "extent_nbytes": end - start, "extent_chunks": extent_chunks}
 
 
 def _raw_chunks(layout: ArrayLayout, pieces: _Pieces) -> tuple[_Pieces, NDArray[np.int64], NDArray[np.int64]]:
@@ -363,8 +362,6 @@ def extent_edges(
     An extent ends where the gap to the next chunk is too wide, or where it would exceed `max_extent`. The second rule
     splits runs of chunks evenly, so that no step depends on the previous one and everything is vectorised.
     """
-    if not offset.size:
-        return np.zeros(1, dtype=np.int64)
     end = np.maximum.accumulate(offset + nbytes)
     starts_run = np.ones(offset.size, dtype=bool)
     starts_run[1:] = offset[1:] - end[:-1] > max_gap

@@ -200,10 +200,11 @@ def coded(store: Store, name: str, categories: NDArray[np.object_] | None) -> Ob
 def warn_of_repeats(paths: Any) -> None:
     """Warn of paths that are given more than once; of what a folder or a pattern stands for, nothing is said.
 
-    Paths are compared as to where they lead, and addresses as they are; of modalities, those of the first.
+    Paths are compared as to where they lead, and addresses as they are; of modalities, those of the first. Several are
+    a list, as `at_addresses` returns.
     """
     given = next(iter(paths.values()), None) if isinstance(paths, Mapping) else paths
-    if not isinstance(given, (list, tuple)):
+    if not isinstance(given, list):
         return
     names = [str(one) for one in given if isinstance(one, (str, os.PathLike))]
     places = [name if "://" in name else os.path.realpath(name) for name in names]
@@ -375,18 +376,20 @@ def check_epoch(plan: Plan) -> None:
 
 def _warn_of_large_chunks(block_size: int, fetch_rows: int, store: Store) -> None:
     """Warn if blocks are so small relative to stored chunks that most decoded cells are wasted."""
-    layouts = [matrix.layouts[0] for matrix in store.matrices if matrix.kind == "csr"]
-    n_chunks = sum(layout.chunk_offset.size for layout in layouts if not layout.is_raw)
-    if not n_chunks or not store.n_obs:
+    encoded = [matrix for matrix in store.matrices if matrix.kind == "csr" and not matrix.layouts[0].is_raw]
+    n_chunks = sum(matrix.layouts[0].chunk_offset.size for matrix in encoded)
+    n_cells = sum(matrix.n_rows for matrix in encoded)
+    if not n_chunks or not n_cells:
         return
-    n_blocks = min(fetch_rows, store.n_obs) / block_size
+    wanted = min(fetch_rows, store.n_obs)
+    n_blocks = wanted / block_size * n_cells / store.n_obs  # those in encoded files
     touched = n_chunks * (1 - (1 - 1 / n_chunks) ** n_blocks)
-    decoded = touched * store.n_obs / n_chunks
-    if decoded > _MOST_DECODED * min(fetch_rows, store.n_obs):
+    decoded = touched * n_cells / n_chunks
+    if decoded > _MOST_DECODED * wanted:
         _log.warning(
             "block_size=%d: a stored chunk holds %d cells and is decoded whole, so about %d cells are decoded for each "
             "one delivered; block_size='chunk' decodes each chunk for all of its cells.",
             block_size,
-            round(store.n_obs / n_chunks),
-            round(decoded / min(fetch_rows, store.n_obs)),
+            round(n_cells / n_chunks),
+            round(decoded / wanted),
         )

@@ -20,6 +20,7 @@ from scipy.sparse import csr_matrix
 
 import gpuload
 from tests.forks import status_of_fork
+from tests.writers import write_csr, write_h5ad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -209,6 +210,10 @@ def test_a_path_given_twice_is_warned_of_and_counts_twice(
             assert np.sort(rows_of(loader)).tolist() == list(range(loader.n_obs))
             assert loader.n_obs == 4 * (len(paths) if two[0].parent not in paths else 6)
         assert [record.getMessage().partition(told)[0] for record in caplog.records] == ["paths: "]
+    caplog.clear()
+    with gpuload.open_loader({"rna": [two[0], two[0]], "same": [two[0], two[0]]}) as loader:
+        assert loader.n_obs == 8
+    assert [record.getMessage().partition("is given 2 times")[0] for record in caplog.records] == [f"paths: {two[0]} "]
 
 
 def test_a_file_that_a_folder_holds_twice_is_not_warned_of(
@@ -307,6 +312,16 @@ def test_an_epoch_with_everything_dropped_is_refused(plain: Stored, settings: An
     kept = {"uneven": "pad"} if "uneven" in settings else {"drop_last": False}  # as the message advises
     with gpuload.open_loader(plain.path, **{**given, **kept}) as loader:
         assert len(list(loader)) == 1
+
+
+def test_an_epoch_of_a_function_may_be_too_short_for_a_minibatch(plain: Stored) -> None:
+    """Its other epochs may have more cells."""
+
+    def few(epoch_seed: int, rank: int, world_size: int) -> np.ndarray:
+        return np.arange(3)
+
+    with gpuload.open_loader(plain.path, sampler=few, batch_size=4, drop_last=True) as loader:
+        assert not list(loader)
 
 
 def test_an_epoch_may_be_empty_if_there_are_no_cells(tmp_path: Path) -> None:
@@ -737,6 +752,30 @@ def test_memory_names_its_parts(plain: Stored) -> None:
     assert parts["metadata"] >= 8 * (n_obs + 1) + n_obs * loader.obs_dtypes["depth"].itemsize
 
 
+def test_blocks_of_more_than_a_quarter_of_a_fetch_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 2,500 cells with 10 values each; a chunk has those of 1,000, so that three have 833 on average."""
+    path = tmp_path / "cells.h5ad"
+    write_h5ad(
+        path,
+        lambda file: write_csr(file, "X", csr_matrix(np.ones((2500, 10), np.float32)), data={"chunks": (10_000,)}),
+        n_obs=2500,
+        n_vars=10,
+    )
+    for settings, told in (
+        ({"batch_size": 34, "fetch_factor": 100}, ""),  # a quarter is 850 cells
+        ({"batch_size": 33, "fetch_factor": 100}, "block_size='chunk': a block holds 833 cells, more than a quarter "),
+        ({"batch_size": 1, "block_size": "2 chunks"}, "block_size='2 chunks': a block holds 1250 cells, more than a "),
+        ({"batch_size": 1, "shuffle": False}, ""),
+        ({"batch_size": 1, "block_size": 2000}, ""),
+    ):
+        caplog.clear()
+        gpuload.open_loader(path, **{"block_size": "chunk", "device": "cpu", **settings}).close()
+        said = [message for message in caplog.messages if "block holds" in message]
+        assert [message.partition(told)[0] for message in said] == [""] * bool(told)
+
+
 def test_blocks_that_waste_most_decoding_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import anndata
     import h5py
@@ -755,7 +794,18 @@ def test_blocks_that_waste_most_decoding_are_reported(tmp_path: Path, caplog: py
         gpuload.open_loader(path, block_size=block_size, device="cpu", **settings).close()
         said = [message for message in caplog.messages if "decoded whole" in message]
         assert bool(said) == is_told
-    assert said[0].startswith("block_size=16: a stored chunk holds 2000 cells")
+    told = "block_size=16: a stored chunk holds 2000 cells and is decoded whole, so about 94 cells are "
+    assert said[0].startswith(told)  # 2 blocks touch 1.5 of 2 chunks on average, for 32 cells
+    caplog.clear()
+    few, raw = tmp_path / "one_small_chunk.h5ad", tmp_path / "not_compressed.h5ad"
+    for file, n_obs, compression in ((few, 100, "gzip"), (raw, 4000, None)):
+        cells = random_csr(n_obs, 50, density=0.2, format="csr", dtype=np.float32)
+        anndata.AnnData(cells).write_h5ad(file, compression=compression)
+    gpuload.open_loader([few, raw], block_size=16, device="cpu", **settings).close()
+    assert not any("decoded whole" in message for message in caplog.messages)  # nothing is of most cells
+    gpuload.open_loader([path, raw], block_size=16, device="cpu", **settings).close()
+    told = "block_size=16: a stored chunk holds 2000 cells and is decoded whole, so about 62 cells are "
+    assert any(message.startswith(told) for message in caplog.messages)  # 1 block is in the first, 1 in the second
     caplog.clear()
     gpuload.open_loader(path, shuffle=False, device="cpu", **settings).close()
     gpuload.open_loader(path, sampler=gpuload.Sequential(), device="cpu", **settings).close()

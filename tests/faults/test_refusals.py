@@ -161,6 +161,13 @@ def test_minibatches_beyond_memory_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 399 * 10_000 * 4)
     parts = ("1 minibatches of 400 cells", "use batch_size=49 or less.")
     assert_refused("PlanError", cells, "batch_size=1000", *parts, batch_size=1000, **settings)
+    layers = anndata.AnnData(cells, layers={"other": cells})  # as many bytes again
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 2 * 400 * 10_000 * 4)
+    parts = ("3 minibatches of 134 cells", "use batch_size=50 or less.")
+    assert_refused("PlanError", layers, "batch_size=134", *parts, batch_size=134, layer=["X", "other"], **settings)
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 5 * 10_000 * 4)  # of 5 cells
+    parts = ("3 minibatches of 2 cells", "use batch_size=1 or less.")
+    assert_refused("PlanError", cells, "batch_size=2", *parts, batch_size=2, **settings)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +178,8 @@ def test_minibatches_beyond_memory_are_refused(monkeypatch: pytest.MonkeyPatch) 
         (["X", "other"], "float64", 2 * 3 * 40 * 8000, (4, 9000), 40, {"fetch_factor": 4}),
         ("X", "float16", 3 * 30 * 4000, (5, 6), 30, {"fetch_factor": 2}),
         ("X", "float32", 3 * 40 * 4000, (20, 2), 40, {"fetch_factor": 1}),  # a little less than the whole memory
+        ("X", "float32", 3 * 40 * 4000, (39, 2), 40, {"fetch_factor": 1}),
+        ("X", "float32", 3 * 40 * 4000, (41, 2), 40, {"fetch_factor": 1, "batch_size": 19}),
     ],
 )
 def test_fetches_beyond_memory_are_refused(
@@ -203,6 +212,12 @@ def test_fetches_beyond_memory_are_refused(
     )
     with gpuload.open_loader(cells, **settings | cure) as loader:
         assert sum(map(len, loader)) == 40
+
+
+def test_fetches_of_a_single_cell_are_proposed_if_no_more_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuload.machine.memory_nbytes", lambda: 3 * 4000)
+    settings: dict[str, Any] = {"batch_size": 4, "prefetch": 2, "device": "cpu"}
+    assert_refused("PlanError", np.ones((40, 1000), np.float32), "fetch_factor=1, batch_size=1 or less.", **settings)
 
 
 def test_no_more_large_minibatches_are_in_memory_than_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -924,6 +939,7 @@ def test_files_with_different_genes_are_refused(plain: Stored, tmp_path: Path) -
         ([], ("at least one",)),
         ([1, 2, 3], ("names", "mask")),
         (np.array([0.5]), ("names", "mask")),
+        (np.array([b"gene_001"]), ("b'gene_001'", "did you mean 'gene_001'?")),
         ({"gene_001", "gene_002"}, ("genes={'gene_001', 'gene_002'}: a set has no order; pass a list of gene names",)),
         (dict.fromkeys(["gene_001"]).keys(), ("genes=dict_keys(['gene_001']): ", "make a list of it")),
         ({"gene_001": 1}, ("genes={'gene_001': 1}: ", "make a list of it")),
@@ -936,6 +952,17 @@ def test_invalid_gene_selections_are_refused(plain: Stored, genes: Any, parts: t
     assert_refused("PlanError", plain.path, "genes", *parts, genes=genes)
 
 
+def test_a_mask_of_genes_must_be_in_their_order(plain: Stored) -> None:
+    mask = pd.Series(np.arange(53) % 2 == 0, index=[f"gene_{i:03}" for i in range(53)])
+    with gpuload.open_loader(plain.path, genes=mask) as loader:
+        assert loader.var_names.tolist() == mask.index[mask].tolist()
+    told = (
+        "genes: it was given a Series of pandas whose value 0 is of 'gene_052', but gene 0 is 'gene_000'; put it in "
+        "order with .reindex(loader.var_names), or, if only its index is wrong, pass its .to_numpy()."
+    )
+    assert_refused("PlanError", plain.path, told, genes=mask[::-1])
+
+
 def test_duplicate_gene_names_cannot_be_selected(tmp_path: Path) -> None:
     path = tmp_path / "twins.h5ad"
     with h5py.File(path, "w") as file:
@@ -943,7 +970,7 @@ def test_duplicate_gene_names_cannot_be_selected(tmp_path: Path) -> None:
         var.index = ["gene_000", *var.index[:-1]]
         writers.write_root(file, writers.cells_frame(), var)
         write_csr(file, "X", counts())
-    assert_refused("PlanError", path, "'gene_000'", genes=["gene_000"])
+    assert_refused("PlanError", path, "'gene_000'", "choose genes by a mask instead.", genes=["gene_000"])
     with gpuload.open_loader(path, genes=["gene_003"], shuffle=False, batch_size=1000) as loader:
         np.testing.assert_array_equal(next(iter(loader)).X[:, 0], counts().toarray()[:, 4])
 

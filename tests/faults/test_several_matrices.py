@@ -54,12 +54,20 @@ def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: 
         ({"join": "left"}, "join='left': expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": 1}, "join=1: expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": b"inner"}, "join=b'inner': expected 'inner', 'outer', a list of gene names, or None."),
+        ({"join": {"a": "b"}}, "join={'a': 'b'}: expected 'inner', 'outer', a list of gene names, or None."),
         ({"join": []}, "join=[]: expected at least one gene name, 'inner', 'outer' or None."),
         ({"join": ["a", "b", "a"]}, "join: 'a' is given 2 times; pass every gene once."),
         ({"join": {"a", "b"}}, "join={'a', 'b'}: a set has no order; pass a list of gene names."),
         (
             {"transform": "log1p"},
             "transform='log1p': expected a gpuload.Transform, such as gpuload.Transform(log1p=True), or None.",
+        ),
+        (
+            {"transform": np.log1p},
+            (
+                "transform=<ufunc 'log1p'>: expected a gpuload.Transform, such as gpuload.Transform(log1p=True), or "
+                "None; a function of yours is run by gpuload.Mapped(loader, function)."
+            ),
         ),
         (
             {"transform": {"X": np.log1p}},
@@ -185,6 +193,7 @@ def test_missing_modality_is_refused(tmp_path: Path, path: Path) -> None:
     assert refusal(pair(), modality=["rna", "atac"]) == (
         "paths: there is no modality 'atac'; the modalities are 'rna', 'prot'. Choose one of them."
     )
+    assert refusal({}, gpuload.PlanError) == "paths=[]: expected at least one name."
     assert "it holds no modalities" in refusal(path, modality=["rna", "prot"])
     assert refusal(part(0), modality=["rna", "prot"]).startswith(
         "<AnnData 0>: it holds one modality, so modality='rna'"
@@ -265,12 +274,13 @@ def test_empty_mapping_is_refused() -> None:
 
 
 def test_different_genes_error_suggests_join(tmp_path: Path) -> None:
-    first, other, longer = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "acb", "abcd"])])
+    genes = ["abc", "abc", "acb", "abcd"]
+    first, same, other, longer = write(tmp_path, [part(k, genes=g) for k, g in enumerate(genes)])
     cure = (
         "several files must have the same genes in the same order, unless join= says how to join them: join='inner' "
         "keeps the genes that all have, join='outer' the genes of any, and a list of names those genes."
     )
-    assert refusal([first, other]) == f"{other}: gene 1 is 'c' but in {first} it is 'b'; {cure}"
+    assert refusal([first, same, other]) == f"{other}: gene 1 is 'c' but in {first} it is 'b'; {cure}"
     assert refusal([first, longer]) == f"{longer}: it has 4 genes but {first} has 3; {cure}"
 
 
@@ -278,20 +288,20 @@ def test_different_genes_error_suggests_join(tmp_path: Path) -> None:
 @pytest.mark.parametrize("join", ["inner", "outer", ["a"]])
 def test_duplicate_gene_cannot_be_joined(tmp_path: Path, join: Any) -> None:
     cells = part(1, genes=GENES)
-    cells.var_names = pd.Index(["a", "b", "a"], dtype=object)
-    first = write(tmp_path / "first", [part(0, genes=GENES)])[0]
+    cells.var_names = pd.Index(["c", "b", "c"], dtype=object)
+    first = write(tmp_path / "first", [part(seed, genes=GENES) for seed in range(2)])
     other = write(tmp_path / "other", [cells])[0]
-    assert refusal([first, other], join=join) == (
-        f"{other}: gene 'a' occurs more than once, so join= cannot tell which is meant; name its genes by their ids, "
+    assert refusal([*first, other], join=join) == (
+        f"{other}: gene 'c' occurs more than once, so join= cannot tell which is meant; name its genes by their ids, "
         "with adata.var_names = adata.var[...], or make the names unique with adata.var_names_make_unique()."
     )
 
 
 def test_no_common_gene(tmp_path: Path) -> None:
-    paths = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "de"])])
+    paths = write(tmp_path, [part(k, genes=g) for k, g in enumerate(["abc", "de", "abc"])])
     message = refusal(paths, join="inner")
     assert message.startswith(
-        f"join='inner': no gene is in all of the 2 files, {paths[0]} among them; use join='outer'"
+        f"join='inner': no gene is in all of the 3 files, {paths[0]} among them; use join='outer'"
     )
 
 
@@ -304,6 +314,7 @@ def test_gene_in_no_file_is_refused(tmp_path: Path) -> None:
         f"join: no file has the gene 'E' (1 of 2 are in none); did you mean 'e'? If not, leave it out, or check its "
         f"spelling in {paths[0]}."
     )
+    assert refusal(paths, join=[7, "a"]).startswith("join: no file has the gene '7' (1 of 2 are in none); leave it out")
 
 
 def test_csr_and_dense_files_are_not_joined(tmp_path: Path) -> None:
@@ -333,6 +344,7 @@ def test_gene_mask_applies_to_the_joined_genes(tmp_path: Path) -> None:
     assert "loader.var_names[numbers] are the names" in refusal(paths, gpuload.PlanError, join="inner", genes=[0, 1])
     message = refusal(paths, gpuload.PlanError, join="inner", genes=["a"])
     assert message.startswith("genes: 'a' is not in all of the 2 files (1 of 1 are not), as join='inner' demands; ")
+    assert message.endswith("Leave it out, use join='outer', or check its spelling.")
 
 
 def test_column_beyond_a_files_own_genes_is_reported(tmp_path: Path) -> None:

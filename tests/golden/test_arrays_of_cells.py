@@ -177,6 +177,20 @@ def test_each_chunk_is_decoded_once(tmp_path: Path) -> None:
     assert (read.piece_width * read.piece_rows).sum() == 18 * 3 * 5 * 4
 
 
+@pytest.mark.parametrize(
+    ("chunks", "n_pieces"),
+    [((6, 3, 5, 4), 1), ((6, 2, 5, 4), 2), ((6, 1, 5, 4), 3), ((6, 3, 2, 4), 3 * 3), ((6, 2, 2, 3), 3 * 5 * 2)],
+)
+def test_cells_are_copied_in_few_pieces(tmp_path: Path, chunks: tuple[int, ...], n_pieces: int) -> None:
+    """Axes along which chunks are whole are joined, and so are cells that are whole; each has 3 x 5 x 4 values."""
+    path, settings = h5ad_chunked(tmp_path, images_of(), chunks)
+    store = open_store([str(path)], obs=(), **settings)
+    (read,) = store.recipe(np.array([[7, 11]])).reads
+    store.close()
+    assert read.piece_rows.tolist() == [1 if n_pieces == 1 else 4] * n_pieces
+    assert (read.piece_width * read.piece_rows).sum() == 4 * 3 * 5 * 4
+
+
 def test_images_written_by_anndata_with_gzip(tmp_path: Path) -> None:
     images = images_of(shape=(600, 3, 32, 32))
     cells_of(images).write_h5ad(tmp_path / "cells.h5ad", compression="gzip")
@@ -235,6 +249,8 @@ def test_files_must_have_the_same_array_shape(tmp_path: Path) -> None:
     np.save(tmp_path / "1.npy", images[20:].reshape(-1, 60))
     with pytest.raises(StoreError, match=r"arrays of shape \(60,\) but those of .* have \(3, 5, 4\)"):
         gpuload.open_loader(tmp_path, join="inner", **SMALL)
+    with pytest.raises(StoreError, match=r"arrays of shape \(3, 5, 4\) but those of .* have \(60,\)"):
+        gpuload.open_loader([tmp_path / "1.npy", tmp_path / "0.npy"], join="inner", **SMALL)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -206,6 +206,9 @@ def test_files_that_disagree(tmp_path: Path) -> None:
     assert_refused("PlanError", paths, told, genes="flag")
     told = f"it holds for gene 'b' in {paths[0]} but not in {paths[2]}"
     assert_refused("PlanError", [paths[2], *paths[:2]], told, genes="flag", join="outer")
+    others = write(tmp_path / "others", [of_genes("xy", "11"), *parts[1:]])  # the first has none of their genes
+    told = f"it holds for gene 'b' in {others[1]} but not in {others[2]}"
+    assert_refused("PlanError", others, told, genes="flag", join="outer")
     parts[1].var["kind"] = pd.Categorical(list("aab"))  # the codes are those of the first file
     told = f"it holds for gene 'c' in {paths[1]} but not in {paths[0]}"
     assert_refused("PlanError", write(tmp_path, parts[:2]), told, genes="kind == 'b'")

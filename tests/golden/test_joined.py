@@ -354,6 +354,14 @@ def test_ids_that_differ_only_in_version_are_warned_of(
         assert ids in warned[0]
 
 
+def test_versions_in_the_same_file_or_in_a_list_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Both are of one file, or the list says which is meant."""
+    old, new = "ENSG00000000419.14", "ENSG00000000419.15"
+    for join, genes in (("inner", [[old, new], [old, new]]), ([old], [[old], [new]])):
+        with gpuload.open_loader([part(k, genes=names) for k, names in enumerate(genes)], join=join, **SMALL):
+            assert not caplog.messages
+
+
 @pytest.mark.parametrize("join", ["inner", "outer"])
 def test_join_has_no_effect_when_genes_agree(tmp_path: Path, join: str) -> None:
     parts = [part(seed, genes=["c", "a", "b"]) for seed in range(3)]

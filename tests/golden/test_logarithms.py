@@ -139,6 +139,7 @@ def test_what_is_not_marked_is_not_warned_of(tmp_path: Path, warned: Any) -> Non
     rna, prot = cells(), cells(is_marked=False)
     assert warned({"prot": prot, "rna": rna}) == []  # a transform is of the first only
     assert len(warned({"prot": prot, "rna": rna}, transform={"rna": Transform()})) == 1
+    assert len(warned({"more": rna, "rna": rna}, transform={"X": Transform(), "rna": Transform()})) == 1  # once
 
 
 def test_another_matrix_in_place_of_x_is_not_warned_of(tmp_path: Path, warned: Any) -> None:

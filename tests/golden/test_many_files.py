@@ -200,6 +200,13 @@ def test_matrices_without_columns(tmp_path: Path) -> None:
         assert {batch.obsm["X_pca"].shape for batch in loader} == {(11, 0), (4, 0)}
 
 
+def test_ranges_of_similar_files_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the descriptors of their files, as of a single one, and not range by range."""
+    paths, X = write(tmp_path, 3)
+    monkeypatch.delattr("gpuload.joined.JoinedSource.read_into")
+    assert_same(paths, X)
+
+
 def test_damaged_tile_error_names_its_file(tmp_path: Path) -> None:
     paths, _ = write_dense(tmp_path, chunks=(4, 25), compression="gzip", fletcher32=True)
     with h5py.File(paths[5]) as file:
@@ -417,6 +424,7 @@ TRUTHS = pd.array([True, None], dtype="boolean")
         ((pd.Categorical([True]), [False]), "codes", [True, False]),
         ((["a"], pd.array([None], dtype="boolean")), "codes", ["a", None]),
         (([3], [True, False]), "int64", [3, 1, 0]),
+        (([3], [True, False], MISSING), "float64", [3, 1, 0, None, None]),
         (([3.5], [7]), "float64", [3.5, 7]),
         ((pd.Categorical([]), [3.5], [7]), "float64", [3.5, 7]),
         (([7], np.empty(0, object), [np.nan]), "float64", [7, None]),
@@ -443,6 +451,7 @@ def test_compatible_column_types_are_joined(columns: Any, dtype: str, expected: 
         ((pd.Categorical([1, 2]), [1, 2]), 1, "numbers", 0),
         ((["a"], [1.5]), 1, "numbers", 0),
         (([np.nan], np.empty(0), [1], MISSING, ["a"]), 4, "text", 2),
+        ((MISSING, ["a"], [1]), 2, "numbers", 1),
         ((pd.Categorical([1, 0]), pd.Categorical([True, False])), 1, "booleans", 0),
         ((TRUTHS, ["a"]), 1, "text", 0),
         ((TRUTHS, [1]), 1, "numbers", 0),
@@ -455,6 +464,13 @@ def test_incompatible_column_types_are_refused(columns: Any, odd: int, kind: str
         gpuload.open_loader(cells, obs="x", device="cpu")
     words = f"<AnnData {odd}>: obs column 'x' holds {kind}, unlike in <AnnData {first}>; make the column's type the "
     assert str(caught.value).startswith(words)
+
+
+def test_columns_of_files_without_cells() -> None:
+    cells = [of(np.empty(0, np.int16), number) for number in range(2)]
+    with gpuload.open_loader(cells, obs="x", device="cpu") as loader:
+        assert loader.obs_dtypes["x"] == np.int16
+        assert not list(loader)
 
 
 def of(column: Any, number: int) -> anndata.AnnData:

@@ -16,7 +16,7 @@ from gpuload.formats.recognise import obs_columns
 from tests import several
 from tests.other_forms import FORMS, KINDS_OF_FORM, Form, write_scdl, write_tenx
 from tests.several import part
-from tests.writers import N_OBS, counts
+from tests.writers import N_OBS, N_VARS, counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -209,6 +209,8 @@ def test_10x_genes_are_selected_by_name_or_id(written: Any, tmp_path: Path) -> N
         gpuload.open_loader(form.path, genes=["TP3"])
     with pytest.raises(gpuload.PlanError, match="'TP26' is given twice"):
         gpuload.open_loader(form.path, genes=["ENSG00000000052", "TP26"])
+    with pytest.raises(gpuload.PlanError, match=r"are not\); did you mean 'ENSG00000000002'\? The genes are"):
+        gpuload.open_loader(form.path, genes=["ENSG00000000002.5"])
     two = tmp_path / "two.h5"
     write_tenx(two, {"matrix": counts(seed=1)}, {})
     with gpuload.open_loader([form.path, two], genes=ids, shuffle=False, batch_size=1000) as loader:
@@ -225,6 +227,21 @@ def test_10x_gene_ids_that_differ_between_files_choose_nothing(tmp_path: Path) -
         ids[...] = ids[()][::-1]
     with pytest.raises(gpuload.PlanError, match=r"^genes: 'ENSG00000000002' is not a gene of "):
         gpuload.open_loader([one, two], genes=["ENSG00000000002"])
+
+
+def test_10x_gene_ids_choose_nothing_once_other_genes_are_joined(tmp_path: Path) -> None:
+    """Files with the same ids, but other names, are joined by name; an id would be that of another gene."""
+    one, two = tmp_path / "one.h5", tmp_path / "two.h5"
+    names = np.array([f"GENE{i}" for i in range(N_VARS)], "S8")
+    for path, own in ((one, names), (two, names[::-1])):
+        write_tenx(path, {"matrix": counts()}, {})
+        with h5py.File(path, "r+") as file:
+            del file["matrix/features/name"]
+            file["matrix/features/name"] = own
+    with gpuload.open_loader([one, one], join="inner", genes=["ENSG00000000002"]) as loader:
+        assert loader.var_names.tolist() == ["GENE2"]
+    with pytest.raises(gpuload.PlanError, match=r"^genes: 'ENSG00000000002' is not in all of the 2 files"):
+        gpuload.open_loader([one, two], join="inner", genes=["ENSG00000000002"])
 
 
 def test_a_10x_gene_id_that_occurs_twice_chooses_neither(tmp_path: Path) -> None:

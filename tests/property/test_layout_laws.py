@@ -6,10 +6,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuload.layout import ArrayLayout, plan_read, select_chunks
+from gpuload.layout import ArrayLayout, extent_edges, plan_read, select_chunks
 from gpuload.source import BufferSource
 from gpuload.types import ArrayRead, expand_ranges
 from tests.strategies import Placed, layouts, row_ranges
@@ -76,11 +77,32 @@ def test_gap_and_extent_limits_are_kept(data: st.DataObject) -> None:
     assert np.all(np.diff(edges) > 0)
     assert np.all(np.diff(read.extent_offset) >= 0)
     assert np.all(read.extent_offset + read.extent_nbytes <= layout.source.nbytes)
-    for lo, hi, nbytes in zip(edges, edges[1:], read.extent_nbytes, strict=False):
+    for lo, hi, start, nbytes in zip(edges, edges[1:], read.extent_offset, read.extent_nbytes, strict=False):
         starts, ends = read.chunk_offset[lo:hi], read.chunk_offset[lo:hi] + read.chunk_nbytes[lo:hi]
         present = read.chunk_nbytes[lo:hi] > 0
+        assert start + nbytes == np.max(ends[present], initial=start), "a read ends beyond the last stored chunk"
         assert np.all(starts[1:][present[1:]] - np.maximum.accumulate(ends)[:-1][present[1:]] <= max_gap)
         assert nbytes <= max_extent + int(read.chunk_nbytes[lo:hi].max()), "a read grows beyond its limit"
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "edges"),
+    [
+        ([0, 110], [10, 10], [0, 2]),  # 100 bytes between them are read too
+        ([0, 111], [10, 10], [0, 1, 2]),
+        ([0, 500], [400, 500], [0, 2]),  # 1000 bytes in all are one read
+        ([0, 500], [400, 501], [0, 1, 2]),
+        ([0, 500, 1200], [400, 500, 900], [0, 2, 3]),
+        ([0, 1950, 2000], [10, 10, 10], [0, 1, 3]),
+        ([0, 10, 500], [400, 10, 10], [0, 3]),  # the second is within the first
+        ([0, 0], [0, 10], [0, 2]),  # the first was never written
+        ([7], [5000], [0, 1]),
+        ([], [], [0]),
+    ],
+)
+def test_chunks_near_each_other_are_read_together(offset: list[int], nbytes: list[int], edges: list[int]) -> None:
+    found = extent_edges(np.array(offset, np.int64), np.array(nbytes, np.int64), max_gap=100, max_extent=1000)
+    assert found.tolist() == edges
 
 
 @given(st.data())

@@ -96,6 +96,7 @@ def test_no_name_is_suggested_without_a_close_match() -> None:
         ("ENSG00000141510", "ENSG00000141510.18"),
         ("ENSG00000141510.2", "ENSG00000141510.18"),
         ("ENSG00000141511", None),  # another gene, not a misspelt one
+        ("ENSG00000141511.18", None),
         ("ENSMUSG00000059552", None),
         ("7157", None),
         ("DUX4L9", None),

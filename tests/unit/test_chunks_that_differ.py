@@ -38,6 +38,13 @@ def test_chunks_of_joined_files_are_numbered_as_in_their_own() -> None:
     assert layout_of([1, 1]).number_in_file(1) == 1
 
 
+def test_tables_of_chunks_are_counted_as_memory() -> None:
+    """Each chunk has an offset and a size of 8 bytes, a mask of 4, and a byte for what was verified."""
+    layout = layout_of([5, 2, 3])
+    assert replace(layout, edges=None).index_nbytes == 3 * (8 + 8 + 4 + 1)
+    assert layout.index_nbytes == 3 * (8 + 8 + 4 + 1) + 4 * 8  # with the edges
+
+
 @given(
     lengths=st.lists(st.sampled_from([0, 0, 1, 2, 7]), min_size=1, max_size=12),
     marks=st.lists(st.integers(0, 90), min_size=2, max_size=10, unique=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 
 from gpuload.joined import join_files
 from gpuload.layout import ArrayLayout, Filter
+from gpuload.remote import RemoteObject
+from gpuload.remote.source import RemoteSource
 from gpuload.source import FileSource
 
 if TYPE_CHECKING:
@@ -74,9 +77,14 @@ def test_joined_layouts_are_like_those_of_their_files(tmp_path: Path, lengths: t
     if len(set(lengths)) > 1:
         assert array.layout.edges is not None
         assert array.layout.edges.tolist() == [*edges.tolist(), starts[-1]]
+    assert joined.index_nbytes == (8 * (chunks[-1] + 1) if len(set(lengths)) > 1 else 0)  # no file has these edges
     files, at, size = array.layout.source.locate(np.array(base) + 7)
     assert (files.tolist(), at.tolist()) == ([0, 1, 2], [7, 7, 7])
     assert size.tolist() == [layout.source.nbytes for layout in layouts]
+    for k, at in enumerate(base):  # of each file the first byte, and one within
+        assert [array.layout.source.where_is(at + n) for n in (0, 7)] == [(str(tmp_path / str(k)), n) for n in (0, 7)]
+        nbytes = 100 * -(-sizes[k] // lengths[k])
+        assert [array.layout.source.read_into(np.empty(9999, np.uint8), at + n) for n in (0, 7)] == [nbytes, nbytes - 7]
     one_of_each = np.array([[1, 2], [3, 4], [5, 6]])
     read = array.plan_read(np.arange(3), one_of_each, np.arange(3), "indices", np.array([11, 22, 33]))
     assert read.chunk_id.tolist() == chunks[:-1].tolist()
@@ -93,12 +101,22 @@ BITSHUFFLE = {"filters": (Filter("bitshuffle", (0, 4, 4, 0, 0)),)}
 WIDE = {"shape": (40, 5), "chunk_shape": (10, 5)}
 
 
+def of(name: str, *values: int) -> dict[str, Any]:
+    return {"filters": (Filter(name, values),)}
+
+
+OF_ANY_LENGTH = ("shuffle", "deflate", "gzip", "lzf", "zstd", "fletcher32", "crc32c")
+WITH_A_LEVEL = ("deflate", "gzip", "lzf", "zstd")
+
+
 @pytest.mark.parametrize(
     ("one", "other", "n_groups"),
     [
         ({}, {}, 1),
         ({}, LEVELS, 1),
         ({}, {"chunk_shape": (11,)}, 1),
+        *((of(name), {**of(name), "chunk_shape": (11,)}, 1) for name in OF_ANY_LENGTH),
+        *((of(name, 1), of(name, 9), 1) for name in WITH_A_LEVEL),
         ({"fill_value": np.nan}, {"fill_value": np.nan}, 1),
         (WIDE, WIDE, 1),
         ({}, {"dtype": np.dtype("<i4")}, 2),
@@ -135,8 +153,60 @@ def test_only_arrays_that_decode_alike_are_joined(
     assert not joined.is_of(parts[:1])
     assert not joined.is_of(parts[::-1])
     assert len(joined.sources) == 2 - n_groups
+    if n_groups == 2:
+        assert joined.index_nbytes == 0  # edges are among the tables of their file
     for layout in layouts:
         layout.source.close()
+
+
+@pytest.mark.parametrize("odd", [0, 1], ids=["data", "indices"])
+def test_files_are_joined_only_if_all_their_arrays_can_be(tmp_path: Path, odd: int) -> None:
+    files = [layout_of(tmp_path / str(k), "/X", 40, 10, 4) for k in range(2)]
+    pairs = [[layout, layout] for layout in files]
+    joined, parts = join_files([tuple(pair) for pair in pairs])
+    (arrays,) = joined.groups
+    assert arrays[0].layout.source is arrays[1].layout.source  # both arrays of a file are in it
+    assert [len(part) for part in parts] == [2, 2]
+    for pair in pairs:
+        pair[odd] = replace(pair[odd], edges=np.array([0, 10, 20, 30, 40]))
+    joined, parts = join_files([tuple(pair) for pair in pairs])
+    assert [numbers.tolist() for numbers in joined.files] == [[0], [1]]
+    assert not joined.sources
+    assert parts == [tuple(pair) for pair in pairs]
+    for layout in files:
+        layout.source.close()
+
+
+def test_arrays_of_some_files_may_be_in_files_of_their_own(tmp_path: Path) -> None:
+    """As those of a zarr folder are, beside an HDF5 file."""
+    one, data, indices = (layout_of(tmp_path / name, "/X", 40, 10, 4) for name in ("one", "data", "indices"))
+    joined, _ = join_files([(one, one), (data, indices)])
+    (arrays,) = joined.groups
+    bases = [(array.layout.source, array.layout.source.base) for array in arrays]
+    found = [[source.where_is(int(at)) for at in base] for source, base in bases]
+    assert found == [[(str(tmp_path / name), 0) for name in ("one", last)] for last in ("data", "indices")]
+    for layout in (one, data, indices):
+        layout.source.close()
+
+
+def far_layout(remote: Any, *keys: str) -> ArrayLayout:
+    """Return the layout of an array with a chunk in each of some objects; with none, it has a chunk never written."""
+    source, n = RemoteSource("some", remote, [RemoteObject(key, 100, "1") for key in keys]), max(1, len(keys))
+    offset, nbytes = (source.base, np.full(n, 100)) if keys else (np.zeros(1, np.int64), np.zeros(1, np.int64))
+    return ArrayLayout(source, "/X", (10 * n,), np.dtype("<f4"), (10,), offset, nbytes, np.zeros(n, np.uint32))
+
+
+def test_arrays_in_objects_are_joined_by_remote() -> None:
+    one, other = (SimpleNamespace(name=f"s3://{name}") for name in ("one", "other"))
+    layouts = [far_layout(one, "a", "b"), far_layout(one, "c"), far_layout(other, "d"), far_layout(one)]
+    joined, parts = join_files([(layout,) for layout in layouts])
+    assert [numbers.tolist() for numbers in joined.files] == [[0, 1], [2], [3]]
+    (source,) = joined.sources
+    assert source.name == "some and 1 more"
+    found = [[part.source.where_is(int(at)) for at in part.chunk_offset] for (part,) in parts[:3]]
+    assert found == [[("s3://one/a", 0), ("s3://one/b", 0)], [("s3://one/c", 0)], [("s3://other/d", 0)]]
+    for each in {source, *(layout.source for layout in layouts)}:
+        each.close()
 
 
 def test_rows_in_several_chunks_of_joined_files(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import gpuload
 from gpuload.dealing import Grouping, deal_groups, draw_of_each
 from gpuload.splitting import Split
 from tests import writers
+from tests.several import part
 from tests.writers import counts, genes_frame, write_csr
 
 if TYPE_CHECKING:
@@ -478,6 +479,12 @@ def test_an_empty_part_is_filled_from_the_cells_in_no_part() -> None:
         part, kept = deal_groups({"train": 0.5, "val": 0.01}, groups, None, "sample", seed)
         assert sorted(len(labels) for labels in kept.values()) == [1, 1]
         assert set(part.tolist()) == {0, 1}
+
+
+def test_files_need_no_gene_in_common() -> None:
+    parts = [part(0, genes=["a", "b"]), part(1, genes=["c"])]
+    split = gpuload.split(parts, {"train": ..., "test": ["bob 1"]}, by="donor")
+    assert split["test"].tolist() == (23 + np.flatnonzero(parts[1].obs["donor"] == "bob 1")).tolist()
 
 
 def test_many_groups_and_classes_need_no_dense_table() -> None:
