@@ -5,12 +5,14 @@
     loader = gpuload.open_loader("screen.h5ad", sampler=gpuload.Subset(found.mask, pairs))
 
 One pass over the cells, of which only the targeted genes are assembled: a screen may be larger than memory.
+For each cell, about 20 bytes are held on top of the columns of obs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +20,11 @@ import numpy as np
 
 from gpuload.checks import check_obs_names, check_whole, is_number
 from gpuload.dealing import group_by
-from gpuload.errors import PlanError, listing, shown
+from gpuload.errors import PlanError, shown
 from gpuload.sampling import Sequential, Subset
 from gpuload.sampling.controls import find_controls
-from gpuload.types import Transform
+from gpuload.sampling.rows import SLICE
+from gpuload.tables import check_modalities
 from gpuload.where import parse as parse_where
 
 if TYPE_CHECKING:
@@ -34,11 +37,13 @@ if TYPE_CHECKING:
     from gpuload.dealing import Label
     from gpuload.loader import Loader
     from gpuload.store import Store
+    from gpuload.types import Transform
 
 BATCH_SIZE = 4096
 """Cells per minibatch: the arithmetic on each is of whole arrays."""
 
-FETCH_FACTOR = 16
+FETCH_FACTOR = 2
+"""Minibatches per fetch: in the order of the file, longer fetches are no faster, and take memory for all genes."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +57,16 @@ class Knockdown:
     Attributes
     ----------
     mask : (n_obs,) bool
-        The cells to keep, for `gpuload.Subset`: the controls, and the perturbed cells that pass.
+        The cells to keep, for `gpuload.Subset`: the controls that have a value in the columns of `match`, and the
+        perturbed cells that pass.
     residual : (n_obs,) float32
         Expression of its own target in each perturbed cell, as a fraction of the mean of its controls; NaN for all
-        other cells, for those whose target is not among the genes, and where the controls' mean is not above 0.
+        other cells, for those whose target was not measured, and where the controls' mean is 0.
     perturbations : DataFrame
         A row for each perturbation (and, with `match`, for each combination with these columns) that has cells, which
-        are its index. Columns: ``target``, the gene, missing if it is not among the genes; ``n_cells``;
-        ``control_mean``, the mean of the target in the controls; ``residual``, that in the perturbed cells, as a
-        fraction of it; ``n_passing``, the cells whose own expression is low enough; ``is_kept``.
+        are its index. Columns: ``target_gene``, missing if it is not among the genes; ``n_cells``; ``control_mean``,
+        the mean of the target in the controls; ``residual``, that in the perturbed cells, as a fraction of it;
+        ``n_passing``, the cells whose own expression is low enough; ``is_kept``.
     """
 
     mask: NDArray[np.bool_]
@@ -77,29 +83,81 @@ class Knockdown:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Screen:
-    """What was done to each cell.
+    """What was done to each cell, and where it is measured.
+
+    A pair is a perturbation in a group of cells, those with the same values in the columns of `match`.
 
     Attributes
     ----------
-    perturbation, group : (n_obs,) int
-        Index of the cell's perturbation and of the values that it is matched on; -1 if it has none.
-    target : (n_obs,) int32
-        Index of the gene among `genes`; -1 for controls, and for cells that are not looked at.
-    labels, groups
-        The labels of the perturbations and of the groups.
-    targets
-        The gene of each perturbation.
+    is_control, is_perturbed : (n_obs,) bool
+        Cells with a value in the columns of `match`, among those that are looked at.
+    pair, group : (n_obs,) int
+        Index of the cell's pair and group; -1 if it has none.
+    keys
+        For each pair, its perturbation and the values of `match`.
+    group_of : (n_pairs,) int64
+    gene_of : (n_pairs,) int32
+        Index of each pair's target in `genes`; -1 if it is none of the genes.
+    genes
+        The targets among the genes, in the order of the file.
+    file_start : (n_files + 1,) int64
+        Row at which each file begins.
+    tables : (n_files,) int64
+        Index of each file's table of genes; files with the same genes share one.
+    is_measured : (n_tables, n_genes) bool
+        Whether a table has a gene.
     """
 
     is_control: NDArray[np.bool_]
     is_perturbed: NDArray[np.bool_]
-    perturbation: NDArray[np.integer[Any]]
+    pair: NDArray[np.integer[Any]]
     group: NDArray[np.integer[Any]]
-    target: NDArray[np.int32]
-    labels: list[Label]
-    groups: list[Label]
-    targets: list[str | None]
+    keys: list[tuple[Label, ...]]
+    group_of: NDArray[np.int64]
+    gene_of: NDArray[np.int32]
     genes: list[str]
+    file_start: NDArray[np.int64]
+    tables: NDArray[np.int64]
+    is_measured: NDArray[np.bool_]
+
+    @property
+    def n_groups(self) -> int:
+        """Number of groups."""
+        return int(self.group_of.max()) + 1
+
+    def slices(self) -> Iterator[NDArray[np.int64]]:
+        """Yield all rows, some at a time, to keep temporaries small."""
+        for start in range(0, self.pair.size, SLICE):
+            yield np.arange(start, min(start + SLICE, self.pair.size))
+
+    def targets_of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the gene that is compared in each of some cells; -1 for controls, and where it was not measured."""
+        gene = np.where(self.is_perturbed[rows], self.gene_of[self.pair[rows]], np.int32(-1))
+        if self.is_measured.all():
+            return gene
+        return np.where(self.is_measured[self._tables_of(rows), gene], gene, np.int32(-1))
+
+    def is_compared(self) -> NDArray[np.bool_]:
+        """Return a mask of the cells to read: those that are compared, and the controls."""
+        return np.concatenate([self.is_control[rows] | (self.targets_of(rows) >= 0) for rows in self.slices()])
+
+    def n_cells(self) -> NDArray[np.int64]:
+        """Return the number of perturbed cells of each pair, shape (n_pairs,)."""
+        counts = np.zeros(len(self.keys), dtype=np.int64)
+        for rows in self.slices():
+            counts += np.bincount(self.pair[rows[self.is_perturbed[rows]]], minlength=counts.size)
+        return counts
+
+    def n_controls(self) -> NDArray[np.float64]:
+        """Return the number of controls of each group in which each gene was measured, shape (n_groups, n_genes)."""
+        of_tables = np.zeros((self.n_groups, len(self.is_measured)))
+        for rows in self.slices():
+            cells = rows[self.is_control[rows]]
+            np.add.at(of_tables, (self.group[cells], self._tables_of(cells)), 1)
+        return of_tables @ self.is_measured
+
+    def _tables_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.tables[np.searchsorted(self.file_start, rows, side="right") - 1]
 
 
 def knockdown(
@@ -117,7 +175,7 @@ def knockdown(
     join: str | Sequence[str] | None = None,
     obs_table: pd.DataFrame | None = None,
     where: str | None = None,
-    transform: Transform | None = Transform(),  # noqa: B008 - it is immutable
+    transform: Transform | None = None,
     device: Any = "auto",
     num_threads: int | None = None,
     cache: SampleStore | None = None,
@@ -140,25 +198,29 @@ def knockdown(
         The value of that column that marks controls, or a list of such values.
     match
         Columns of obs: cells are compared with the controls that have the same values, for example those of the same
-        cell line, and perturbations are kept or not in each such group. Cells with a missing value are not kept. None
-        by default: all controls are compared with.
+        cell line, and perturbations are kept or not in each such group. Cells with a missing value are not kept. By
+        default there are none, and cells are compared with all controls.
     targets
         The name of the gene for each value of `column`, where this is not the name itself: ``{"TP53_guide2": "TP53"}``.
-        Values that it lacks are taken for names of genes.
+        Values that it lacks are themselves names of genes, or of none.
     residual_expression
         Fraction of the controls' mean below which a perturbation's mean must be.
     cell_residual_expression
         Fraction of the controls' mean below which a cell's expression must be.
     min_cells
         Cells that a perturbation must have left, at least 0.
-    layer, modality, join, obs_table, device, num_threads, cache, storage_options
-        As in `gpuload.open_loader`.
+    layer
+        The matrix whose values are compared.
+    modality
+        The modality that has it, if there are several; by default the first of a mapping.
     where
         Only these cells are looked at, as in `gpuload.open_loader`; the others are not kept.
     transform
-        What is compared; by default, counts scaled to 10,000 per cell (by the sum over all genes) and then
-        log-transformed. ``Transform(log1p=False)`` compares scaled counts. None: values as stored, for files that hold
-        normalised expression.
+        Arithmetic on the values before they are compared: ``gpuload.Transform()`` scales counts to 10,000 per cell and
+        takes logarithms, ``gpuload.Transform(log1p=False)`` only scales. None: values as stored.
+    join, obs_table, device, num_threads, cache, storage_options
+        As in `gpuload.open_loader`. With genes that only some files have (``join="outer"``), cells of the others are
+        neither compared nor compared with, nor kept.
     progress
         Called now and then with the fraction of work done, from 0 to 1.
 
@@ -170,15 +232,16 @@ def knockdown(
     ------
     PlanError
         A setting is invalid; there are no controls, or none for some of the perturbed cells; no value of the column is
-        the name of a gene.
+        the name of a gene, or one is the name of several; values are negative.
     StoreError, ReadError, CorruptDataError, DeviceError
         As `gpuload.open_loader`.
 
     Notes
     -----
     The filters are those of ``filter_on_target_knockdown`` in Arc Institute's cell-load 0.10 (Adduri et al., 2025,
-    doi:10.1101/2025.06.26.661135), which takes one AnnData in memory, and whose defaults these are. Perturbations whose
-    target is not among the genes are not kept, and a warning names them. Sums are float64.
+    doi:10.1101/2025.06.26.661135), which takes one AnnData in memory, and whose defaults these are; its authors
+    apply it to log-normalised counts. Perturbations whose target is not among the genes are not kept, and a warning
+    names some. Sums are float64.
     """
     match = check_obs_names("match", match)
     if not isinstance(column, str) or not column:
@@ -196,102 +259,153 @@ def knockdown(
         raise PlanError(f"targets={shown(targets)}: expected a dict, for example {{'TP53_guide2': 'TP53'}}.")
     from gpuload import open_loader
 
+    paths = list(paths) if isinstance(paths, Iterator) else paths  # it is opened twice
     condition = None if where is None else parse_where(where)
-    cells: dict[str, Any] = {
+    given: dict[str, Any] = {
         "layer": layer,
-        "modality": modality or (),
+        "modality": check_modalities(modality or (), paths)[:1],
         "join": join,
         "obs_table": obs_table,
         "num_threads": num_threads,
         "cache": cache,
         "storage_options": storage_options,
+        "rank": 0,
+        "world_size": 1,
     }
     columns = [column, *match, *(() if condition is None else condition.columns)]
-    with open_loader(paths, obs=list(dict.fromkeys(columns)), shuffle=False, device="cpu", **cells) as loader:
+    with open_loader(paths, obs=list(dict.fromkeys(columns)), shuffle=False, device="cpu", **given) as loader:
         is_in = np.ones(loader.n_obs, dtype=bool) if condition is None else condition.mask(loader.store.obs)
         screen = _screen(loader.store, column, match, control, is_in, dict(targets or {}))
     loader = open_loader(
         paths,
         batch_size=BATCH_SIZE,
         fetch_factor=FETCH_FACTOR,
-        sampler=Subset(screen.is_control | (screen.target >= 0), Sequential()),
-        rank=0,
-        world_size=1,
+        sampler=Subset(screen.is_compared(), Sequential()),
         genes=screen.genes,
         transform=transform,
         output="csr",
         device=device,
-        **cells,
+        **given,
     )
     with loader:
-        own, means = _expression(loader, screen, progress or (lambda _: None))
-    return _filtered(screen, own, means, (column, *match), residual_expression, cell_residual_expression, min_cells)
+        measured = _measure(loader, screen, progress or (lambda _: None))
+    return _filtered(screen, measured, (column, *match), residual_expression, cell_residual_expression, min_cells)
+
+
+# --- what was done to each cell
+
+
+def _grouped(store: Store, columns: Sequence[str]) -> tuple[NDArray[np.integer[Any]], list[tuple[Label, ...]]]:
+    """Return the group of each cell by some columns, -1 = none, and the values of each group."""
+    if not columns:
+        return np.zeros(store.n_obs, dtype=np.int32), [()]
+    found = group_by([store.obs[name] for name in columns])
+    return found.codes, found.labels if len(columns) > 1 else [(label,) for label in found.labels]
 
 
 def _screen(
     store: Store, column: str, match: Sequence[str], control: Any, is_in: NDArray[np.bool_], targets: dict[Any, str]
 ) -> _Screen:
-    """Return what was done to each cell, and find the genes; raises as `knockdown`."""
-    labelled = group_by([store.obs[column]])
-    if match:
-        matched = group_by([store.obs[name] for name in match])
-        group, groups = matched.codes, matched.labels
-    else:
-        group, groups = np.zeros(store.n_obs, dtype=np.int32), [()]
+    """Return what was done to each cell, among those of a mask, and find the genes; raises as `knockdown`."""
+    group, groups = _grouped(store, match)
+    pair, keys = _grouped(store, (column, *match))
     is_control, is_perturbed = np.zeros((2, store.n_obs), dtype=bool)
     found = find_controls("knockdown", column, store.obs[column], control, lambda values: values[is_in])
     is_control[is_in], is_perturbed[is_in] = found[0], found[1] & ~found[0]
+    if not is_perturbed.any():
+        raise PlanError(f"knockdown: column {column!r} names no perturbed cells beside the controls; pass another.")
     is_control &= group >= 0
     is_perturbed &= group >= 0
-    present, named = np.unique(labelled.codes[is_perturbed]), [targets.get(label, label) for label in labelled.labels]
-    wanted = {named[p] for p in present.tolist()}
-    genes = [gene for gene in store.var_names.tolist() if gene in wanted]  # their order, so that rows stay sorted
-    if not present.size:
-        raise PlanError(f"knockdown: column {column!r} names no perturbed cells beside the controls; pass another.")
-    if not genes:
+    if not is_perturbed.any():
         raise PlanError(
-            f"knockdown: no perturbation in column {column!r}, such as {named[present[0]]!r}, is the name of a gene, "
-            f"such as {store.var_names[0]!r}; pass targets={{value: gene}}."
+            f"knockdown(match={shown(list(match))}): every perturbed cell has a missing value in a column that it is "
+            "matched on; match other columns."
+        )
+    there = np.flatnonzero(np.bincount(pair[is_perturbed]))
+    named = {keys[p][0]: targets.get(keys[p][0], keys[p][0]) for p in there.tolist()}
+    genes, gene_of = _genes(store, column, named)
+    place = {label: i for i, label in enumerate(groups)}
+    screen = _Screen(
+        is_control,
+        is_perturbed,
+        pair,
+        group,
+        keys,
+        np.array([place[key[1:]] for key in keys]),
+        np.array([gene_of.get(key[0], -1) for key in keys], dtype=np.int32),
+        genes,
+        store.file_start,
+        *_measured(store, genes),
+    )
+    _check_controls(screen, groups, match)
+    return screen
+
+
+def _genes(store: Store, column: str, named: Mapping[Label, Any]) -> tuple[list[str], dict[Label, int]]:
+    """Return the genes that are targets, in their order, which CSR rows keep; and the index of each perturbation's.
+
+    Parameters
+    ----------
+    named
+        The name of each perturbation's target.
+    """
+    wanted, known = set(named.values()), store.var_names.tolist()
+    genes = [gene for gene in known if gene in wanted]
+    if not genes:
+        label, name = next(iter(named.items()))
+        but = f"such as {known[0]!r}; pass targets={{value: gene}}" if known else "as there are none; pass other files"
+        raise PlanError(
+            f"knockdown: no perturbation in column {column!r}, such as {shown(label)}, is the name of a gene, {but}."
+            if label == name
+            else f"knockdown: no target of a perturbation, such as {shown(name)}, is the name of a gene, {but}."
+        )
+    gene, n_alike = Counter(genes).most_common(1)[0]
+    if n_alike > 1:
+        raise PlanError(
+            f"knockdown: {n_alike} genes have the name {gene!r}, which is a target; make the names of the genes unique."
         )
     place = {gene: i for i, gene in enumerate(genes)}
-    gene_of = np.array([place.get(gene, -1) for gene in named], dtype=np.int32)
-    unknown = [labelled.labels[p] for p in present[gene_of[present] < 0].tolist()]
+    unknown = [
+        shown(label) if label == name else f"{shown(label)} ({shown(name)})"
+        for label, name in named.items()
+        if name not in place
+    ]
     if unknown:
         logger.warning(
             "knockdown: the targets of %d of %d perturbations are not among the genes, and their cells are not kept: "
             "%s. If they have other names there, pass targets={value: gene}.",
             len(unknown),
-            present.size,
-            listing(list(map(str, unknown)), 5),
+            len(named),
+            ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""),
         )
-    target = np.where(is_perturbed, gene_of[labelled.codes], np.int32(-1))
-    _check_controls(group, groups, is_control, target >= 0, match)
-    return _Screen(
-        is_control,
-        is_perturbed,
-        labelled.codes,
-        group,
-        target,
-        labelled.labels,
-        groups,
-        [gene if gene in place else None for gene in named],
-        genes,
-    )
+    return genes, {label: place[name] for label, name in named.items() if name in place}
 
 
-def _check_controls(
-    group: NDArray[np.integer[Any]],
-    groups: list[Label],
-    is_control: NDArray[np.bool_],
-    is_compared: NDArray[np.bool_],
-    match: Sequence[str],
-) -> None:
-    n_controls, n_compared = (np.bincount(group[chosen], minlength=len(groups)) for chosen in (is_control, is_compared))
+def _measured(store: Store, genes: list[str]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the table of genes of each file, and which of the genes each table has: joined files may lack some."""
+    n_files = len(store.file_rows)
+    if store.alignment is None or store.alignment.maps is None:
+        return np.zeros(n_files, dtype=np.int64), np.ones((1, len(genes)), dtype=bool)
+    starts, files, tables = np.unique(store.alignment.starts, return_index=True, return_inverse=True)
+    place = {gene: i for i, gene in enumerate(genes)}
+    of_joined = np.array([place.get(name, -1) for name in store.var_names.tolist()])
+    is_measured = np.zeros((starts.size, len(genes)), dtype=bool)
+    for table, (start, file) in enumerate(zip(starts.tolist(), files.tolist(), strict=True)):
+        joined = store.alignment.maps[start : start + store.matrices[file].n_vars]
+        found = of_joined[joined[joined >= 0]]
+        is_measured[table, found[found >= 0]] = True
+    return tables, is_measured
+
+
+def _check_controls(screen: _Screen, groups: list[tuple[Label, ...]], match: Sequence[str]) -> None:
+    n_compared = np.bincount(
+        screen.group_of, weights=np.where(screen.gene_of < 0, 0, screen.n_cells()), minlength=len(groups)
+    ).astype(np.int64)
+    n_controls = np.bincount(screen.group[screen.is_control], minlength=len(groups))
     without = np.flatnonzero((n_compared > 0) & (n_controls == 0))
     if not without.size:
         return
-    label = groups[without[0]] if len(match) > 1 else (groups[without[0]],)
-    which = ", ".join(f"{name}={value!r}" for name, value in zip(match, label, strict=True))
+    which = ", ".join(f"{name}={value!r}" for name, value in zip(match, groups[without[0]], strict=True))
     n_more = without.size - 1
     more = f", nor for {n_more} more group{'s' if n_more > 1 else ''}" if n_more else ""
     raise PlanError(
@@ -300,36 +414,66 @@ def _check_controls(
     )
 
 
-def _expression(
-    loader: Loader, screen: _Screen, progress: Callable[[float], None]
-) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
-    """Return each cell's expression of its target, and the controls' means by group and gene."""
+# --- what was measured
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Measured:
+    """Sums of expression.
+
+    Attributes
+    ----------
+    own : (n_obs,) float32
+        Expression of the cell's target; NaN where none is compared.
+    total, n_compared : (n_pairs,) float64, int64
+        Its sum over the cells of each pair that are compared, and their number.
+    of_controls : (n_groups, n_genes) float64
+        Sum of each gene over the controls of each group.
+    """
+
+    own: NDArray[np.float32]
+    total: NDArray[np.float64]
+    n_compared: NDArray[np.int64]
+    of_controls: NDArray[np.float64]
+
+
+def _measure(loader: Loader, screen: _Screen, progress: Callable[[float], None]) -> _Measured:
+    """Read the cells once."""
     from scipy.sparse import csr_matrix
 
-    own = np.full(screen.target.size, np.nan, dtype=np.float32)
-    sums = np.zeros((len(screen.groups), len(screen.genes)))
+    n_pairs, shape = len(screen.keys), (screen.n_groups, len(screen.genes))
+    own = np.full(screen.pair.size, np.nan, dtype=np.float32)
+    found = _Measured(own, np.zeros(n_pairs), np.zeros(n_pairs, dtype=np.int64), np.zeros(shape))
     for n_seen, batch in enumerate(loader, start=1):
         X = batch.X.get() if hasattr(batch.X, "get") else batch.X  # of the targeted genes alone, so it is small
-        n, lengths, target = len(batch), np.diff(X.indptr), screen.target[batch.rows]
+        if X.data.size and X.data.min() < 0:
+            raise PlanError(
+                "knockdown: there are negative values, as in centred or scaled data, of which fractions mean nothing; "
+                "pass the layer= of the counts, or of normalised values."
+            )
+        n, lengths, target = len(batch), np.diff(X.indptr), screen.targets_of(batch.rows)
         is_own = X.indices == np.repeat(target, lengths)
         values = np.bincount(np.repeat(np.arange(n), lengths)[is_own], weights=X.data[is_own], minlength=n)
-        is_compared = target >= 0
-        own[batch.rows[is_compared]] = values[is_compared]
-        at = np.flatnonzero(~is_compared)
+        at = np.flatnonzero(target >= 0)
+        pair = screen.pair[batch.rows[at]]
+        own[batch.rows[at]] = values[at]
+        np.add.at(found.total, pair, values[at])
+        np.add.at(found.n_compared, pair, 1)
+        at = np.flatnonzero(target < 0)
         if at.size:
-            group = screen.group[batch.rows[at]]
-            by_group = csr_matrix((np.ones(at.size), (group, at)), shape=(sums.shape[0], n))
-            total = (by_group @ X).tocoo()
-            sums[total.row, total.col] += total.data
+            by_group = csr_matrix((np.ones(at.size), (screen.group[batch.rows[at]], at)), shape=(shape[0], n))
+            of_batch = (by_group @ X).tocoo()
+            found.of_controls[of_batch.row, of_batch.col] += of_batch.data
         progress(n_seen / len(loader))
-    n_controls = np.bincount(screen.group[screen.is_control], minlength=sums.shape[0])
-    return own, sums / np.maximum(n_controls, 1)[:, None]
+    return found
+
+
+# --- the filters
 
 
 def _filtered(
     screen: _Screen,
-    own: NDArray[np.float32],
-    means: NDArray[np.float64],
+    measured: _Measured,
     columns: tuple[str, ...],
     residual_expression: float,
     cell_residual_expression: float,
@@ -338,35 +482,37 @@ def _filtered(
     """Apply the filters to what was measured."""
     import pandas as pd
 
-    cells, n_groups = np.flatnonzero(screen.is_perturbed), len(screen.groups)
-    pairs, pair = np.unique(
-        screen.perturbation[cells].astype(np.int64) * n_groups + screen.group[cells], return_inverse=True
-    )
-    perturbation, group = np.divmod(pairs, n_groups)
-    place = {gene: i for i, gene in enumerate(screen.genes)}
-    names = [screen.targets[p] for p in perturbation.tolist()]
-    target = np.array([-1 if name is None else place[name] for name in names])
-    mean = np.where(target >= 0, means[group, target], np.nan)
-    mean[~(mean > 0)] = np.nan
-    n_cells = np.bincount(pair, minlength=pairs.size)
-    residual = np.bincount(pair, weights=own[cells], minlength=pairs.size) / n_cells / mean
-    of_cell = own[cells] / mean[pair]
-    passes = of_cell < cell_residual_expression
-    n_passing = np.bincount(pair[passes], minlength=pairs.size)
+    control_mean = np.full(len(screen.keys), np.nan)
+    is_known = screen.gene_of >= 0
+    group, gene = screen.group_of[is_known], screen.gene_of[is_known]
+    with np.errstate(invalid="ignore", divide="ignore"):  # NaN where there is nothing to compare
+        control_mean[is_known] = measured.of_controls[group, gene] / screen.n_controls()[group, gene]
+        residual = measured.total / measured.n_compared / np.where(control_mean > 0, control_mean, np.nan)
+    n_passing, of_cell, mask = np.zeros(len(screen.keys), dtype=np.int64), measured.own, screen.is_control.copy()
+    for rows in screen.slices():
+        cells = rows[screen.is_perturbed[rows]]
+        pair = screen.pair[cells]
+        fraction = of_cell[cells] / np.where(control_mean > 0, control_mean, np.nan)[pair]
+        mask[cells] = fraction < cell_residual_expression
+        of_cell[cells] = fraction
+        n_passing += np.bincount(pair[mask[cells]], minlength=n_passing.size)
     is_kept = (residual < residual_expression) & (n_passing >= max(1, min_cells))
-    mask, own[cells] = screen.is_control.copy(), of_cell
-    mask[cells] = passes & is_kept[pair]
-    index: pd.Index[Any] = pd.Index([screen.labels[p] for p in perturbation.tolist()], name=columns[0])
+    for rows in screen.slices():
+        cells = rows[screen.is_perturbed[rows]]
+        mask[cells] &= is_kept[screen.pair[cells]]
+    n_cells = screen.n_cells()
+    there = np.flatnonzero(n_cells)
+    keys = [screen.keys[p] for p in there.tolist()]
+    labels = [list(values) for values in zip(*keys, strict=True)]
+    index: pd.Index[Any] = pd.Index(labels[0], name=columns[0])
     if len(columns) > 1:
-        of = [screen.groups[g] for g in group.tolist()]
-        matched = [of] if len(columns) == 2 else [list(values) for values in zip(*of, strict=True)]
-        index = pd.MultiIndex.from_arrays([index, *matched], names=columns)
+        index = pd.MultiIndex.from_arrays([index, *labels[1:]], names=columns)
     about = {
-        "target": names,
-        "n_cells": n_cells,
-        "control_mean": mean,
-        "residual": residual,
-        "n_passing": n_passing,
-        "is_kept": is_kept,
+        "target_gene": [screen.genes[gene] if gene >= 0 else None for gene in screen.gene_of[there].tolist()],
+        "n_cells": n_cells[there],
+        "control_mean": control_mean[there],
+        "residual": residual[there],
+        "n_passing": n_passing[there],
+        "is_kept": is_kept[there],
     }
-    return Knockdown(mask, own, pd.DataFrame(about, index=index))
+    return Knockdown(mask, of_cell, pd.DataFrame(about, index=index))

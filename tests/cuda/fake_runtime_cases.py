@@ -82,11 +82,11 @@ def test_consumer_thread_may_be_on_another_device(store_variant: StoreVariant, k
 
 
 def test_knock_down_on_another_device_is_that_of_the_cpu() -> None:
-    from tests.golden.test_knockdown import AS_STORED, LOOSE, screen_of
+    from tests.golden.test_knockdown import CONTROL, LOOSE, screen_of
 
     screen = screen_of(700)
     found, expected = (
-        gpuload.knockdown(screen, "target", match="line", device=device, **AS_STORED, **LOOSE | {"min_cells": 5})
+        gpuload.knockdown(screen, "target", match="line", device=device, **CONTROL, **LOOSE | {"min_cells": 5})
         for device in ("cuda:1", "cpu")
     )
     np.testing.assert_array_equal(found.mask, expected.mask)

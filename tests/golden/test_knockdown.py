@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
 
 import anndata
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -13,11 +16,15 @@ from scipy.sparse import csr_matrix
 
 import gpuload
 from tests.several import write, write_zarr
+from tests.writers import write_dense, write_root
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 N_OBS, N_VARS = 3000, 40
 GENES = [f"gene{i}" for i in range(N_VARS)]
 LOOSE = {"residual_expression": 0.6, "cell_residual_expression": 0.9, "min_cells": 20}
-AS_STORED: dict[str, Any] = {"control": "ctrl", "transform": None}
+CONTROL: dict[str, Any] = {"control": "ctrl"}
 
 
 def screen_of(n_obs: int = N_OBS, seed: int = 0) -> anndata.AnnData:
@@ -108,13 +115,13 @@ def test_cells_are_kept_by_the_three_filters(
     expected = by_definition(screen, match=match, **given)
     is_kept = expected[0] & (screen.obs["target"] != "ctrl").to_numpy()
     assert 0 < is_kept.sum() < N_OBS / 2
-    check(gpuload.knockdown(screen, "target", match=match, **AS_STORED, **given), expected)
+    check(gpuload.knockdown(screen, "target", match=match, **CONTROL, **given), expected)
 
 
-def test_the_default_compares_log_normalised_counts(screen: anndata.AnnData) -> None:
+def test_counts_may_be_normalised_first(screen: anndata.AnnData) -> None:
     X = np.asarray(screen.X.todense(), dtype=np.float64)
     scaled = X / X.sum(axis=1, keepdims=True) * 1e4
-    found = gpuload.knockdown(screen, "target", control="ctrl", **LOOSE)
+    found = gpuload.knockdown(screen, "target", control="ctrl", transform=gpuload.Transform(), **LOOSE)
     check_close(found, by_definition(screen, np.log1p(scaled), **LOOSE))
     unlogged = gpuload.knockdown(screen, "target", control="ctrl", transform=gpuload.Transform(log1p=False), **LOOSE)
     check_close(unlogged, by_definition(screen, scaled, **LOOSE))
@@ -130,12 +137,12 @@ def check_close(found: gpuload.Knockdown, expected: tuple[Any, Any]) -> None:
 def test_files_and_matrices_give_the_same(
     screen: anndata.AnnData, forms: dict[str, Any], form: str, no_leaks: None
 ) -> None:
-    settings = {"match": "line", "join": "inner" if form == "several" else None, **AS_STORED, **LOOSE}
+    settings = {"match": "line", "join": "inner" if form == "several" else None, **CONTROL, **LOOSE}
     check(gpuload.knockdown(forms[form], "target", **settings), by_definition(screen, match=("line",), **LOOSE))
 
 
 def test_only_some_cells_are_looked_at(screen: anndata.AnnData) -> None:
-    found = gpuload.knockdown(screen, "target", where="quality > 0.3 and day == 2", **AS_STORED, **LOOSE)
+    found = gpuload.knockdown(screen, "target", where="quality > 0.3 and day == 2", **CONTROL, **LOOSE)
     is_in = (screen.obs["quality"] > 0.3) & (screen.obs["day"] == 2)
     check(found, by_definition(screen, is_in=is_in, **LOOSE))
 
@@ -143,7 +150,7 @@ def test_only_some_cells_are_looked_at(screen: anndata.AnnData) -> None:
 def test_a_layer_is_compared_alone(screen: anndata.AnnData) -> None:
     changed = screen.copy()
     changed.X = screen.X * 0
-    found = gpuload.knockdown(changed, "target", layer="doubled", **AS_STORED)
+    found = gpuload.knockdown(changed, "target", layer="doubled", **CONTROL)
     check(found, by_definition(screen))
 
 
@@ -152,10 +159,10 @@ def test_targets_may_have_other_names(screen: anndata.AnnData, caplog: pytest.Lo
     guides.obs["guide"] = [f"sg-{label}-{i % 2}" for i, label in enumerate(screen.obs["target"].astype(str))]
     targets = {f"sg-{gene}-{i}": gene for gene in GENES for i in range(2)}
     control = ["sg-ctrl-0", "sg-ctrl-1"]
-    found = gpuload.knockdown(guides, "guide", control=control, targets=targets, transform=None, min_cells=10)
+    found = gpuload.knockdown(guides, "guide", control=control, targets=targets, min_cells=10)
     assert "the targets of 4 of 44 perturbations are not among the genes" in caplog.text  # sg-nan-0, sg-no gene-0, ...
     assert "'sg-nan-0', 'sg-nan-1', 'sg-no gene-0', 'sg-no gene-1'. If they have other names there" in caplog.text
-    assert found.perturbations["target"].value_counts().loc["gene3"] == 2
+    assert found.perturbations["target_gene"].value_counts().loc["gene3"] == 2
     both = screen.obs["target"].isin(GENES).to_numpy()
     np.testing.assert_allclose(found.residual[both], by_definition(screen)[1][both], rtol=1e-6)
 
@@ -164,16 +171,16 @@ def test_labels_may_be_numbers(screen: anndata.AnnData) -> None:
     numbered = screen.copy()
     known = {gene: i for i, gene in enumerate(GENES)}
     numbered.obs["target"] = [known.get(label, 99 if label == "ctrl" else 77) for label in screen.obs["target"]]
-    found = gpuload.knockdown(numbered, "target", control=99, targets=dict(enumerate(GENES)), transform=None)
+    found = gpuload.knockdown(numbered, "target", control=99, targets=dict(enumerate(GENES)))
     check(found, by_definition(screen))
     assert found.perturbations.index.tolist() == [*range(20), 77]
 
 
 @pytest.mark.parametrize("match", [(), ("line",), ("line", "day")])
 def test_the_table_counts_what_was_done(screen: anndata.AnnData, match: tuple[str, ...]) -> None:
-    table = gpuload.knockdown(screen, "target", match=match, **AS_STORED, **LOOSE).perturbations
+    table = gpuload.knockdown(screen, "target", match=match, **CONTROL, **LOOSE).perturbations
     assert list(table.index.names) == ["target", *match]
-    assert list(table.columns) == ["target", "n_cells", "control_mean", "residual", "n_passing", "is_kept"]
+    assert list(table.columns) == ["target_gene", "n_cells", "control_mean", "residual", "n_passing", "is_kept"]
     mask, residual = by_definition(screen, match=match, **LOOSE)
     obs = screen.obs.assign(is_kept=mask, residual=residual, passes=residual < LOOSE["cell_residual_expression"])
     obs = obs[obs["target"] != "ctrl"].dropna(subset=["target", *match]).astype({"target": str, "line": str})
@@ -181,7 +188,7 @@ def test_the_table_counts_what_was_done(screen: anndata.AnnData, match: tuple[st
     assert len(table) == len(by)
     for key, cells in by:
         row = table.loc[key if match else key[0]]
-        assert pd.isna(row["target"]) if key[0] == "no gene" else row["target"] == key[0]
+        assert pd.isna(row["target_gene"]) if key[0] == "no gene" else row["target_gene"] == key[0]
         assert row["n_cells"] == len(cells)
         assert row["n_passing"] == cells["passes"].sum()
         assert row["is_kept"] == cells["is_kept"].any()
@@ -193,7 +200,7 @@ def test_the_table_counts_what_was_done(screen: anndata.AnnData, match: tuple[st
 
 def test_an_effect_that_was_planted_is_found(screen: anndata.AnnData) -> None:
     """Gene i is at i / 20 of the controls: 0.3 lets through those below 6, but for noise near it."""
-    table = gpuload.knockdown(screen, "target", min_cells=1, **AS_STORED).perturbations
+    table = gpuload.knockdown(screen, "target", min_cells=1, **CONTROL).perturbations
     assert table.loc[GENES[:5], "is_kept"].all()
     assert not table.loc[GENES[10:20], "is_kept"].any()
     np.testing.assert_allclose(table.loc[GENES[:20], "residual"], np.arange(20) / 20, atol=0.15)
@@ -204,22 +211,174 @@ def test_a_target_that_controls_lack_keeps_nothing(screen: anndata.AnnData) -> N
     X = silent.X.toarray()
     X[:, :2] = 0
     silent.X = csr_matrix(X)
-    found = gpuload.knockdown(silent, "target", **AS_STORED, **LOOSE)
+    found = gpuload.knockdown(silent, "target", **CONTROL, **LOOSE)
     check(found, by_definition(silent, **LOOSE))
-    assert found.perturbations.loc["gene0", ["control_mean", "residual"]].isna().all()
-    assert not found.perturbations.loc["gene0", "is_kept"]
+    of_gene = found.perturbations.loc["gene0"]
+    assert (of_gene["control_mean"], of_gene["is_kept"]) == (0, False)
+    assert np.isnan(of_gene["residual"])
 
 
 def test_duplicates_are_added_up() -> None:
     """A CSR matrix may store a value in parts."""
     X = csr_matrix((np.array([1.0, 2, 4, 1, 1], np.float32), [0, 0, 0, 0, 1], [0, 2, 3, 5]), shape=(3, 2))
     cells = anndata.AnnData(X, pd.DataFrame({"g": ["a", "c", "a"]}, index=list("123")), pd.DataFrame(index=["a", "b"]))
-    found = gpuload.knockdown(cells, "g", control="c", transform=None)
+    found = gpuload.knockdown(cells, "g", control="c")
     np.testing.assert_array_equal(found.residual, np.array([0.75, np.nan, 0.25], np.float32))
 
 
+def small(values: Any, labels: str | list[Any], genes: str = "ab", **obs: Any) -> anndata.AnnData:
+    """Make cells of a few genes; `labels` are their perturbations, c = control."""
+    frame = pd.DataFrame({"g": list(labels), **obs}, index=[f"{genes} {i}" for i in range(len(labels))])
+    return anndata.AnnData(csr_matrix(np.array(values, np.float32)), frame, pd.DataFrame(index=list(genes)))
+
+
+SMALL: dict[str, Any] = {"control": "c", "min_cells": 1}
+
+
+def test_limits_are_not_passed_by_what_equals_them() -> None:
+    cells = small([[4, 0], [1, 0], [3, 0]], "caa")  # 1/4 and 3/4 of the controls, 1/2 in the mean
+    kept = [
+        gpuload.knockdown(cells, "g", residual_expression=mean, cell_residual_expression=cell, **SMALL).mask.tolist()
+        for mean, cell in ((0.5, 1.0), (0.51, 1.0), (0.51, 0.75), (0.51, 0.25))
+    ]
+    no, both, one = [True, False, False], [True, True, True], [True, True, False]
+    assert kept == [no, both, one, no]
+
+
+def test_without_a_passing_cell_nothing_is_kept() -> None:
+    cells = small([[4, 0], [1, 0], [3, 0]], "caa")
+    given = {"control": "c", "min_cells": 0, "residual_expression": 2.0, "cell_residual_expression": 0.2}
+    assert gpuload.knockdown(cells, "g", **given).perturbations["is_kept"].tolist() == [False]
+
+
+def test_sums_are_exact() -> None:
+    """Float32 would lose the ones beside 2**24."""
+    cells = small([[2**24, 0], [1, 0], [1, 0], [1, 0], [2**22, 0]], "cccca")
+    table = gpuload.knockdown(cells, "g", **SMALL).perturbations
+    assert table["control_mean"].tolist() == [(2**24 + 3) / 4]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_gene_that_a_file_lacks_was_not_knocked_down_there(tmp_path: Path, order: int) -> None:
+    """In an outer join it reads as 0, in perturbed cells and in controls."""
+    first = small([[4, 8], [1, 8], [4, 2]], "cab", "ab")
+    second = small([[5], [0], [1]], "cab", "b")
+    third = small([[2, 9], [1, 9]], "ca", "az")
+    paths = write(tmp_path, [first, second, third][::order])
+    with gpuload.open_loader(paths, join="outer", obs="g", shuffle=False) as loader:
+        labels = np.concatenate([loader.categories["g"][batch.obs["g"]] for batch in loader])
+    found = gpuload.knockdown(paths, "g", join="outer", residual_expression=1.0, **SMALL)
+    expected = {  # means of controls: of a (4 + 2) / 2 = 3 without the second file, of b (8 + 5) / 2 = 6.5
+        "first": ([True, True, True], [np.nan, 1 / 3, 2 / 6.5]),
+        "second": ([True, False, True], [np.nan, np.nan, 1 / 6.5]),
+        "third": ([True, True], [np.nan, 1 / 3]),
+    }
+    masks, residuals = zip(*list(expected.values())[::order], strict=True)
+    assert found.mask.tolist() == [one for mask in masks for one in mask], labels
+    np.testing.assert_allclose(found.residual, np.concatenate(residuals), rtol=1e-6)
+    table = found.perturbations
+    assert table["control_mean"].tolist() == [3, 6.5]
+    assert table["n_cells"].tolist() == [3, 2]
+    np.testing.assert_allclose(table["residual"], [1 / 3, 1.5 / 6.5])
+    assert table["n_passing"].tolist() == [2, 2]
+
+
+def test_a_gene_that_no_control_was_measured_for_keeps_nothing() -> None:
+    parts = [small([[4], [4]], "cb", "b"), small([[0, 1], [2, 1]], "aa", "ab")]
+    table = gpuload.knockdown(parts, "g", join="outer", **SMALL).perturbations
+    assert np.isnan(table.loc["a", "control_mean"])
+    assert not table["is_kept"].any()
+
+
+def test_files_with_other_genes_need_a_join(tmp_path: Path) -> None:
+    paths = write(tmp_path, [small([[4, 8]], "c", "ab"), small([[4, 8]], "a", "az")])
+    with pytest.raises(gpuload.StoreError, match="join"):
+        gpuload.knockdown(paths, "g", **SMALL)
+
+
+def test_a_group_in_which_nothing_is_compared_needs_no_controls() -> None:
+    """It has only a target that is not among the genes, or it is left out."""
+    cells = small([[4, 1], [1, 1], [1, 1], [9, 9]], ["c", "a", "other", "a"], line=["x", "x", "y", "z"])
+    found = gpuload.knockdown(cells, "g", match="line", where="line != 'z'", **SMALL)
+    assert found.mask.tolist() == [True, True, False, False]
+    assert found.perturbations.index.tolist() == [("a", "x"), ("other", "y")]
+    with pytest.raises(gpuload.PlanError, match=r"no control for cells with line='z' \(1 of them\); match fewer"):
+        gpuload.knockdown(cells, "g", match="line", **SMALL)
+
+
+def test_missing_numbers_are_no_perturbation() -> None:
+    cells = small([[4, 1], [1, 1], [1, 1]], [0.0, 1.0, np.nan])
+    found = gpuload.knockdown(cells, "g", control=0, targets={1.0: "a"}, min_cells=1)
+    assert found.mask.tolist() == [True, True, False]
+    assert found.perturbations.index.tolist() == [1.0]
+
+
+def test_many_perturbations_in_many_groups() -> None:
+    """More than 32,767 pairs, of more than 255 genes."""
+    n_genes, n_groups = 300, 120
+    label, group = (one.ravel() for one in np.meshgrid(np.arange(n_genes + 1), np.arange(n_groups)))
+    genes = [f"g{i}" for i in range(n_genes)]
+    X = np.full((label.size, n_genes), 2, np.float32)
+    X[np.flatnonzero(label), label[label > 0] - 1] = 1
+    obs = pd.DataFrame({"g": np.array(["c", *genes])[label], "line": group}, index=[str(i) for i in range(label.size)])
+    found = gpuload.knockdown(
+        anndata.AnnData(csr_matrix(X), obs, pd.DataFrame(index=genes)), "g", match="line", residual_expression=0.6,
+        cell_residual_expression=0.6, **SMALL
+    )  # fmt: skip
+    assert found.mask.all()
+    np.testing.assert_array_equal(found.residual, np.where(label > 0, np.float32(0.5), np.float32(np.nan)))
+    assert len(found.perturbations) == n_genes * n_groups
+    assert (found.perturbations["control_mean"] == 2).all()
+
+
+def test_modalities_are_the_first_or_the_named_one(screen: anndata.AnnData) -> None:
+    other = screen[:, ::-1].copy()
+    other.X = other.X * 0
+    given = {"other": other, "rna": screen}
+    other.obs["target"] = screen.obs["target"]
+    check(gpuload.knockdown(given, "target", modality="rna", **CONTROL), by_definition(screen))
+    assert not gpuload.knockdown(given, "target", **CONTROL).perturbations["is_kept"].any()
+
+
+def test_columns_may_be_of_a_table(screen: anndata.AnnData) -> None:
+    bare = screen.copy()
+    bare.obs = bare.obs[[]]
+    table = screen.obs[["target", "line"]].sample(frac=1, random_state=0)
+    found = gpuload.knockdown(bare, "target", match="line", obs_table=table, **CONTROL)
+    check(found, by_definition(screen, match=("line",)))
+
+
+def test_paths_may_be_an_iterator(screen: anndata.AnnData, forms: dict[str, Any]) -> None:
+    folder = forms["h5ad"][0].parent
+    check(gpuload.knockdown(folder.glob("*.h5ad"), "target", **CONTROL), by_definition(screen))
+
+
+def test_a_screen_is_not_held_in_memory(tmp_path: Path) -> None:
+    """One of 60,000 cells and 1,000 genes, dense, takes 240 MB."""
+    paths = []
+    for n_obs in (600, 60_000):
+        paths.append(tmp_path / f"{n_obs}.h5ad")
+        obs = pd.DataFrame({"g": np.resize(["c", "0", "1"], n_obs)}, index=[str(i) for i in range(n_obs)])
+        with h5py.File(paths[-1], "w") as file:
+            write_root(file, obs, pd.DataFrame(index=[str(i) for i in range(1_000)]))
+            write_dense(file, "X", np.ones((n_obs, 1_000), np.float32), chunks=(100, 1_000), compression="lzf")
+    program = """if True:
+        import sys, gpuload
+        def status(name):
+            return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) // 1024
+        for path in sys.argv[1:]:
+            before = status("VmRSS")
+            gpuload.knockdown(path, "g", control="c", device="cpu", num_threads=1)
+        print(status("VmHWM") - before)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, paths)], capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert int(done.stdout) < 160, f"{done.stdout.strip()} MB"
+
+
 def test_what_is_kept_makes_pairs(screen: anndata.AnnData, no_leaks: None) -> None:
-    found = gpuload.knockdown(screen, "target", match="line", **AS_STORED)
+    found = gpuload.knockdown(screen, "target", match="line", **CONTROL)
     pairs = gpuload.PairedControl("target", control="ctrl", match="line")
     sampler = gpuload.Subset(found.mask, pairs)
     with gpuload.open_loader(screen, batch_size=32, obs=["target", "line"], sampler=sampler) as loader:
@@ -230,10 +389,43 @@ def test_what_is_kept_makes_pairs(screen: anndata.AnnData, no_leaks: None) -> No
             np.testing.assert_array_equal(perturbed.obs["line"], controls.obs["line"])
 
 
+def test_a_target_that_several_genes_are_called_is_refused(screen: anndata.AnnData) -> None:
+    double = screen.copy()
+    double.var_names = [*GENES[:-1], "gene3"]
+    with pytest.raises(
+        gpuload.PlanError, match="knockdown: 2 genes have the name 'gene3', which is a target; make the"
+    ):
+        gpuload.knockdown(double, "target", **CONTROL)
+    double.var_names = [*GENES[:-1], "gene38"]  # no target
+    check(gpuload.knockdown(double, "target", **CONTROL), by_definition(screen))
+
+
+def test_negative_values_are_refused(screen: anndata.AnnData) -> None:
+    centred = screen.copy()
+    centred.X = csr_matrix(screen.X.toarray() - 2)
+    with pytest.raises(gpuload.PlanError, match="knockdown: there are negative values, as in centred or scaled data"):
+        gpuload.knockdown(centred, "target", **CONTROL)
+
+
+def test_without_genes_there_is_no_target(screen: anndata.AnnData) -> None:
+    with pytest.raises(gpuload.PlanError, match="is the name of a gene, as there are none; pass other files"):
+        gpuload.knockdown(screen[:, :0].copy(), "target", **CONTROL)
+
+
+def test_of_many_unknown_targets_some_are_named(screen: anndata.AnnData, caplog: pytest.LogCaptureFixture) -> None:
+    targets = {f"gene{i}": f"other{i}" for i in range(7)}
+    gpuload.knockdown(screen, "target", targets=targets, **CONTROL)
+    (said,) = caplog.messages
+    assert said.startswith("knockdown: the targets of 8 of 21 perturbations are not among the genes, and")
+    assert ": 'gene0' ('other0'), 'gene1' ('other1'), " in said
+    assert said.count("other") == 6  # five, and "other names"
+    assert " and 3 more. If they have other names" in said
+
+
 def test_progress_is_told(screen: anndata.AnnData, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuload.perturbation.BATCH_SIZE", 500)
     told: list[float] = []
-    check(gpuload.knockdown(screen, "target", progress=told.append, **AS_STORED), by_definition(screen))
+    check(gpuload.knockdown(screen, "target", progress=told.append, **CONTROL), by_definition(screen))
     assert told == sorted(told)
     assert len(told) > 2
     assert told[-1] == 1
@@ -242,11 +434,11 @@ def test_progress_is_told(screen: anndata.AnnData, monkeypatch: pytest.MonkeyPat
 def test_a_rank_has_all_cells(screen: anndata.AnnData, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    check(gpuload.knockdown(screen, "target", **AS_STORED), by_definition(screen))
+    check(gpuload.knockdown(screen, "target", **CONTROL), by_definition(screen))
 
 
 def test_it_says_what_it_found(screen: anndata.AnnData) -> None:
-    found = gpuload.knockdown(screen, "target", **AS_STORED)
+    found = gpuload.knockdown(screen, "target", **CONTROL)
     n_kept = int(found.perturbations["is_kept"].sum())
     assert repr(found) == (
         f"<Knockdown: {n_kept} of 21 perturbations and {found.mask.sum():,} of 3,000 cells are kept, with the controls>"
@@ -255,7 +447,7 @@ def test_it_says_what_it_found(screen: anndata.AnnData) -> None:
 
 def test_unknown_targets_are_told_of(screen: anndata.AnnData, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gpuload"):
-        gpuload.knockdown(screen, "target", **AS_STORED)
+        gpuload.knockdown(screen, "target", **CONTROL)
     said = "knockdown: the targets of 1 of 21 perturbations are not among the genes, and their cells are not kept: "
     assert caplog.messages == [f"{said}'no gene'. If they have other names there, pass targets={{value: gene}}."]
 
@@ -292,13 +484,24 @@ def test_unknown_targets_are_told_of(screen: anndata.AnnData, caplog: pytest.Log
         ({"layer": "nothing"}, "layer 'nothing'"),
         ({"layer": ["X", "doubled"]}, r"layer=\['X', 'doubled'\]: expected the name of one layer"),
         ({"where": "target = 'a'"}, "use == to compare"),
+        ({"num_threads": 0}, "num_threads=0"),
+        ({"storage_options": {"a": 1}}, "storage_options"),
+        ({"cache": 3}, "cache"),
+        (
+            {"match": "line", "where": "isna(line) or target == 'ctrl'"},
+            r"\(match=\['line'\]\): every perturbed cell has a",
+        ),
+        (
+            {"targets": dict.fromkeys(GENES, "gene99")},
+            "no target of a perturbation, such as 'gene99', is the name of a g",
+        ),
     ],
     ids=str,
 )
 def test_bad_arguments_are_refused(
     screen: anndata.AnnData, settings: dict[str, Any], says: str, no_leaks: None
 ) -> None:
-    given = {"column": "target", **AS_STORED, **settings}
+    given = {"column": "target", **CONTROL, **settings}
     with pytest.raises((gpuload.PlanError, gpuload.StoreError), match=says) as caught:
         gpuload.knockdown(screen, given.pop("column"), **given)
     assert "\n" not in str(caught.value)
