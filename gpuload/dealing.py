@@ -169,10 +169,10 @@ def draw_of_each(codes: NDArray[np.integer[Any]], rows: NDArray[np.int64], n: in
     (key,) = random_keys(1, seed, _DRAW)
     mixed = hash64(rows.astype(np.uint64) ^ key)
     by_group = np.lexsort((mixed, codes))
-    counts = np.bincount(codes + 1)
-    starts = np.repeat(np.cumsum(counts) - counts, counts)
-    is_drawn = (np.arange(codes.size) - starts < n) & (codes[by_group] >= 0)
-    return np.sort(by_group[is_drawn])
+    counts = np.bincount(codes + 1, minlength=1)
+    starts, n_drawn = np.cumsum(counts)[:-1], np.minimum(counts[1:], n)  # the cells without a group come first
+    places = np.arange(n_drawn.sum()) + np.repeat(starts - (np.cumsum(n_drawn) - n_drawn), n_drawn)
+    return np.sort(by_group[places])
 
 
 def _cut(mixed: NDArray[np.uint64], edges: NDArray[np.float64], offset: float) -> NDArray[np.int16]:

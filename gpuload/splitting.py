@@ -320,6 +320,7 @@ def subsample(
     *,
     by: str | Iterable[str] | None = None,
     where: str | None = None,
+    keep: str | None = None,
     seed: int = 0,
     layer: str | Sequence[str] = "X",
     modality: str = "",
@@ -338,8 +339,13 @@ def subsample(
         value are not drawn. None: `n` of all cells are drawn.
     where
         Only these cells are drawn from: a condition on columns of obs, as for `open_loader`.
+    keep
+        All of these cells are returned, beside those drawn of the others: ``"gene == 'non-targeting'"``, for example,
+        since controls would be a group like any other. Also a condition, which `where` limits too.
     seed
-        Random seed, at least 0. With the same seed, the cells for a smaller `n` are among those for a larger one.
+        Random seed, at least 0. With the same seed, the cells for a smaller `n` are among those for a larger one, and
+        those of all cells that satisfy `where` are among those drawn with `where`. The draw depends on row numbers, so
+        on the order of the files.
     layer, modality, storage_options
         As for `split`.
 
@@ -351,20 +357,27 @@ def subsample(
     Raises
     ------
     PlanError
-        A setting is invalid, a column does not exist, `where` holds for no cell, or no cell has a group.
+        A setting is invalid, a column does not exist, a condition holds for no cell, or no cell has a group.
     StoreError, ReadError, CorruptDataError
         As `open_loader`.
     """
     n, seed = check_whole("n", n, 1), check_seed(seed)
     keys = () if by is None else check_obs_names("by", by, least=1, also=_OWN_LABELS)
     condition = None if where is None else parse_where(where)
-    with _opened(cells, layer, modality, storage_options, (*keys, *(condition.columns if condition else ()))) as store:
-        rows = _rows(store, condition)
+    kept = None if keep is None else parse_where(keep, "keep")
+    columns = [*keys, *(name for one in (condition, kept) if one is not None for name in one.columns)]
+    with _opened(cells, layer, modality, storage_options, columns) as store:
+        if not store.n_obs:
+            raise PlanError(f"{store.paths[0]}: there are no cells to draw; pass a file that has some.")
+        rows, all_of = _rows(store, condition), np.zeros(0, dtype=np.int64)
+        if kept is not None:
+            is_kept = kept.mask(store.obs)[rows]
+            rows, all_of = rows[~is_kept], rows[is_kept]
         codes = group_by(_at(store, keys, rows)).codes if keys else np.zeros(rows.size, dtype=np.int32)
     drawn = rows[draw_of_each(codes, rows, n, seed)]
-    if not drawn.size:
+    if not drawn.size and rows.size:
         raise PlanError(f"by={shown(by)}: every cell has a missing value in these columns; draw by other columns.")
-    return drawn
+    return np.union1d(drawn, all_of)
 
 
 # --- checking arguments
@@ -410,7 +423,7 @@ def _opened(
     layer: str | Sequence[str],
     modality: str,
     storage_options: Mapping[str, Any] | None,
-    columns: tuple[str, ...],
+    columns: Sequence[str],
 ) -> Iterator[Store]:
     """Yield the store of the given cells with these obs columns; close it afterwards if it was opened here."""
     if not isinstance(cells, (Loader, Store)):

@@ -43,8 +43,8 @@ _COMPARE: dict[type[ast.cmpop], tuple[str, Callable[[Any, Any], Any]]] = {
     ast.GtE: (">=", operator.ge),
 }
 _MIRRORED: dict[Any, Any] = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE}
-_MASK = {"where": "sampler=Subset(mask)", "genes": "a mask over all genes"}
-_NAMES = {"where": "", "genes": "; names of genes go in a list"}
+_MASK = {"where": "sampler=Subset(mask)", "genes": "a mask over all genes", "keep": "a shorter one"}
+_NAMES = {"where": "", "genes": "; names of genes go in a list", "keep": ""}
 """What else may be given in place of an expression, by the setting."""
 
 _WORDS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|`([^`]*)`|(#[^\n]*)""")
@@ -76,7 +76,7 @@ class Where:
     names
         Maps placeholders to the names given in backticks.
     setting
-        The argument that it was given as: ``"where"`` over obs, or ``"genes"`` over var.
+        The argument that it was given as: ``"where"`` or ``"keep"`` over obs, or ``"genes"`` over var.
     """
 
     text: str
@@ -96,10 +96,10 @@ class Where:
                 continue
             against = _shown(other, self)
             if column.lower() in ("true", "false"):
-                return f"in where=, write {column.capitalize()}"
+                return f"in {self.setting}=, write {column.capitalize()}"
             if column.lower() in ("nan", "none", "null", "na"):
-                return f"in where=, use isna({against}) or notna({against})"
-            return f"in where=, text goes in quotes: {against} {_COMPARE[type(op)][0]} {column!r}"
+                return f"in {self.setting}=, use isna({against}) or notna({against})"
+            return f"in {self.setting}=, text goes in quotes: {against} {_COMPARE[type(op)][0]} {column!r}"
         return ""
 
     def mask(self, obs: Mapping[str, Column]) -> NDArray[np.bool_]:
@@ -116,7 +116,7 @@ class Where:
         """
         mask = self.holds(obs)
         if not mask.any():
-            raise PlanError(f"where={self.text!r}: it holds for none of the {mask.size} cells; relax it.")
+            raise PlanError(f"{self.setting}={self.text!r}: it holds for none of the {mask.size} cells; relax it.")
         return mask
 
     def holds(self, table: Mapping[str, Column]) -> NDArray[np.bool_]:
@@ -154,8 +154,8 @@ def parse(text: Any, setting: str = "where") -> Where:
         is_list = not isinstance(text, str) and hasattr(text, "__getitem__")
         rows = "; pass a mask or row numbers as sampler=gpuload.Subset(mask)" if is_list else ""
         raise PlanError(
-            f"where={shown(text)}: expected an expression over columns of obs, for example "
-            f"where=\"cell_type == 'T cell' and pct_mito < 0.1\"{rows}."
+            f"{setting}={shown(text)}: expected an expression over columns of obs, for example "
+            f"{setting}=\"cell_type == 'T cell' and pct_mito < 0.1\"{rows}."
         )
     if len(text) > MAX_LENGTH:
         raise PlanError(f"{setting}: {len(text)} characters; at most {MAX_LENGTH} are read. Pass {_MASK[setting]}.")
@@ -295,7 +295,7 @@ def _refusal(where: Where, node: ast.expr, what: str) -> PlanError:
     setting = where.setting
     return PlanError(
         f"{setting}={where.text!r:.200}: {_shown(node, where)!r:.100} {what}{_NAMES[setting]}. See "
-        f"open_loader({setting}=...)."
+        f"open_loader({'genes' if setting == 'genes' else 'where'}=...)."
     )
 
 

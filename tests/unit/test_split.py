@@ -543,6 +543,44 @@ def test_cells_are_drawn_from_those_of_a_condition(paths: list[Path], obs: pd.Da
     assert gpuload.subsample(paths, 4, where="passed").size == 4
 
 
+def test_cells_of_a_condition_are_those_drawn_of_all(paths: list[Path], obs: pd.DataFrame) -> None:
+    of_all, of_some = (set(gpuload.subsample(paths, 4, by="drug", where=where).tolist()) for where in (None, "passed"))
+    assert {row for row in of_all if obs["passed"].iloc[row]} < of_some
+
+
+def test_all_cells_but_one(paths: list[Path], obs: pd.DataFrame) -> None:
+    one = obs.assign(number=np.arange(700))
+    with gpuload.open_loader(as_anndata_of(one), obs=["drug", "number"], device="cpu") as loader:
+        rows = gpuload.subsample(loader, 1_000, by="drug", where="number != 350")
+    assert rows.tolist() == [row for row in range(700) if row != 350]
+
+
+def test_some_cells_are_kept_beside_those_drawn(paths: list[Path], obs: pd.DataFrame) -> None:
+    rows = gpuload.subsample(paths, 4, by="drug", keep="drug == 'd1'")
+    drawn = obs["drug"].iloc[rows].value_counts()
+    assert drawn.to_dict() == {"d0": 4, "d1": (obs["drug"] == "d1").sum(), "d2": 4}
+    without = gpuload.subsample(paths, 4, by="drug", where="drug != 'd1'")
+    assert set(without) < set(rows)
+    assert (np.diff(rows) > 0).all()
+    both = gpuload.subsample(paths, 4, by="drug", keep="drug == 'd1'", where="passed and drug != 'd2'")
+    assert obs.iloc[both]["passed"].all()
+    assert obs.iloc[both]["drug"].value_counts().to_dict() == {
+        "d0": 4, "d1": ((obs["drug"] == "d1") & obs["passed"]).sum(), "d2": 0
+    }  # fmt: skip
+    np.testing.assert_array_equal(gpuload.subsample(paths, 1, keep="year > 2000"), np.arange(700))
+
+
+def test_modalities_and_layers_are_those_of_split(paths: list[Path], obs: pd.DataFrame) -> None:
+    other = as_anndata_of(obs[::-1])
+    rows = gpuload.subsample({"a": as_anndata_of(obs), "b": other}, 1, by="sample", modality="b")
+    np.testing.assert_array_equal(rows, gpuload.subsample(other, 1, by="sample"))
+    only = anndata.AnnData(None, as_anndata_of(obs).obs, layers={"counts": counts(700, 20)})
+    assert gpuload.subsample(only, 2, by="drug", layer="counts").size == 6
+    assert gpuload.split(only, HALVES, layer="counts").counts == {"train": 350, "val": 350}
+    with pytest.raises(gpuload.PlanError, match="storage_options"):
+        gpuload.subsample(paths, 2, storage_options={"anonymous": True})
+
+
 def test_every_cell_is_drawn_equally_often() -> None:
     """Of 200 cells, 40 are drawn under each of 500 seeds: 100 draws a cell, standard deviation 9."""
     codes, rows = np.zeros(200, dtype=np.int32), np.arange(200)
@@ -568,6 +606,16 @@ def test_drawn_cells_make_a_loader(paths: list[Path], no_leaks: None) -> None:
         (5, {"by": []}, r"by=\[\]: expected"),
         (5, {"seed": -1}, "seed=-1: expected"),
         (5, {"where": "year == 1999"}, "where='year == 1999': it holds for none of the 700 cells"),
+        (5, {"keep": "year = 2021"}, "keep='year = 2021': .* use == to compare"),
+        (5, {"keep": "year == 1999"}, "keep='year == 1999': it holds for none of the 700 cells"),
+        (5, {"keep": "nothing == 1"}, "obs has no column 'nothing'"),
+        (5, {"keep": 3}, "keep=3: expected an expression over columns of obs, for example keep="),
+        (5, {"keep": "year + 1 == 2021"}, r"keep='year \+ 1 == 2021': .* See open_loader\(where=\.\.\.\)\."),
+        (
+            5,
+            {"keep": "year == 2021 or " * 7_000 + "passed"},
+            "keep: 112006 characters; at most 100000 are read. Pass a s",
+        ),
         (5, {"by": "age", "where": "isna(age)"}, "by='age': every cell has a missing value in these columns; draw by"),
     ],
 )
@@ -575,3 +623,8 @@ def test_bad_draws_are_refused(paths: list[Path], no_leaks: None, n: Any, settin
     with pytest.raises((gpuload.PlanError, gpuload.StoreError), match=says) as caught:
         gpuload.subsample(paths, n, **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_without_cells_there_is_no_draw() -> None:
+    with pytest.raises(gpuload.PlanError, match="there are no cells to draw; pass a file that has some"):
+        gpuload.subsample(as_anndata_of(frame(0)), 3)
