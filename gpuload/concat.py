@@ -40,8 +40,8 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
         None if all have the same genes in the same order, `UNCOMPARED`, else as for `alignment.align`.
     """
     first = stores[0]
-    if len(stores) == 1 and join is None:
-        return first
+    if len(stores) == 1 and (join is None or join == UNCOMPARED):
+        return first  # with its own columns, which would be copied
     for store in stores[1:]:
         _check_kind(first, store)
         if join is None:
@@ -167,6 +167,8 @@ def _as_kind(column: ObsColumn, kind: str) -> ObsColumn:
 def concat_column(name: str, stored: list[ObsColumn], paths: Sequence[str], key: str = "obs") -> ObsColumn:
     """Concatenate a column of obs or var of several files; raise StoreError if its values are of several kinds."""
     columns = _of_one_kind(name, stored, paths, key)
+    if len(columns) == 1:
+        return columns[0]  # not copied: it may be of 100 million cells
     if columns[0].categories is None:
         values = [c.values for c in columns if c.values.size] or [columns[0].values]
         dtype = np.result_type(*values)
