@@ -41,6 +41,7 @@ TITLES = {
     "growing": "Training from a store that grows",
     "classify": "What models learn in each order",
     "codecs": "The same cells in each compression",
+    "knockdown": "A screen filtered by knock-down",
     "pack": "Packing",
     "pack_memory": "Memory for packing",
     "open": "Opening 100 million cells",
