@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gpuload.backends.base import Backend
     from gpuload.plan import Plan
     from gpuload.sampling import Sampler, Strategy
-    from gpuload.store import Store
+    from gpuload.store import Matrix, Store
     from gpuload.tables import Table
     from gpuload.where import Where
 
@@ -376,8 +376,8 @@ def check_epoch(plan: Plan) -> None:
 
 def _warn_of_large_chunks(block_size: int, fetch_rows: int, store: Store) -> None:
     """Warn if blocks are so small relative to stored chunks that most decoded cells are wasted."""
-    encoded = [matrix for matrix in store.matrices if matrix.kind == "csr" and not matrix.layouts[0].is_raw]
-    n_chunks = sum(matrix.layouts[0].chunk_offset.size for matrix in encoded)
+    encoded = [matrix for matrix in store.matrices if not matrix.layouts[0].is_raw]
+    n_chunks = sum(map(_n_chunks, encoded))
     n_cells = sum(matrix.n_rows for matrix in encoded)
     if not n_chunks or not n_cells:
         return
@@ -393,3 +393,9 @@ def _warn_of_large_chunks(block_size: int, fetch_rows: int, store: Store) -> Non
             round(n_cells / n_chunks),
             round(decoded / wanted),
         )
+
+
+def _n_chunks(matrix: Matrix) -> int:
+    """Return the number of chunks along the rows of a matrix; a dense one may have several beside each other."""
+    layout = matrix.layouts[0]
+    return layout.chunk_offset.size if matrix.kind == "csr" else -(-matrix.n_rows // layout.chunk_shape[0])

@@ -807,6 +807,16 @@ def test_blocks_that_waste_most_decoding_are_reported(tmp_path: Path, caplog: py
     told = "block_size=16: a stored chunk holds 2000 cells and is decoded whole, so about 62 cells are "
     assert any(message.startswith(told) for message in caplog.messages)  # 1 block is in the first, 1 in the second
     caplog.clear()
+    dense = tmp_path / "dense.h5ad"
+    anndata.AnnData(np.ones((4000, 50), np.float32)).write_h5ad(dense)
+    with h5py.File(dense, "a") as file:
+        del file["X"]
+        X = file.create_dataset("X", data=np.ones((4000, 50), np.float32), chunks=(2000, 5), compression="gzip")
+        X.attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
+    gpuload.open_loader(dense, block_size=16, device="cpu", **settings).close()
+    told = "block_size=16: a stored chunk holds 2000 cells and is decoded whole, so about 94 cells are "
+    assert any(message.startswith(told) for message in caplog.messages)
+    caplog.clear()
     gpuload.open_loader(path, shuffle=False, device="cpu", **settings).close()
     gpuload.open_loader(path, sampler=gpuload.Sequential(), device="cpu", **settings).close()
     assert not any("decoded whole" in message for message in caplog.messages)
