@@ -237,7 +237,7 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join, v
                 future.add_done_callback(_close_opened)  # at once, or when it is open
         for store in stores:
             store.close()
-        if isinstance(error, StoreError) and error.missing_column is not None and not fill:
+        if isinstance(error, StoreError) and error.missing_column is not None:
             other = stores[0].paths[0] if stores else _with_column(each[1:], error.missing_column)
             if other is not None:
                 said = (

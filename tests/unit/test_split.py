@@ -559,6 +559,9 @@ def test_some_cells_are_kept_beside_those_drawn(paths: list[Path], obs: pd.DataF
     rows = gpuload.subsample(paths, 4, by="drug", keep="drug == 'd1'")
     drawn = obs["drug"].iloc[rows].value_counts()
     assert drawn.to_dict() == {"d0": 4, "d1": (obs["drug"] == "d1").sum(), "d2": 4}
+    of_both = obs.iloc[gpuload.subsample(paths, 4, by="drug", keep="passed")]  # beside them, four of the others
+    assert of_both["passed"].sum() == obs["passed"].sum()
+    assert of_both["drug"][~of_both["passed"]].value_counts().to_dict() == {"d0": 4, "d1": 4, "d2": 4}
     without = gpuload.subsample(paths, 4, by="drug", where="drug != 'd1'")
     assert set(without) < set(rows)
     assert (np.diff(rows) > 0).all()
