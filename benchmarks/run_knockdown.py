@@ -107,13 +107,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cell-load-python", default=sys.executable, help="Python with cell-load (default: this one)")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
-    path = options.folder / f"screen{options.cells}_{options.targets}.h5ad"
+    path = options.folder / f"screen{options.cells}_{options.genes}_{options.targets}.h5ad"
     if not path.exists():
         write_screen(path, options.cells, options.targets, n_vars=options.genes)
     pythons = {"gpuload": sys.executable, "cell-load": options.cell_load_python}
     arms = [arm for arm in options.only if frame.is_installed(ARMS[arm][0], pythons[arm])]
-    for arm in set(options.only) - set(arms):
-        print(f"{arm} is not installed and is skipped.")
+    for arm in options.only:
+        if arm not in arms:
+            print(f"{arm} is not installed and is skipped.")
     about, records = {"file": frame.describe_file(path), "targets": options.targets}, []
     for number, arm in frame.in_turns(arms, options.rounds):
         found = frame.apart(measure, arm, path, python=pythons[arm])

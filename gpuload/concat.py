@@ -41,7 +41,7 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
     """
     first = stores[0]
     if len(stores) == 1 and (join is None or join == UNCOMPARED):
-        return first  # with its own columns, which would be copied
+        return first  # joining would copy its columns
     for store in stores[1:]:
         _check_kind(first, store)
         if join is None:

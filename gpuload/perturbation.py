@@ -45,7 +45,7 @@ BATCH_SIZE = 4096
 FETCH_FACTOR = 2
 """Minibatches per fetch: in the order of the file, longer fetches are no faster, and take memory for all genes."""
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger("gpuload")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -85,19 +85,19 @@ class Knockdown:
 class _Screen:
     """What was done to each cell, and where it is measured.
 
-    A pair is a perturbation in a group of cells, those with the same values in the columns of `match`.
+    A case is a perturbation in a group of cells, those with the same values in the columns of `match`.
 
     Attributes
     ----------
-    is_control, is_perturbed : (n_obs,) bool
-        Cells with a value in the columns of `match`, among those that are looked at.
-    pair, group : (n_obs,) int
-        Index of the cell's pair and group; -1 if it has none.
+    case : (n_obs,) int
+        Index of each perturbed cell's case; -1 for all other cells, and for those that are not looked at.
+    group : (n_obs,) int
+        Index of each control's group; -1 for all other cells, and for those that are not looked at.
     keys
-        For each pair, its perturbation and the values of `match`.
-    group_of : (n_pairs,) int64
-    gene_of : (n_pairs,) int32
-        Index of each pair's target in `genes`; -1 if it is none of the genes.
+        For each case, its perturbation and the values of `match`.
+    group_of : (n_cases,) int64
+    gene_of : (n_cases,) int32
+        Index of each case's target in `genes`; -1 if it is none of the genes.
     genes
         The targets among the genes, in the order of the file.
     file_start : (n_files + 1,) int64
@@ -108,9 +108,7 @@ class _Screen:
         Whether a table has a gene.
     """
 
-    is_control: NDArray[np.bool_]
-    is_perturbed: NDArray[np.bool_]
-    pair: NDArray[np.integer[Any]]
+    case: NDArray[np.integer[Any]]
     group: NDArray[np.integer[Any]]
     keys: list[tuple[Label, ...]]
     group_of: NDArray[np.int64]
@@ -127,32 +125,35 @@ class _Screen:
 
     def slices(self) -> Iterator[NDArray[np.int64]]:
         """Yield all rows, some at a time, to keep temporaries small."""
-        for start in range(0, self.pair.size, SLICE):
-            yield np.arange(start, min(start + SLICE, self.pair.size))
+        for start in range(0, self.case.size, SLICE):
+            yield np.arange(start, min(start + SLICE, self.case.size))
 
     def targets_of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the gene that is compared in each of some cells; -1 for controls, and where it was not measured."""
-        gene = np.where(self.is_perturbed[rows], self.gene_of[self.pair[rows]], np.int32(-1))
+        case = self.case[rows]
+        gene = np.where(case >= 0, self.gene_of[case], np.int32(-1))
         if self.is_measured.all():
             return gene
         return np.where(self.is_measured[self._tables_of(rows), gene], gene, np.int32(-1))
 
     def is_compared(self) -> NDArray[np.bool_]:
         """Return a mask of the cells to read: those that are compared, and the controls."""
-        return np.concatenate([self.is_control[rows] | (self.targets_of(rows) >= 0) for rows in self.slices()])
+        return np.concatenate([(self.group[rows] >= 0) | (self.targets_of(rows) >= 0) for rows in self.slices()])
 
     def n_cells(self) -> NDArray[np.int64]:
-        """Return the number of perturbed cells of each pair, shape (n_pairs,)."""
-        counts = np.zeros(len(self.keys), dtype=np.int64)
+        """Return the perturbed cells of each case, and those of them that are compared, shape (2, n_cases)."""
+        counts = np.zeros((2, len(self.keys)), dtype=np.int64)
         for rows in self.slices():
-            counts += np.bincount(self.pair[rows[self.is_perturbed[rows]]], minlength=counts.size)
+            case = self.case[rows]
+            counts[0] += np.bincount(case[case >= 0], minlength=len(self.keys))
+            counts[1] += np.bincount(case[self.targets_of(rows) >= 0], minlength=len(self.keys))
         return counts
 
     def n_controls(self) -> NDArray[np.float64]:
         """Return the number of controls of each group in which each gene was measured, shape (n_groups, n_genes)."""
         of_tables = np.zeros((self.n_groups, len(self.is_measured)))
         for rows in self.slices():
-            cells = rows[self.is_control[rows]]
+            cells = rows[self.group[rows] >= 0]
             np.add.at(of_tables, (self.group[cells], self._tables_of(cells)), 1)
         return of_tables @ self.is_measured
 
@@ -213,14 +214,16 @@ def knockdown(
         The matrix whose values are compared.
     modality
         The modality that has it, if there are several; by default the first of a mapping.
+    join, obs_table
+        As in `gpuload.open_loader`. With genes that only some files have (``join="outer"``), cells of the others are
+        neither compared nor compared with, nor kept.
     where
         Only these cells are looked at, as in `gpuload.open_loader`; the others are not kept.
     transform
         Arithmetic on the values before they are compared: ``gpuload.Transform()`` scales counts to 10,000 per cell and
         takes logarithms, ``gpuload.Transform(log1p=False)`` only scales. None: values as stored.
-    join, obs_table, device, num_threads, cache, storage_options
-        As in `gpuload.open_loader`. With genes that only some files have (``join="outer"``), cells of the others are
-        neither compared nor compared with, nor kept.
+    device, num_threads, cache, storage_options
+        As in `gpuload.open_loader`.
     progress
         Called now and then with the fraction of work done, from 0 to 1.
 
@@ -231,8 +234,8 @@ def knockdown(
     Raises
     ------
     PlanError
-        A setting is invalid; there are no controls, or none for some of the perturbed cells; no value of the column is
-        the name of a gene, or one is the name of several; values are negative.
+        A setting is invalid; there are no perturbed cells or no controls, or none for some of the cells; no value of
+        the column is the name of a gene, or one is the name of several; values are negative.
     StoreError, ReadError, CorruptDataError, DeviceError
         As `gpuload.open_loader`.
 
@@ -308,7 +311,7 @@ def _screen(
 ) -> _Screen:
     """Return what was done to each cell, among those of a mask, and find the genes; raises as `knockdown`."""
     group, groups = _grouped(store, match)
-    pair, keys = _grouped(store, (column, *match))
+    case, keys = _grouped(store, (column, *match))
     is_control, is_perturbed = np.zeros((2, store.n_obs), dtype=bool)
     found = find_controls("knockdown", column, store.obs[column], control, lambda values: values[is_in])
     is_control[is_in], is_perturbed[is_in] = found[0], found[1] & ~found[0]
@@ -321,15 +324,13 @@ def _screen(
             f"knockdown(match={shown(list(match))}): every perturbed cell has a missing value in a column that it is "
             "matched on; match other columns."
         )
-    there = np.flatnonzero(np.bincount(pair[is_perturbed]))
+    there = np.flatnonzero(np.bincount(case[is_perturbed]))
     named = {keys[p][0]: targets.get(keys[p][0], keys[p][0]) for p in there.tolist()}
     genes, gene_of = _genes(store, column, named)
     place = {label: i for i, label in enumerate(groups)}
     screen = _Screen(
-        is_control,
-        is_perturbed,
-        pair,
-        group,
+        np.where(is_perturbed, case, -1),
+        np.where(is_control, group, -1),
         keys,
         np.array([place[key[1:]] for key in keys]),
         np.array([gene_of.get(key[0], -1) for key in keys], dtype=np.int32),
@@ -371,7 +372,7 @@ def _genes(store: Store, column: str, named: Mapping[Label, Any]) -> tuple[list[
         if name not in place
     ]
     if unknown:
-        logger.warning(
+        _log.warning(
             "knockdown: the targets of %d of %d perturbations are not among the genes, and their cells are not kept: "
             "%s. If they have other names there, pass targets={value: gene}.",
             len(unknown),
@@ -398,10 +399,8 @@ def _measured(store: Store, genes: list[str]) -> tuple[NDArray[np.int64], NDArra
 
 
 def _check_controls(screen: _Screen, groups: list[tuple[Label, ...]], match: Sequence[str]) -> None:
-    n_compared = np.bincount(
-        screen.group_of, weights=np.where(screen.gene_of < 0, 0, screen.n_cells()), minlength=len(groups)
-    ).astype(np.int64)
-    n_controls = np.bincount(screen.group[screen.is_control], minlength=len(groups))
+    n_compared = np.bincount(screen.group_of, weights=screen.n_cells()[1], minlength=len(groups)).astype(np.int64)
+    n_controls = np.bincount(screen.group[screen.group >= 0], minlength=len(groups))
     without = np.flatnonzero((n_compared > 0) & (n_controls == 0))
     if not without.size:
         return
@@ -425,15 +424,14 @@ class _Measured:
     ----------
     own : (n_obs,) float32
         Expression of the cell's target; NaN where none is compared.
-    total, n_compared : (n_pairs,) float64, int64
-        Its sum over the cells of each pair that are compared, and their number.
+    total : (n_cases,) float64
+        Its sum over the cells of each case.
     of_controls : (n_groups, n_genes) float64
         Sum of each gene over the controls of each group.
     """
 
     own: NDArray[np.float32]
     total: NDArray[np.float64]
-    n_compared: NDArray[np.int64]
     of_controls: NDArray[np.float64]
 
 
@@ -441,9 +439,9 @@ def _measure(loader: Loader, screen: _Screen, progress: Callable[[float], None])
     """Read the cells once."""
     from scipy.sparse import csr_matrix
 
-    n_pairs, shape = len(screen.keys), (screen.n_groups, len(screen.genes))
-    own = np.full(screen.pair.size, np.nan, dtype=np.float32)
-    found = _Measured(own, np.zeros(n_pairs), np.zeros(n_pairs, dtype=np.int64), np.zeros(shape))
+    n_cases, shape = len(screen.keys), (screen.n_groups, len(screen.genes))
+    own = np.full(screen.case.size, np.nan, dtype=np.float32)
+    found = _Measured(own, np.zeros(n_cases), np.zeros(shape))
     for n_seen, batch in enumerate(loader, start=1):
         X = batch.X.get() if hasattr(batch.X, "get") else batch.X  # of the targeted genes alone, so it is small
         if X.data.size and X.data.min() < 0:
@@ -455,10 +453,9 @@ def _measure(loader: Loader, screen: _Screen, progress: Callable[[float], None])
         is_own = X.indices == np.repeat(target, lengths)
         values = np.bincount(np.repeat(np.arange(n), lengths)[is_own], weights=X.data[is_own], minlength=n)
         at = np.flatnonzero(target >= 0)
-        pair = screen.pair[batch.rows[at]]
+        case = screen.case[batch.rows[at]]
         own[batch.rows[at]] = values[at]
-        np.add.at(found.total, pair, values[at])
-        np.add.at(found.n_compared, pair, 1)
+        np.add.at(found.total, case, values[at])
         at = np.flatnonzero(target < 0)
         if at.size:
             by_group = csr_matrix((np.ones(at.size), (screen.group[batch.rows[at]], at)), shape=(shape[0], n))
@@ -482,25 +479,26 @@ def _filtered(
     """Apply the filters to what was measured."""
     import pandas as pd
 
+    n_cells, n_compared = screen.n_cells()
     control_mean = np.full(len(screen.keys), np.nan)
     is_known = screen.gene_of >= 0
     group, gene = screen.group_of[is_known], screen.gene_of[is_known]
     with np.errstate(invalid="ignore", divide="ignore"):  # NaN where there is nothing to compare
         control_mean[is_known] = measured.of_controls[group, gene] / screen.n_controls()[group, gene]
-        residual = measured.total / measured.n_compared / np.where(control_mean > 0, control_mean, np.nan)
-    n_passing, of_cell, mask = np.zeros(len(screen.keys), dtype=np.int64), measured.own, screen.is_control.copy()
+        base = np.where(control_mean > 0, control_mean, np.nan)
+        residual = measured.total / n_compared / base
+    n_passing, of_cell, mask = np.zeros(len(screen.keys), dtype=np.int64), measured.own, screen.group >= 0
     for rows in screen.slices():
-        cells = rows[screen.is_perturbed[rows]]
-        pair = screen.pair[cells]
-        fraction = of_cell[cells] / np.where(control_mean > 0, control_mean, np.nan)[pair]
+        cells = rows[screen.case[rows] >= 0]
+        case = screen.case[cells]
+        fraction = of_cell[cells] / base[case]
         mask[cells] = fraction < cell_residual_expression
         of_cell[cells] = fraction
-        n_passing += np.bincount(pair[mask[cells]], minlength=n_passing.size)
+        n_passing += np.bincount(case[mask[cells]], minlength=n_passing.size)
     is_kept = (residual < residual_expression) & (n_passing >= max(1, min_cells))
     for rows in screen.slices():
-        cells = rows[screen.is_perturbed[rows]]
-        mask[cells] &= is_kept[screen.pair[cells]]
-    n_cells = screen.n_cells()
+        cells = rows[screen.case[rows] >= 0]
+        mask[cells] &= is_kept[screen.case[cells]]
     there = np.flatnonzero(n_cells)
     keys = [screen.keys[p] for p in there.tolist()]
     labels = [list(values) for values in zip(*keys, strict=True)]

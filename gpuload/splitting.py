@@ -46,7 +46,7 @@ VERSION = 1
 
 MAX_PARTS = (1 << 15) - 1
 
-_OWN_LABELS = "; labels of your own are a column of a loader opened with obs_table=, which can be split"
+_OWN_LABELS = "; labels of your own are a column of a loader opened with obs_table=, which may replace the paths"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -234,7 +234,8 @@ def split(
     ----------
     cells
         Anything `open_loader` accepts, or a loader or store that holds the columns named below. All cells of a loader
-        are split, including those excluded by its ``where=`` or sampler.
+        are split, including those excluded by its ``where=`` or sampler. If only some files have a column, pass a
+        loader opened with ``join="outer"``.
     shares
         For each part, its share of the cells, above 0 and at most 1; or a list of groups assigned to it exclusively; or
         ``...`` for the remainder, in at most one part. Shares are fractions of the cells not in listed groups. If they
@@ -248,7 +249,7 @@ def split(
         and as closely as a greedy assignment allows when splitting by groups. Missing values count as one more class.
     where
         Only these cells are split, as if there were no others; the others are in no part. A condition on columns of
-        obs, as for `open_loader`.
+        obs, as for `open_loader`. The percentages in ``str(split)`` are of all cells.
     seed
         Random seed, at least 0.
     layer
@@ -377,7 +378,7 @@ def subsample(
     drawn = rows[draw_of_each(codes, rows, n, seed)]
     if not drawn.size and rows.size:
         raise PlanError(f"by={shown(by)}: every cell has a missing value in these columns; draw by other columns.")
-    return np.union1d(drawn, all_of)
+    return np.sort(np.concatenate([drawn, all_of]), kind="stable")  # two ascending runs, with no row in common
 
 
 # --- checking arguments
@@ -445,8 +446,7 @@ def _opened(
     for name in columns:
         if name not in store.obs:
             raise PlanError(
-                f"by, stratify or where: {name!r} is not a column that the loader holds; open it with obs=[{name!r}], "
-                "or pass the paths."
+                f"{name!r} is not a column that the loader holds; open it with obs=[{name!r}], or pass the paths."
             )
     yield store
 

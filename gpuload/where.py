@@ -151,7 +151,7 @@ def parse(text: Any, setting: str = "where") -> Where:
             "a list."
         )
     if not isinstance(text, str) or not text.strip():
-        is_list = not isinstance(text, str) and hasattr(text, "__getitem__")
+        is_list = setting == "where" and not isinstance(text, str) and hasattr(text, "__getitem__")
         rows = "; pass a mask or row numbers as sampler=gpuload.Subset(mask)" if is_list else ""
         raise PlanError(
             f"{setting}={shown(text)}: expected an expression over columns of obs, for example "

@@ -21,12 +21,12 @@ SIZES = ["--cells", "400", "--genes", "300", "--targets", "6"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("screens")
-    run_knockdown.write_screen(folder / "screen400_6.h5ad", 400, 6, n_vars=300)
+    run_knockdown.write_screen(folder / "screen400_300_6.h5ad", 400, 6, n_vars=300)
     return folder
 
 
 def test_half_of_the_targets_are_silenced(folder: Path) -> None:
-    cells = anndata.read_h5ad(folder / "screen400_6.h5ad")
+    cells = anndata.read_h5ad(folder / "screen400_300_6.h5ad")
     is_control = cells.obs["gene"] == run_knockdown.CONTROL
     assert 10 < is_control.sum() < 80
     targets = cells.obs["gene"][~is_control].unique()
@@ -34,7 +34,7 @@ def test_half_of_the_targets_are_silenced(folder: Path) -> None:
     silent = [target for target in targets if not cells[cells.obs["gene"] == target, target].X.sum()]
     assert len(silent) == 3
     assert cells[is_control, list(targets)].X.toarray().sum(axis=0).min() > 0
-    _, mask = run_knockdown.by_gpuload(str(folder / "screen400_6.h5ad"))
+    _, mask = run_knockdown.by_gpuload(str(folder / "screen400_300_6.h5ad"))
     np.testing.assert_array_equal(mask, is_control | cells.obs["gene"].isin(silent))
 
 
@@ -55,7 +55,7 @@ def test_both_are_measured_in_turns(folder: Path, tmp_path: Path, monkeypatch: p
     assert records[1]["seconds"] == 2
     assert records[0]["seconds"] > 0
     assert all(record["peak_mib"] > 0 and record["cells"] == 400 for record in records)
-    assert records[0]["file"]["name"] == "screen400_6.h5ad"
+    assert records[0]["file"]["name"] == "screen400_300_6.h5ad"
 
     monkeypatch.setattr(run_knockdown, "by_cell_load", lambda _: (1.0, np.ones(400, dtype=bool)))
     with pytest.raises(SystemExit, match=r"^cell-load keeps other cells than gpuload\.$"):

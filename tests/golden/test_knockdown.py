@@ -305,6 +305,13 @@ def test_a_group_in_which_nothing_is_compared_needs_no_controls() -> None:
         gpuload.knockdown(cells, "g", match="line", **SMALL)
 
 
+def test_a_group_whose_targets_were_not_measured_needs_no_controls() -> None:
+    first = small([[4, 8], [1, 1]], "ca", "ab", line=["x", "x"])
+    second = small([[1], [1]], "ab", "b", line=["y", "x"])
+    table = gpuload.knockdown([first, second], "g", match="line", join="outer", **SMALL).perturbations
+    assert table["is_kept"].to_dict() == {("a", "x"): True, ("a", "y"): False, ("b", "x"): True}
+
+
 def test_missing_numbers_are_no_perturbation() -> None:
     cells = small([[4, 1], [1, 1], [1, 1]], [0.0, 1.0, np.nan])
     found = gpuload.knockdown(cells, "g", control=0, targets={1.0: "a"}, min_cells=1)
@@ -355,14 +362,14 @@ def test_paths_may_be_an_iterator(screen: anndata.AnnData, forms: dict[str, Any]
 
 
 def test_a_screen_is_not_held_in_memory(tmp_path: Path) -> None:
-    """One of 60,000 cells and 1,000 genes, dense, takes 240 MB."""
+    """One of 240,000 cells and 250 genes, dense, takes 240 MB."""
     paths = []
-    for n_obs in (600, 60_000):
+    for n_obs in (600, 240_000):
         paths.append(tmp_path / f"{n_obs}.h5ad")
         obs = pd.DataFrame({"g": np.resize(["c", "0", "1"], n_obs)}, index=[str(i) for i in range(n_obs)])
         with h5py.File(paths[-1], "w") as file:
-            write_root(file, obs, pd.DataFrame(index=[str(i) for i in range(1_000)]))
-            write_dense(file, "X", np.ones((n_obs, 1_000), np.float32), chunks=(100, 1_000), compression="lzf")
+            write_root(file, obs, pd.DataFrame(index=[str(i) for i in range(250)]))
+            write_dense(file, "X", np.ones((n_obs, 250), np.float32), chunks=(400, 250), compression="lzf")
     program = """if True:
         import sys, gpuload
         def status(name):
@@ -486,6 +493,7 @@ def test_unknown_targets_are_told_of(screen: anndata.AnnData, caplog: pytest.Log
         ({"layer": ["X", "doubled"]}, r"layer=\['X', 'doubled'\]: expected the name of one layer"),
         ({"where": "target = 'a'"}, "use == to compare"),
         ({"num_threads": 0}, "num_threads=0"),
+        ({"device": "gpu"}, "device='gpu': expected 'auto', 'cpu'"),
         ({"storage_options": {"a": 1}}, "storage_options"),
         ({"cache": 3}, "cache"),
         (
