@@ -4,8 +4,8 @@
     pairs = gpuload.PairedControl("gene", control="non-targeting", match="cell_line")
     loader = gpuload.open_loader("screen.h5ad", sampler=gpuload.Subset(found.mask, pairs))
 
-One pass over the cells, of which only the targeted genes are assembled: a screen may be larger than memory.
-For each cell, about 20 bytes are held on top of the columns of obs.
+One pass over the cells, of which only the targeted genes are assembled: a screen may be larger than memory. A cell
+takes up to 40 bytes, with its labels.
 """
 
 from __future__ import annotations
