@@ -4,8 +4,7 @@
     pairs = gpuload.PairedControl("gene", control="non-targeting", match="cell_line")
     loader = gpuload.open_loader("screen.h5ad", sampler=gpuload.Subset(found.mask, pairs))
 
-One pass over the cells, of which only the targeted genes are assembled: a screen may be larger than memory. A cell
-takes up to 40 bytes, with its labels.
+One pass over the cells, of which only the targeted genes are assembled: a screen may be larger than memory.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ BATCH_SIZE = 4096
 """Cells per minibatch: the arithmetic on each is of whole arrays."""
 
 FETCH_FACTOR = 2
-"""Minibatches per fetch: in the order of the file, longer fetches are no faster, and take memory for all genes."""
+"""Minibatches per fetch: few, as it holds all genes, and a longer one would mix nothing in the order of the file."""
 
 _log = logging.getLogger("gpuload")
 
@@ -336,7 +335,7 @@ def _screen(
         np.array([gene_of.get(key[0], -1) for key in keys], dtype=np.int32),
         genes,
         store.file_start,
-        *_measured(store, genes),
+        *_gene_tables(store, genes),
     )
     _check_controls(screen, groups, match)
     return screen
@@ -382,7 +381,7 @@ def _genes(store: Store, column: str, named: Mapping[Label, Any]) -> tuple[list[
     return genes, {label: place[name] for label, name in named.items() if name in place}
 
 
-def _measured(store: Store, genes: list[str]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _gene_tables(store: Store, genes: list[str]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the table of genes of each file, and which of the genes each table has: joined files may lack some."""
     n_files = len(store.file_rows)
     if store.alignment is None or store.alignment.maps is None:

@@ -154,6 +154,7 @@ def test_knock_down_is_that_of_the_cpu_backend(transform: gpuload.Transform | No
         for device in ("cuda:0", "cpu")
     )
     np.testing.assert_allclose(found.residual, expected.residual, rtol=1e-5)
+    # Logarithms of the two differ in the last bit, and a cell may be as near as that to a limit.
     assert np.count_nonzero(found.mask != expected.mask) <= (0 if transform is None else 5)
     assert 0 < np.count_nonzero(found.perturbations["is_kept"]) < len(found.perturbations)
 
