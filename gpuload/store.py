@@ -45,10 +45,13 @@ class ObsColumn:
     ----------
     values : (n_obs,)
         int32 codes if `categories` is given (-1 = missing), else numbers or booleans.
+    is_ordered
+        Whether the categories are ordered, from the least to the greatest.
     """
 
     values: NDArray[np.generic]
     categories: NDArray[np.object_] | None = None
+    is_ordered: bool = False
 
     def delivered(self, rows: Any) -> NDArray[Any]:
         """Return the values at `rows`, as they appear in minibatches: codes are int64, as loss functions expect."""
