@@ -165,7 +165,11 @@ def _as_kind(column: ObsColumn, kind: str) -> ObsColumn:
 
 
 def concat_column(name: str, stored: list[ObsColumn], paths: Sequence[str], key: str = "obs") -> ObsColumn:
-    """Concatenate a column of obs or var of several files; raise StoreError if its values are of several kinds."""
+    """Concatenate a column of obs or var of several files; raise StoreError if its values are of several kinds.
+
+    Categories stand in order of appearance. They are ordered if those of all files are, one file has all of them, and
+    the others have theirs in its order.
+    """
     columns = _of_one_kind(name, stored, paths, key)
     if len(columns) == 1:
         return columns[0]  # not copied: it may be of 100 million cells
@@ -182,15 +186,19 @@ def concat_column(name: str, stored: list[ObsColumn], paths: Sequence[str], key:
     place: dict[object, int] = {}
     codes = np.empty(sum(c.values.size for c in columns), dtype=np.int32)
     last, at = None, 0
+    is_ordered, n_known = True, 0
     for column in columns:
         assert column.categories is not None  # noqa: S101 - narrows the type; checked just above
         if last is None or not np.array_equal(last, column.categories):  # most files have the same as the previous one
             last = column.categories
             new = np.array([place.setdefault(c, len(place)) for c in last] + [-1], dtype=np.int32)
             is_same = bool(np.array_equal(new[:-1], np.arange(new.size - 1)))
+            n_known = max(n_known, last.size)
+            is_ascending = bool(np.all(np.diff(new[:-1]) > 0))
+        is_ordered &= last.size == 0 or (column.is_ordered and is_ascending)
         part = codes[at : at + column.values.size]
         part[:] = column.values if is_same else new[column.values]
         at += part.size
     categories = np.empty(len(place), dtype=object)
     categories[:] = list(place)
-    return ObsColumn(codes, categories)
+    return ObsColumn(codes, categories, is_ordered and n_known == len(place))

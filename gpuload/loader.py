@@ -11,6 +11,8 @@ from dataclasses import replace
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+import numpy as np
+
 from gpuload.checks import check_whole
 from gpuload.engine import Engine, Place
 from gpuload.errors import DeviceError, GpuloadError, PlanError
@@ -22,7 +24,6 @@ from gpuload.types import Batch
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
 
-    import numpy as np
     import pandas as pd
     from numpy.typing import ArrayLike, NDArray
 
@@ -54,7 +55,7 @@ class Loader:
     prefetch
         Fetches to load ahead of the consumer.
     cell_names
-        Reads the names of all cells, (n_obs,) object; None if they cannot be known.
+        Reads the names of all cells, (n_obs,) object; None if they have none.
 
     Attributes
     ----------
@@ -66,6 +67,7 @@ class Loader:
         "__weakref__",
         "_backend",
         "_beginning",
+        "_cell_names",
         "_closer",
         "_engine",
         "_fingerprint",
@@ -78,7 +80,6 @@ class Loader:
         "_process",
         "_store",
         "_tables",
-        "cell_names",
         "var_names",
     )  # so that assigning a setting, such as `seed`, is an error rather than without effect
 
@@ -90,7 +91,7 @@ class Loader:
         prefetch: int,
         cell_names: Callable[[], NDArray[np.object_]] | None = None,
     ) -> None:
-        self.cell_names = cell_names
+        self._cell_names = cell_names
         self._tables = tables
         self._backend = backend
         self._plan = plan
@@ -218,7 +219,7 @@ class Loader:
         """The `obs` columns of all cells, including those excluded by ``where=`` or the sampler; built on each access.
 
         Indexed by row number, as in ``batch.rows``: ``loader.obs.loc[batch.rows]`` selects the cells of a minibatch.
-        `gpuload.obs_names` reads the names of the cells.
+        `obs_names` reads the names of the cells.
         """
         import pandas as pd
 
@@ -318,11 +319,33 @@ class Loader:
             return None
         return counts[0] / sum(counts) if sum(counts) else 1.0
 
+    def obs_names(self) -> NDArray[np.object_]:
+        """Read the names (barcodes) of all cells, by row number: ``loader.obs_names()[batch.rows]`` are a minibatch's.
+
+        They are read at each call, and not held, since those of 100 million cells take some 8 GB.
+
+        Returns
+        -------
+        (n_obs,) object
+            As from `gpuload.obs_names`.
+
+        Raises
+        ------
+        PlanError
+            The loader is closed.
+        ReadError, CorruptDataError, StoreError
+            A file was replaced or cannot be read.
+        """
+        self._check_usable()
+        read = self._cell_names
+        return np.arange(self.n_obs).astype(str).astype(object) if read is None else read()
+
     def take(self, rows: ArrayLike) -> Batch:
         """Read given cells as one minibatch: for evaluation, for a closer look, for lookups.
 
-        An iteration and its position are not affected. It may be called between its minibatches, and then waits for
-        the fetches that are loading. To train, give the loader a sampler instead: `take` reads nothing ahead.
+        An iteration and its position are not affected. It may be called between its minibatches, by several threads
+        too, and then waits for the fetches that are loading. To train, give the loader a sampler instead: `take` reads
+        nothing ahead.
 
         Parameters
         ----------
@@ -455,7 +478,7 @@ class Loader:
         May be called more than once. In a fork of the process that opened the loader, its threads and files stay.
         """
         self._is_closed = True
-        self.cell_names = None  # it refers to the in-memory data
+        self._cell_names = None  # it refers to the in-memory data
         try:
             self._end_live(is_final=True)
         finally:

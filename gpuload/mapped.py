@@ -132,7 +132,7 @@ class Mapped(Generic[Made]):
         self._check_live(live)
         self._position, n_received = (start, 0), 0
         waiting: deque[Future[Made]] = deque()
-        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="gpuload-mapped") as threads:
+        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="mapped-by-gpuload") as threads:
             try:
                 fault: Exception | None = None
                 is_over = False

@@ -253,7 +253,8 @@ def split(
     seed
         Random seed, at least 0.
     layer
-        A matrix present in the files, or several, as given to `open_loader`; only the number of rows is used.
+        A matrix present in the files, or several, as given to `open_loader`; only the number of rows is used. This
+        setting, and the next two, are for paths: a loader is open already.
     modality
         The modality whose obs has the columns, if there are several; by default the first of a mapping.
     storage_options
@@ -443,12 +444,19 @@ def _opened(
             yield store
         return
     store = cells if isinstance(cells, Store) else cells.store
+    for setting, is_given in (
+        ("layer", layer != "X"),
+        ("modality", bool(modality)),
+        ("storage_options", storage_options is not None),
+    ):
+        if is_given:
+            raise PlanError(f"{setting}: the cells are those of a loader, which is open already; leave it out.")
     for name in columns:
         if name not in store.obs:
             raise PlanError(
                 f"{name!r} is not a column that the loader holds; open it with obs=[{name!r}], or pass the paths."
             )
-    yield store
+    yield replace(store, obs={name: column.stored or column for name, column in store.obs.items()})
 
 
 def _rows(store: Store, where: Where | None) -> NDArray[np.int64]:

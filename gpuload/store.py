@@ -45,10 +45,16 @@ class ObsColumn:
     ----------
     values : (n_obs,)
         int32 codes if `categories` is given (-1 = missing), else numbers or booleans.
+    is_ordered
+        Whether the categories are ordered, from the least to the greatest.
+    stored
+        The column as it is stored, if this one is recoded to other categories.
     """
 
     values: NDArray[np.generic]
     categories: NDArray[np.object_] | None = None
+    is_ordered: bool = False
+    stored: ObsColumn | None = None
 
     def delivered(self, rows: Any) -> NDArray[Any]:
         """Return the values at `rows`, as they appear in minibatches: codes are int64, as loss functions expect."""
@@ -71,7 +77,7 @@ class ObsColumn:
         assert self.categories is not None  # noqa: S101 - narrows the type; never called on numbers
         place = {category: code for code, category in enumerate(categories)}
         codes = np.array([place.get(category, -1) for category in self.categories] + [-1], dtype=np.int32)
-        return ObsColumn(codes[self.values], categories)
+        return ObsColumn(codes[self.values], categories, stored=self)
 
     @classmethod
     def missing(cls, n_obs: int) -> ObsColumn:

@@ -181,10 +181,11 @@ class QuickThreads:
         self._is_closed = False
         self._calls: SimpleQueue[Call[Any] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._starting = threading.Lock()
         weakref.finalize(self, self._calls.put, None)
 
     def submit(self, function: Callable[..., T], *args: Any) -> Call[T]:
-        """Call a function in one of the threads; must not be called from several threads at once.
+        """Call a function in one of the threads.
 
         Raises
         ------
@@ -197,16 +198,23 @@ class QuickThreads:
             call.cancel()
             raise RuntimeError("these threads were ended")
         if len(self._threads) < self._n:
-            name = f"{self._name}_{len(self._threads)}"
-            thread = threading.Thread(target=_make_calls, args=(self._calls,), name=name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                if not self._threads and call.cancel():
-                    raise
-            else:
-                self._threads.append(thread)
+            with self._starting:
+                self._start_one(call)
         return call
+
+    def _start_one(self, call: Call[Any]) -> None:
+        """Start another thread, if there may be more; raise RuntimeError if none can be, and none has the call."""
+        if len(self._threads) >= self._n:
+            return
+        name = f"{self._name}_{len(self._threads)}"
+        thread = threading.Thread(target=_make_calls, args=(self._calls,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._threads and call.cancel():
+                raise
+        else:
+            self._threads.append(thread)
 
     def close(self, *, wait: bool = True) -> None:
         """Cancel calls not yet started and wait for the others; pass ``wait=False`` if a pool thread may call this."""

@@ -342,6 +342,10 @@ class Column(Protocol):
     def categories(self) -> NDArray[np.object_] | None:
         """The categories that the codes index, or None."""
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether the categories are ordered, from the least to the greatest."""
+
 
 def kind_of(categories: NDArray[Any]) -> str:
     """Return the kind of categories: ``"booleans"``, ``"numbers"``, ``"text"``; ``"categories"`` if mixed or empty."""

@@ -4,7 +4,8 @@ The expression is parsed as Python and its tree walked: only comparisons, and/or
 names and isna/notna are allowed, so nothing in it is ever executed. X is not read. Genes are selected by the same over
 columns of var.
 
-Missing values compare as in pandas: equal to nothing, unequal to everything, neither less nor greater.
+Missing values compare as in pandas: equal to nothing, unequal to everything, neither less nor greater. So do ordered
+categories: by their order.
 """
 
 from __future__ import annotations
@@ -366,6 +367,8 @@ class _Compiler:
         name, column = self._column(left)
         value = _literal(right, self._where)
         self._check_values(name, column, [value], sign)
+        if isinstance(value, str) and sign not in ("==", "!="):
+            return self._by_order(column, compare, value)
         return self._lookup(column, lambda found, wanted: compare(*_beside(found, wanted)), value)
 
     def _two_columns(
@@ -388,14 +391,30 @@ class _Compiler:
             fits = {"text": "text", "a boolean": "booleans", "a number": "numbers"}[kind] == found
             if not fits and not (found == "booleans" and value in (0, 1) and kind == "a number"):
                 raise PlanError(f"{where}, and {value!r} is {kind}; compare it with what it holds.")
+            if kind == "a number" and sign not in ("==", "!=") and not _ascend(column):
+                raise PlanError(f"{where}, in an order of their own that is not ascending; use ==, != or in.")
             if kind != "text":
                 continue
-            if sign not in ("==", "!="):
-                raise PlanError(f"{where}, which has no order; use ==, != or in.")
+            if sign not in ("==", "!=") and not column.is_ordered:
+                raise PlanError(
+                    f"{where}, which has no order (only ordered categories have one, the same in all files); use ==, "
+                    "!= or in."
+                )
             if column.categories is not None and value not in is_known:
                 near = nearest(value, known)
                 guess = f"did you mean {near!r}?" if near else f"it has {listing(known, 20, 'no categories')}."
                 raise PlanError(f"{where}, but not {value!r}; {guess}")
+
+    @staticmethod
+    def _by_order(
+        column: Column, compare: Callable[[Any, Any], Any], value: str
+    ) -> Callable[[slice], NDArray[np.bool_]]:
+        """Compare ordered categories with one of them, by their places."""
+        assert column.categories is not None  # noqa: S101 - narrows the type; only categories hold text
+        place = [str(category) for category in column.categories].index(value)
+        lookup = np.append(compare(np.arange(column.categories.size), place), False)
+        values = column.values
+        return lambda rows: lookup[values[rows]]
 
     @staticmethod
     def _lookup(column: Column, compare: Callable[[Any, Any], Any], value: Any) -> Callable[[slice], NDArray[np.bool_]]:
@@ -437,6 +456,11 @@ def _is_missing(column: Column, rows: slice) -> NDArray[np.bool_]:
     if column.categories is not None:
         return np.asarray(values < 0)
     return np.isnan(values) if values.dtype.kind == "f" else np.zeros(values.size, dtype=bool)
+
+
+def _ascend(column: Column) -> bool:
+    """Return whether numbers are ordered by size, as all are but some ordered categories."""
+    return not column.is_ordered or column.categories is None or list(column.categories) == sorted(column.categories)
 
 
 def _kind(column: Column) -> str:

@@ -56,7 +56,7 @@ THREAD_NBYTES = 16 << 20
 """Scratch memory of a thread, which chunks of usual sizes do not exceed."""
 
 THREADS = "gpuload-"
-"""Name prefix of a backend's threads."""
+"""Name prefix of gpuload's threads, but those that run a user's function."""
 
 
 class KeptChunks(NamedTuple):
@@ -239,7 +239,10 @@ def n_threads(num_threads: int | None) -> int:
 
 
 def is_one_of_ours() -> bool:
-    """Return whether a backend's thread is running: one that collects garbage may close it, and cannot join itself."""
+    """Return whether a thread of gpuload is running: one that collects garbage may close a backend, and joins none.
+
+    A backend's thread cannot join itself, nor any other one that waits for it.
+    """
     return threading.current_thread().name.startswith(THREADS)
 
 

@@ -281,7 +281,7 @@ def _checked_targets(y: ArrayLike, n_rows: int, X: Any) -> NDArray[np.float32]:
 def _check_order(name: str, given: Any, X: Any) -> None:
     """Raise PlanError for values that are partly masked, or whose pandas index has the rows of X in another order."""
     if isinstance(X, Loader):
-        check_index(name, given, X.cell_names, "cell", "gpuload.obs_names(paths)")
+        check_index(name, given, X.obs_names, "cell", "loader.obs_names()")
         return
     check_unmasked(name, given)
     if not hasattr(X, "columns") or not hasattr(given, "index") or callable(given.index):  # not both pandas objects

@@ -288,7 +288,8 @@ class _Names:
         content: list[Any] = []
         for column in columns.values():
             values, names = column.values, column.categories  # noqa: PD011 - not a pandas frame
-            content += [values.dtype.str, values.tobytes(), () if names is None else (kind_of(names), *names)]
+            known = () if names is None else (kind_of(names), column.is_ordered, *names)
+            content += [values.dtype.str, values.tobytes(), known]
         return self._columns.setdefault(tuple(content), columns) if columns else columns
 
 

@@ -310,4 +310,4 @@ def _opened(path: str, layer: str, obs: Sequence[str] = ()) -> Store:
 def _decoded(column: ObsColumn) -> Any:
     if column.categories is None:
         return column.values  # noqa: PD011 - not a pandas frame
-    return pd.Categorical.from_codes(column.values, column.categories)
+    return pd.Categorical.from_codes(column.values, column.categories, ordered=column.is_ordered)

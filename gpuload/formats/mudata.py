@@ -17,12 +17,11 @@ import numpy as np
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats.arrays import check_length, member, no_column
 from gpuload.formats.obs import column_names, read_column
-from gpuload.store import ObsColumn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gpuload.store import Store
+    from gpuload.store import ObsColumn, Store
 
 
 def is_mudata(root: Any) -> bool:
@@ -122,4 +121,4 @@ def _shared(root: Any, modality: str, name: str, store: Store, path: str) -> Obs
         raise CorruptDataError(f"{where} leaves out cells of the modality; rewrite the file with MuData.")
     if np.count_nonzero(place) > store.n_obs:
         raise CorruptDataError(f"{where} names a cell of the modality more than once; rewrite the file with MuData.")
-    return ObsColumn(column.values[rows], column.categories)
+    return replace(column, values=column.values[rows])

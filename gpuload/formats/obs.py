@@ -246,7 +246,7 @@ def encode(values: Any, name: str, path: str, key: str = "obs") -> ObsColumn:
         names = np.asarray(values.categories, dtype=object)
         if values.categories.dtype == np.float32:  # as the numbers that are written: 0.1, not 0.10000000149011612
             names = np.array([float(str(number)) for number in values.categories.to_numpy()], dtype=object)
-        return ObsColumn(values.codes.astype(np.int32), names)
+        return ObsColumn(values.codes.astype(np.int32), names, bool(values.ordered))
     if isinstance(values, pd.arrays.SparseArray):
         values = values.to_dense()
     is_extension = pd.api.types.is_extension_array_dtype(values)

@@ -16,6 +16,7 @@ import pytest
 
 import gpuload
 from gpuload import CorruptDataError, Mapped, PlanError
+from gpuload.backends import host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,7 +81,12 @@ def test_mapped_runs_ahead_in_threads_up_to_its_limit(loader: gpuload.Loader) ->
         assert len(calls) == k + 3
     assert threading.current_thread().name not in calls
     del mapped
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpuload-mapped")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mapped-by-gpuload")]
+
+
+def test_a_function_runs_in_no_thread_of_a_backend(loader: gpuload.Loader) -> None:
+    """It may close another loader, which then waits for that one's threads."""
+    assert not any(Mapped(loader, lambda _: host.is_one_of_ours()))
 
 
 def test_mapped_is_one_minibatch_ahead_of_its_threads(loader: gpuload.Loader) -> None:

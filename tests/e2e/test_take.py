@@ -84,6 +84,21 @@ def test_an_iteration_is_not_affected(plain: Stored) -> None:
             np.testing.assert_array_equal(X, plain.dense[rows])
 
 
+def test_functions_of_several_threads_take_cells(plain: Stored) -> None:
+    """Those that `Mapped` runs ahead do, while the loader is iterated."""
+    with gpuload.open_loader(plain.path, num_threads=2, **SMALL) as loader:
+
+        def pairs(batch: gpuload.Batch) -> Any:
+            rows = (batch.rows * 7 + 3) % loader.n_obs
+            return batch.rows, batch.X, rows, loader.take(rows).X
+
+        found = list(gpuload.Mapped(loader, pairs, num_threads=3, ahead=5))
+    assert sorted(np.concatenate([rows for rows, *_ in found])) == list(range(plain.obs.shape[0]))
+    for rows, X, others, taken in found:
+        np.testing.assert_array_equal(X, plain.dense[rows])
+        np.testing.assert_array_equal(taken, plain.dense[others])
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

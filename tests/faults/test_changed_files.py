@@ -249,7 +249,7 @@ def test_cells_replaced_before_labels_are_compared_with_their_names(
     with gpuload.open_loader(link, sampler=gpuload.ClassBalanced(labels)) as loader:
         lead_elsewhere(link, old)
         with pytest.raises(gpuload.ReadError, match=told):
-            loader.cell_names()
+            loader.obs_names()
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz"])

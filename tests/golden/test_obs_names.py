@@ -38,6 +38,9 @@ def test_batch_rows_index_obs_names(tmp_path: Path) -> None:
     with gpuload.open_loader(paths, batch_size=7, block_size=2, obs="depth", device="cpu") as loader:
         for batch in loader:
             assert [by_name[name] for name in found[batch.rows]] == batch.obs["depth"].tolist()
+        assert loader.obs_names().tolist() == wanted.tolist()
+    with pytest.raises(gpuload.PlanError, match="the loader was closed"):
+        loader.obs_names()
     assert gpuload.obs_names(tmp_path).tolist() == wanted.tolist()
     assert gpuload.obs_names(str(tmp_path / "part0[12].h5ad")).tolist() == wanted[11:].tolist()
 
@@ -47,6 +50,8 @@ def test_zarr_and_cells_in_memory_in_one_list(tmp_path: Path) -> None:
     paths = [folder, part(2, n_obs=3, genes=["a"]), counts(5, 1), counts(2, 1).toarray()]
     numbers = [str(row) for row in range(7, 14)]  # of all cells, as in batch.rows
     assert gpuload.obs_names(paths).tolist() == [*names(4, 1), *names(3, 2), *numbers]
+    with gpuload.open_loader([part(2, n_obs=3, genes=["0"]), counts(5, 1)]) as loader:
+        assert loader.obs_names().tolist() == [*names(3, 2), *"34567"]
 
 
 @pytest.mark.parametrize("name", ["tenx-3", "tenx-2"])

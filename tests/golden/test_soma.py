@@ -222,6 +222,13 @@ def test_consolidated_arrays_are_read(tmp_path: Path, tiles: Any, is_vacuumed: b
     assert_columns(path, COLUMNS, cells_frame())
 
 
+def test_ordered_categories_compare_by_their_order(tmp_path: Path) -> None:
+    path = write_experiment(tmp_path / "cells")
+    with gpuload.open_loader(path, where="stage > 'late'", shuffle=False) as loader:
+        rows = np.concatenate([batch.rows for batch in loader])
+    np.testing.assert_array_equal(rows, np.flatnonzero(cells_frame()["stage"].isin(["early", "mid"])))
+
+
 def test_fragments_of_a_limited_size(tmp_path: Path) -> None:
     """A consolidation may cut a band of rows between two of its tiles."""
     path = write_experiment(tmp_path / "cells", tiles=(16, 8), parts=(90, 50, 20), capacity=10, columns=(), values=())

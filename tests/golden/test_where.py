@@ -70,6 +70,12 @@ EXPRESSIONS = {
     "cell_line == 'K562'  # don't take others\r\n and depth > 0  # deep": "cell_line == 'K562' and depth > 0",
     "cell_line != 'K562' and `depth` > -np.float64(0.5)": "cell_line != 'K562' and depth > -0.5",
     "(((passed)))": None,
+    "stage < 'mid'": None,
+    "stage <= 'early' and notna(stage)": "stage <= 'early'",
+    "stage > 'late'": None,
+    "'early' <= stage": None,
+    "not stage >= 'early'": None,
+    "'late' < stage < 'mid' or stage == 'late'": None,
     f"cell_line in {list(np.array(['K562', 'HeLa']))} and year == {np.int64(2025)!r}": (
         "cell_line in ['K562', 'HeLa'] and year == 2025"
     ),
@@ -98,6 +104,50 @@ def test_rows_match_pandas(plain: Stored, text: str) -> None:
     for batch in batches:
         assert not batch.obs
         np.testing.assert_array_equal(batch.X, plain.dense[batch.rows])
+
+
+@pytest.mark.parametrize(
+    ("parts", "rows"),
+    [
+        ((["I", "II", "III"], ["I", "II", "III"]), [1, 2, 4, 5]),
+        ((["I", "II", "III"], ["II", "III"]), [1, 2, 3, 4]),  # as a subset of cells is written
+        ((["I", "II", "III"], []), [1, 2]),
+        (([], ["I", "II", "III"]), [4, 5]),
+        ((["I", "III"], ["I", "II", "III"]), None),  # codes are in order of appearance: I, III, II
+        ((["I", "II", "III"], ["III", "II"]), None),
+        ((["I", "III"], ["II"]), None),  # no file says where II stands
+        ((["I", "II", "III"], ["I", "II", "III", "unordered"]), None),
+    ],
+)
+def test_ordered_categories_of_several_files(tmp_path: Path, parts: Any, rows: list[int] | None) -> None:
+    """They are compared by an order that the files agree on; if there is none, they have none."""
+    paths = []
+    for number, names in enumerate(parts):
+        known = [name for name in names if name != "unordered"]
+        codes = [*range(len(known)), *[-1] * (3 - len(known))]
+        grade = pd.Categorical.from_codes(codes, pd.Index(known, dtype=object), ordered=len(known) == len(names))
+        cells = anndata.AnnData(np.eye(3, dtype=np.float32), pd.DataFrame({"grade": grade}, index=list("xyz")))
+        paths.append(tmp_path / f"{number}.h5ad")
+        cells.write_h5ad(paths[-1])
+    if rows is None:
+        with pytest.raises(gpuload.PlanError, match="holds text, which has no order"):
+            gpuload.open_loader(paths, where="grade >= 'II'")
+        return
+    with gpuload.open_loader(paths, where="grade >= 'II'", shuffle=False, batch_size=9) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).rows, rows)
+
+
+def test_ordered_numbers_compare_by_size(tmp_path: Path) -> None:
+    """Of categories in another order, pandas would take that; here it is refused, and == and in work."""
+    doses = {"up": [0.5, 2.0, 10.0], "down": [10.0, 2.0, 0.5]}
+    obs = {name: pd.Categorical([2.0, 0.5, 10.0], categories=known, ordered=True) for name, known in doses.items()}
+    path = tmp_path / "doses.h5ad"
+    anndata.AnnData(np.eye(3, dtype=np.float32), pd.DataFrame(obs, index=list("xyz"))).write_h5ad(path)
+    for text, rows in (("up > 1", [0, 2]), ("up <= 2", [0, 1]), ("down == 2", [0]), ("down in [0.5, 10]", [1, 2])):
+        with gpuload.open_loader(path, where=text, shuffle=False, batch_size=9) as loader:
+            np.testing.assert_array_equal(next(iter(loader)).rows, rows)
+    with pytest.raises(gpuload.PlanError, match="'down' holds numbers, in an order of their own that is not ascending"):
+        gpuload.open_loader(path, where="down > 1")
 
 
 def test_columns_in_backticks(tmp_path: Path) -> None:
@@ -160,6 +210,24 @@ def test_over_several_files_and_forms(tmp_path: Path) -> None:
     with gpuload.open_loader([*paths, form.path], where="cell_line == 'A549'", shuffle=False, obs=["depth"]) as loader:
         rows = np.concatenate([b.rows for b in loader])
     np.testing.assert_array_equal(rows, np.flatnonzero([v == "A549" for v in line]))
+
+
+@pytest.mark.parametrize("form", ["AnnData", "MuData", "pack"])
+def test_ordered_categories_of_other_forms(tmp_path: Path, form: str) -> None:
+    path: Any = anndata.AnnData(counts(), writers.cells_frame()[["stage"]])
+    wanted = np.flatnonzero(path.obs["stage"].isin(["early", "mid"]))
+    if form != "AnnData":
+        frame, path = path.obs, FORMS["mudata-rna"](tmp_path).path  # the cells of the modality are in reverse order
+        with h5py.File(tmp_path / "cells.h5mu", "r+") as file:
+            del file["obs"]
+            writers.write_elem(file, "obs", frame)
+        wanted = N_OBS - 1 - wanted[::-1]
+    if form == "pack":
+        gpuload.pack(path, tmp_path / "packed.zarr", keep_order=True)
+        path = tmp_path / "packed.zarr"
+    with gpuload.open_loader(path, where="stage > 'late'", shuffle=False) as loader:
+        rows = np.concatenate([b.rows for b in loader])
+    np.testing.assert_array_equal(rows, wanted)
 
 
 def test_only_selected_cells_are_read(tmp_path: Path) -> None:

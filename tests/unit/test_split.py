@@ -149,6 +149,33 @@ def test_a_loaders_cells_are_chosen_by_its_columns(paths: list[Path], no_leaks: 
             gpuload.split(loader, HALVES, where="drug == 'd1'")
 
 
+def test_columns_of_a_loader_are_those_that_are_stored(paths: list[Path], no_leaks: None) -> None:
+    """Cells of categories that the loader has no code for are in a group all the same."""
+    by_drug: dict[str, Any] = {"by": "drug", "where": "drug in ['d1', 'd2']"}
+    of_paths = gpuload.split(paths, HALVES, **by_drug)
+    drawn = gpuload.subsample(paths, 5, by="drug")
+    with gpuload.open_loader(paths, obs="drug", categories={"drug": ["d2", "d0"]}) as loader:
+        assert gpuload.split(loader, HALVES, **by_drug) == of_paths
+        np.testing.assert_array_equal(gpuload.subsample(loader, 5, by="drug"), drawn)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("layer", "counts"), ("modality", "rna"), ("storage_options", {"region": "eu"})]
+)
+def test_settings_that_open_files_are_refused_with_a_loader(
+    paths: list[Path], setting: str, value: Any, no_leaks: None
+) -> None:
+    split, given = gpuload.split(paths, HALVES), {setting: value}
+    with gpuload.open_loader(paths) as loader:
+        for call in (
+            lambda: gpuload.split(loader, HALVES, **given),
+            lambda: gpuload.subsample(loader.store, 5, **given),
+            lambda: split.check(loader, **given),
+        ):
+            with pytest.raises(gpuload.PlanError, match=rf"^{setting}: the cells are those of a loader"):
+                call()
+
+
 def test_groups_of_other_cells_cannot_be_listed(paths: list[Path]) -> None:
     wanted = {"train": ..., "test": ["plate1"]}
     with pytest.raises(gpuload.PlanError, match=r"there is no group 'plate1' by plate; did you mean 'plate3'\?"):

@@ -73,6 +73,24 @@ def test_calls_run_concurrently(threads: QuickThreads) -> None:
     assert sorted(call.result() for call in calls) == [0, 1]
 
 
+def test_no_more_threads_start_than_asked_for(threads: QuickThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads may make the first calls at once."""
+    start = threading.Thread.start
+
+    def slow_start(thread: threading.Thread) -> None:
+        if thread.name.startswith("test-quick"):
+            time.sleep(0.02)  # the other callers come here meanwhile
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slow_start)
+    callers = [threading.Thread(target=lambda: threads.submit(len, "ab").result()) for _ in range(6)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(10)
+    assert len(running()) == 2
+
+
 def test_calls_do_not_take_the_processor_of_the_thread_that_makes_them(threads: QuickThreads) -> None:
     before = os.sched_getscheduler(0)
     assert threads.submit(os.sched_getscheduler, 0).result() == os.SCHED_BATCH

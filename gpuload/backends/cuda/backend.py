@@ -12,6 +12,7 @@ Requirements this package answers
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import TYPE_CHECKING, Any
 
 from gpuload.backends.cuda.gathering import Gatherer
@@ -94,6 +95,7 @@ class CudaBackend:
         self._gatherer = Gatherer(device, self._pools)
         self._chosen_stream: Any = None
         self._stream: Any = None  # the consumer's stream when last used
+        self._switching = threading.Lock()
 
     @property
     def io_mode(self) -> str:
@@ -148,7 +150,10 @@ class CudaBackend:
         fetches in flight.
         """
         stream = self._device.current_stream() if self._chosen_stream is None else self._chosen_stream
-        before, self._stream = self._stream, stream
-        if before is not None and before != stream:
-            self._device.stream_wait(stream, self._device.record(before))
+        if self._stream == stream:
+            return stream
+        with self._switching:  # another thread may be taking cells
+            before, self._stream = self._stream, stream
+            if before is not None and before != stream:
+                self._device.stream_wait(stream, self._device.record(before))
         return stream

@@ -196,7 +196,7 @@ class DeviceLoads:
         if host_cache_nbytes:
             self._mapped = mapped = MappedMemory(device, budget)
             self._caches.append(ChunkCache(mapped.memory, is_as_stored=is_as_stored, prepare=mapped.prepare))
-        self._threads = ThreadPoolExecutor(N_LOADS, thread_name_prefix="gpuload-load")
+        self._threads = ThreadPoolExecutor(N_LOADS, thread_name_prefix=f"{host.THREADS}load")
         self._arena_nbytes: dict[int, int] = {}
 
     @property

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from gpuload.backends import host
 from gpuload.errors import DeviceError, ReadError
 
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 """Direct transfers have file offsets and sizes that are multiples of this (GPUDirect Storage, cuFile API reference)."""
-
-_THREADS = "gpuload-"
-"""Name prefix of all of gpuload's threads."""
 
 
 class Reader(Protocol):
@@ -145,7 +143,7 @@ class Threads:
     """
 
     def __init__(self, n: int, name: str, on_close: Callable[[], None]) -> None:
-        self._pool = ThreadPoolExecutor(n, thread_name_prefix=f"{_THREADS}{name}")
+        self._pool = ThreadPoolExecutor(n, thread_name_prefix=f"{host.THREADS}{name}")
         self._process = os.getpid()
         self._on_close = on_close
         self._lock = threading.Lock()
@@ -178,9 +176,9 @@ class Threads:
             is_first, self._is_closed = not self._is_closed, True
         if not is_first:
             return
-        if threading.current_thread().name.startswith(_THREADS):
+        if host.is_one_of_ours():
             # The garbage collector may close a forgotten loader in one of these threads, which cannot join itself.
-            threading.Thread(target=self._finish, name=f"{_THREADS}close").start()
+            threading.Thread(target=self._finish, name=f"{host.THREADS}close").start()
         else:
             self._finish()
 
