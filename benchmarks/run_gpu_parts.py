@@ -38,12 +38,11 @@ SWEEP = {
 
 def measure(options: run_gpu.Options, constants: Constants) -> dict[str, Any]:
     """Return the figures of the arm with other constants."""
-    of_reader: dict[str, Any] = pinned.PinnedReader.__init__.__kwdefaults__ or {}
     with (
         mock.patch.object(loading, "PART_STREAMS", constants.part_streams),
         mock.patch.object(loading, "N_LOADS", constants.n_loads),
         mock.patch.object(run_gpu, "PREFETCH", constants.prefetch),
-        mock.patch.dict(of_reader, num_threads=constants.reader_threads),
+        mock.patch.object(pinned, "NUM_THREADS", constants.reader_threads),
     ):
         return run_gpu.loader(options, io="pinned")
 

@@ -42,13 +42,19 @@ def _memory_of(backend: Backend) -> tuple[int, str]:
     """Return the bytes of memory that fetches and minibatches can take, and what has them."""
     if backend.device_nbytes is None:
         return _host_memory(backend)
-    return backend.device_nbytes, backend.device
+    return _beside(backend.device_nbytes, backend.device, backend.device_cache_nbytes, "device_cache")
 
 
 def _host_memory(backend: Backend) -> tuple[int, str]:
     """Return the bytes of the host's memory that are not its cache's, and what has them."""
-    there, cache = machine.memory_nbytes(), backend.host_cache_nbytes
-    return there - cache, f"this machine, beside the {cache / 1e9:.1f} GB of memory_cache," if cache else "this machine"
+    return _beside(machine.memory_nbytes(), "this machine", backend.host_cache_nbytes, "memory_cache")
+
+
+def _beside(nbytes: int, where: str, cache_nbytes: int, cache: str) -> tuple[int, str]:
+    """Return the bytes of memory that are not a cache's, and what has them."""
+    if not cache_nbytes:
+        return nbytes, where
+    return nbytes - cache_nbytes, f"{where}, beside the {cache_nbytes / 1e9:.1f} GB of {cache},"
 
 
 def check_memory(
@@ -81,10 +87,10 @@ def check_batches(tables: Sequence[Table], batch_size: int, backend: Backend) ->
     there, where = _host_memory(backend)
     n_rows, n_held = min(batch_size, n_obs), min(3, -(-n_obs // batch_size))
     if n_held * n_rows * nbytes > there:
+        less = f"batch_size={max(1, int(there / (8 * nbytes)))} or less" if batch_size > 1 else "fewer genes (genes=)"
         raise PlanError(
             f"batch_size={batch_size}: {n_held} minibatches of {n_rows} cells take "
-            f"{n_held * n_rows * nbytes / 1e9:.1f} GB but {where} has {there / 1e9:.1f} GB; use "
-            f"batch_size={max(1, int(there / (8 * nbytes)))} or less."
+            f"{n_held * n_rows * nbytes / 1e9:.1f} GB but {where} has {there / 1e9:.1f} GB; use {less}."
         )
 
 

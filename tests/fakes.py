@@ -109,7 +109,7 @@ class FakeBackend:
     device = "fake"
     io_mode = "none"
     device_nbytes = None
-    host_cache_nbytes = 0
+    device_cache_nbytes = host_cache_nbytes = 0
 
     def __init__(
         self,

@@ -48,7 +48,8 @@ class _Done:
 class IdleBackend:
     """A backend that hands over the same minibatch for ever."""
 
-    device, io_mode, takes_ahead, device_nbytes, host_cache_nbytes = "cpu", "none", 0, None, 0
+    device, io_mode, takes_ahead = "cpu", "none", 0
+    device_nbytes, device_cache_nbytes, host_cache_nbytes = None, 0, 0
 
     def __init__(self, batch: NDArray[np.float32]) -> None:
         self.stats = Stats()

@@ -63,8 +63,8 @@ class Backend(Protocol):
         Maximum number of `take_rows` that the loader should start ahead of the consumer; see `n_ahead`.
     device_nbytes
         Memory of the device that it may use, in bytes; None if it uses the host's.
-    host_cache_nbytes
-        Memory of the host that its cache may take, in bytes.
+    device_cache_nbytes, host_cache_nbytes
+        Memory of the device, and of the host, that its caches may take, in bytes.
     stats
         What was read, and how long it took; shared with the loader.
     """
@@ -72,6 +72,7 @@ class Backend(Protocol):
     device: str
     takes_ahead: int
     device_nbytes: int | None
+    device_cache_nbytes: int
     host_cache_nbytes: int
     stats: Stats
 

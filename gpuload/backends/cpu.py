@@ -187,6 +187,7 @@ class CpuBackend:
     io_mode = "posix"
     takes_ahead = 8
     device_nbytes: int | None = None
+    device_cache_nbytes = 0
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to download.
+    """What a store downloads and keeps, and how.
 
     Attributes
     ----------
@@ -27,12 +27,16 @@ class Settings:
         Limit on the store's bytes on disk; free bytes to leave on the disk.
     policy, min_visits
         Which files go first; and the uses that a file must have before it may go.
+    in_flight
+        Files downloaded at a time, at most; see `Window`.
     piece_nbytes
         Bytes requested at a time; a failed download resumes from the last piece.
     tries, first_wait_s, longest_wait_s
         How often a piece is requested, and the waits between: random, up to a bound that doubles.
     max_failures
         Failed downloads after which an object is left alone.
+    relist_s
+        Seconds between two listings of the remote.
     """
 
     budget: int

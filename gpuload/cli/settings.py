@@ -71,7 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--drop-last", action="store_true", help="drop a short last minibatch")
     group.add_argument("--genes", metavar="GENES", help=f"load only {GENES} (default: all)")
     group.add_argument("--target-sum", type=positive, metavar="X", help="scale the values of each cell to this total")
-    group.add_argument("--log1p", action="store_true", help="apply log(1 + x) to the values")
+    group.add_argument(
+        "--log1p",
+        action="store_true",
+        help="apply log(1 + x) to the values, and only that: gpuload.Transform(log1p=True) scales, too",
+    )
     group.add_argument(
         "--downsample",
         type=positive,

@@ -89,7 +89,7 @@ def open_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Opened]
 SMALL = {"batch_size": 7, "fetch_factor": 4}
 
 
-def refuse(decoder: Any, read: Any, *_: Any) -> None:
+def refuse(decoder: Any, read: Any, *_: Any, **__: Any) -> None:
     """Stand in for `HostDecoder.start` where the device should decode everything."""
     raise AssertionError(f"chunks of {read.layout.name} go to the host")
 
@@ -586,10 +586,10 @@ def test_a_part_has_chunks_enough_for_a_gpu_if_its_memory_allows(
     cache: dict[str, str],
 ) -> None:
     """A launch takes as long for a few chunks as for as many as the GPU decodes at a time, however large they are."""
-    monkeypatch.setattr(FakeDevice, "capacity", lambda device: capacity)
     monkeypatch.setattr("gpuload.layout.MAX_EXTENT", 1)  # parts are of whole extents: one chunk each
     stored = store_variant("csr-gzip4")
     opened = open_fake(stored.path, batch_size=len(stored.dense), fetch_factor=1, prefetch=1, **cache)
+    monkeypatch.setattr(FakeDevice, "capacity", lambda device: capacity)  # of which the cache is no part
     (matrix,) = opened.loader._store.matrices
     assert [4 * layout.chunk_size for layout in matrix.layouts] in ([400, 256], [256, 400])
     monkeypatch.setattr("gpuload.backends.cuda.loading.PART_NBYTES", 800)  # 2 chunks of data, 3 of indices
@@ -774,6 +774,9 @@ def test_fetches_are_held_by_the_device_not_by_this_machine(
     words = r"^fetch_factor=2: 2 fetches of 20 cells take 0\.0 GB but cuda:0 has 0\.0 GB; use fetch_factor=1 or less\.$"
     with pytest.raises(gpuload.PlanError, match=words):
         open_fake(cells, n_bytes=enough - 1, **settings)
+    words = r"fetches of 20 cells take 0\.0 GB but cuda:0, beside the 0\.0 GB of device_cache, has 0\.0 GB; use fetch_f"
+    with pytest.raises(gpuload.PlanError, match=words):
+        open_fake(cells, n_bytes=enough + 999, device_cache=1000, **settings)
 
 
 def test_growing_arena_reclaims_idle_memory(open_fake: Callable[..., Opened], plain: Stored) -> None:

@@ -40,6 +40,7 @@ def test_gpu_tests_pass_over_a_fake_runtime(tmp_path: Path) -> None:
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     chosen = f"(test_csr or test_every_form) and ({SOME}) or cpu_backend or bound or damaged or rank or device or cases"
+    chosen += " or (caches and always and 1000000) or share"
     command = [
         sys.executable,
         "-m",

@@ -35,7 +35,7 @@ def cupy() -> Any:
     return cupy
 
 
-def refuse(decoder: Any, read: Any, *_: Any) -> None:
+def refuse(decoder: Any, read: Any, *_: Any, **__: Any) -> None:
     raise AssertionError(f"chunks of {read.layout.name} go to the host")
 
 
@@ -320,10 +320,14 @@ def test_subnormal_values_are_not_flushed_to_zero(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found, X.toarray() if isinstance(X, csr_matrix) else X.astype(np.float32))
 
 
+@pytest.mark.parametrize("verify", ["once", "always"])
 @pytest.mark.parametrize("caches", [("1GiB", None), (None, "1GiB"), (1_000_000, "1GiB")], ids=str)
-def test_later_epochs_come_from_the_caches(wide: Path, caches: tuple[Any, Any]) -> None:
-    """Of the device, and of the host's memory: kernels write chunks there, and read them from there."""
-    kept = dict(zip(("device_cache", "memory_cache"), caches, strict=True))
+def test_later_epochs_come_from_the_caches(wide: Path, caches: tuple[Any, Any], verify: str) -> None:
+    """Of the device, and of the host's memory: kernels write chunks there, and read them from there.
+
+    To be verified in each epoch, they are kept as they are stored: headers and checksums are read from there too.
+    """
+    kept = dict(zip(("device_cache", "memory_cache"), caches, strict=True)) | {"verify": verify}
     with gpuload.open_loader(wide, device="cuda:0", batch_size=256, fetch_factor=8, **kept) as loader:
         for _ in loader:
             pass

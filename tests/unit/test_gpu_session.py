@@ -497,11 +497,22 @@ def test_constants_are_varied_while_they_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from benchmarks import run_gpu, run_gpu_parts
-    from gpuload.backends.cuda import loading, pinned
+    from gpuload.backends.cuda import loading, open_cuda
+
+    class Opened(Exception):  # noqa: N818 - no error
+        """A reader is opened, with this many threads."""
+
+    def reader(_: Any, *, num_threads: int) -> None:
+        raise Opened(num_threads)
 
     def now() -> tuple[Any, ...]:
-        threads = (pinned.PinnedReader.__init__.__kwdefaults__ or {})["num_threads"]
-        return loading.PART_STREAMS, loading.N_LOADS, threads, run_gpu.PREFETCH
+        given = dict.fromkeys(("memory_nbytes", "cache_nbytes", "host_cache_nbytes", "host_decode"), 0)
+        with pytest.raises(Opened) as opened:
+            open_cuda(0, io="pinned", num_threads=None, verify="once", values="float32", **given)
+        return loading.PART_STREAMS, loading.N_LOADS, opened.value.args[0], run_gpu.PREFETCH
+
+    monkeypatch.setattr("gpuload.backends.cuda.device.Device", lambda *_: None)
+    monkeypatch.setattr("gpuload.backends.cuda.pinned.PinnedReader", reader)
 
     def loader(options: run_gpu.Options, **settings: Any) -> dict[str, Any]:
         seen.append(now())

@@ -80,7 +80,7 @@ class CudaBackend:
     ) -> None:
         self.device = device.name
         self.device_nbytes: int | None = device.capacity()
-        self.host_cache_nbytes = host_cache_nbytes
+        self.device_cache_nbytes, self.host_cache_nbytes = cache_nbytes, host_cache_nbytes
         self.stats = Stats()
         self._device = device
         self._pools: list[DevicePool] = []

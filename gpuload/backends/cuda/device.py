@@ -1,4 +1,4 @@
-"""One CUDA device: memory, streams, events, launches. The only user of cupy.
+"""One CUDA device: memory, streams, events, launches. The only user of cupy among the backends.
 
 The CUDA backend reaches the GPU only through `Device`, so that tests can substitute host memory and the same kernels,
 compiled for the CPU. No method waits for the device unless its docstring says so.

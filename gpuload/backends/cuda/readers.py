@@ -32,7 +32,7 @@ class Reader(Protocol):
 
     @property
     def io_mode(self) -> str:
-        """The I/O path: ``"gds"``, ``"compat"`` or ``"pinned"``."""
+        """The I/O path: ``"gds"``, ``"compat"``, ``"pinned"`` or ``"remote"``."""
 
     def start(
         self,
