@@ -51,7 +51,7 @@ from gpuload.sampling import (
 from gpuload.settings import takes_settings
 from gpuload.source import closed_on_error
 from gpuload.splitting import Split, split, subsample
-from gpuload.tables import check_modalities, check_transform, make_tables
+from gpuload.tables import check_missing_genes, check_modalities, check_transform, make_tables
 from gpuload.types import Batch, Transform, resident_dtype
 from gpuload.where import parse as parse_where
 
@@ -147,6 +147,7 @@ def open_loader(
     modality: str | Sequence[str] = (),
     genes: str | Sequence[str] | NDArray[np.bool_] | None = None,
     join: str | Sequence[str] | None = None,
+    missing_genes: str = "error",
     where: str | None = None,
     transform: Transform | Mapping[str, Transform | None] | None = None,
     output: str = "dense",
@@ -257,6 +258,10 @@ def open_loader(
         values (-1, or NaN for numbers, which become float64); a list of names takes those genes. Genes are matched by
         name; the files are not modified. `genes` selects from the joined genes. Each modality is joined on its own
         names; a list applies to the first.
+    missing_genes
+        What to do about names in a list, `genes` or `join`, that are genes of no file: ``"error"``, or ``"zero"``,
+        which delivers them as 0, for example to a model that was trained on other files. At least one must be a gene; a
+        warning names some of the others.
     where
         Filter on obs columns: ``"cell_type == 'T cell' and pct_mito < 0.1"``. Supports ==, !=, <, <=, >, >=, in, and,
         or, not, isna(column) and notna(column); quote a column whose name is not a Python identifier in backticks.
@@ -354,7 +359,7 @@ def open_loader(
     layers, obsm = check_names("layer", layer, least=1), check_names("obsm", obsm)
     modalities = check_modalities(modality, paths)
     transform = check_transform(transform, layers, modalities[1:])
-    join = check_join(join)
+    join = check_join(join, fills=check_missing_genes(missing_genes, genes, join))
     wanted = None if where is None else parse_where(where)
     wanted_genes = parse_where(genes, "genes") if isinstance(genes, str) else None
     obs = check_obs_names("obs", obs)
@@ -409,7 +414,15 @@ def open_loader(
         strategy = opening.bind(sampler, shuffle, block_size, batch_size, fetch_factor, store, cell_names)
         genes = genes if wanted_genes is None else opening.genes_where(wanted_genes, stores)
         stores["X"] = replace(store, obs={name: opening.coded(store, name, meant.get(name)) for name in obs}, var=())
-        tables = make_tables(stores, layers[0], genes=genes, transform=transform, output=output, dtype=dtype)
+        tables = make_tables(
+            stores,
+            layers[0],
+            genes=genes,
+            transform=transform,
+            output=output,
+            dtype=dtype,
+            fills=missing_genes == "zero",
+        )
         opening.check_batches(list(tables.values()), batch_size, backend)
         plan = Plan(
             store.file_rows,

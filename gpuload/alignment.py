@@ -34,6 +34,12 @@ _NUMBERED = re.compile(r"(ENS[A-Z]*\d{6,}|\d+)(\.\d+)?")
 _log = logging.getLogger("gpuload")
 
 
+class Filled(tuple[str, ...]):
+    """A list of genes to join, of which those in no file are 0."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Alignment:
     """The joined genes of several gene tables.
@@ -53,8 +59,8 @@ class Alignment:
     join: str | tuple[str, ...]
 
 
-def check_join(join: object) -> str | tuple[str, ...] | None:
-    """Convert a user's `join` to the form that `align` takes, or raise PlanError."""
+def check_join(join: object, *, fills: bool = False) -> str | tuple[str, ...] | None:
+    """Convert a user's `join` to the form that `align` takes, or raise PlanError; `fills` makes a list `Filled`."""
     if join is None or (isinstance(join, str) and join in JOINS):
         return join
     check_order(f"join={shown(join)}", join, "a list of gene names")
@@ -66,7 +72,7 @@ def check_join(join: object) -> str | tuple[str, ...] | None:
     name, n_given = Counter(names).most_common(1)[0]
     if n_given > 1:
         raise PlanError(f"join: {name!r} is given {n_given} times; pass every gene once.")
-    return names
+    return Filled(names) if fills else names
 
 
 def nearest_gene(name: str, names: Sequence[str]) -> str | None:
@@ -89,8 +95,8 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
     ----------
     join
         ``"inner"``: genes in all tables, in the order of the first; ``"outer"``: genes in any, in order of first
-        appearance; or a list of genes, each in at least one table. A warning is logged if Ensembl ids of different
-        tables differ only in their versions: they are different names.
+        appearance; or a list of genes, each in at least one table, or, if `Filled`, one of them. A warning is logged if
+        Ensembl ids of different tables differ only in their versions: they are different names.
 
     Raises
     ------
@@ -106,6 +112,10 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
             number_of[id(own)] = numbers.setdefault(codes.tobytes(), len(numbers))
     which = [number_of[id(own)] for own in names]
     tables = [np.frombuffer(numbered, dtype=np.int32) for numbered in numbers]
+    if isinstance(join, tuple):
+        _check_known(known, paths, join)
+        for name in join:  # those in no table are numbered too
+            known.setdefault(name, len(known))
     all_names = np.array(list(known), dtype=object)
     for number, table in enumerate(tables):
         _check_once(table, all_names, paths[which.index(number)])
@@ -133,6 +143,19 @@ def _check_once(table: NDArray[np.int32], names: NDArray[np.object_], path: str)
         )
 
 
+def _check_known(known: dict[str, int], paths: Sequence[str], join: tuple[str, ...]) -> None:
+    """Raise StoreError if a given gene is in no file, or, if they may be filled, none is."""
+    unknown = [name for name in join if name not in known]
+    if not unknown or (isinstance(join, Filled) and len(unknown) < len(join)):
+        return
+    near = nearest_gene(unknown[0], list(known))
+    guess = f"did you mean {near!r}? If not, leave" if near else "leave"
+    raise StoreError(
+        f"join: no file has the gene {unknown[0]!r} ({len(unknown)} of {len(join)} are in none); {guess} it out, or "
+        f"check its spelling in {paths[0]}."
+    )
+
+
 def _warn_of_versions(names: Iterable[str], join: str) -> None:
     """Warn if Ensembl ids differ only in their versions: the same gene is then two of the joined ones, or in none."""
     first: dict[str, str] = {}
@@ -157,14 +180,6 @@ def _joined(
 ) -> NDArray[np.int64]:
     """Return the numbers of the joined genes."""
     if isinstance(join, tuple):
-        unknown = [name for name in join if name not in known]
-        if unknown:
-            near = nearest_gene(unknown[0], list(known))
-            guess = f"did you mean {near!r}? If not, leave" if near else "leave"
-            raise StoreError(
-                f"join: no file has the gene {unknown[0]!r} ({len(unknown)} of {len(join)} are in none); {guess} it "
-                f"out, or check its spelling in {paths[0]}."
-            )
         return np.array([known[name] for name in join], dtype=np.int64)
     if join == "outer":
         return np.arange(len(known), dtype=np.int64)

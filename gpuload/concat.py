@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +16,7 @@ from gpuload.store import ObsColumn, Store, check_whole
 from gpuload.types import kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -164,11 +166,33 @@ def _as_kind(column: ObsColumn, kind: str) -> ObsColumn:
     return column if is_coded else column.of_booleans()
 
 
+def united_order(parts: Iterable[Iterable[Hashable]]) -> list[Any] | None:
+    """Return the one order of categories that follows from several lists of some of them; None if there is none."""
+    sorter: TopologicalSorter[Any] = TopologicalSorter()
+    for names in {tuple(part): None for part in parts}:  # those of most files are the same
+        for name in names:
+            sorter.add(name)
+        for before, after in pairwise(names):
+            sorter.add(after, before)
+    try:
+        sorter.prepare()
+    except CycleError:
+        return None
+    order: list[Any] = []
+    while sorter.is_active():
+        ready = sorter.get_ready()
+        if len(ready) > 1:  # no list has both
+            return None
+        order += ready
+        sorter.done(*ready)
+    return order
+
+
 def concat_column(name: str, stored: list[ObsColumn], paths: Sequence[str], key: str = "obs") -> ObsColumn:
     """Concatenate a column of obs or var of several files; raise StoreError if its values are of several kinds.
 
-    Categories stand in order of appearance. They are ordered if those of all files are, one file has all of them, and
-    the others have theirs in its order.
+    Categories stand in order of appearance, unless those of all files are ordered and agree on one order, which is then
+    theirs.
     """
     columns = _of_one_kind(name, stored, paths, key)
     if len(columns) == 1:
@@ -183,22 +207,21 @@ def concat_column(name: str, stored: list[ObsColumn], paths: Sequence[str], key:
             own = [c.values.dtype for c in columns if c.has_value]  # NaN fits any width
             dtype = np.result_type(*own) if np.result_type(*own, np.bool_).kind == "f" else dtype
         return ObsColumn(np.concatenate(values, dtype=dtype, casting="same_kind"))
-    place: dict[object, int] = {}
+    known = [(c.categories, c.is_ordered) for c in columns if c.categories is not None and c.categories.size]
+    is_ordered = bool(known) and all(is_ordered for _, is_ordered in known)
+    order = united_order(names for names, _ in known) if is_ordered else None
+    place: dict[object, int] = {category: code for code, category in enumerate(order or ())}
     codes = np.empty(sum(c.values.size for c in columns), dtype=np.int32)
     last, at = None, 0
-    is_ordered, n_known = True, 0
     for column in columns:
         assert column.categories is not None  # noqa: S101 - narrows the type; checked just above
         if last is None or not np.array_equal(last, column.categories):  # most files have the same as the previous one
             last = column.categories
             new = np.array([place.setdefault(c, len(place)) for c in last] + [-1], dtype=np.int32)
             is_same = bool(np.array_equal(new[:-1], np.arange(new.size - 1)))
-            n_known = max(n_known, last.size)
-            is_ascending = bool(np.all(np.diff(new[:-1]) > 0))
-        is_ordered &= last.size == 0 or (column.is_ordered and is_ascending)
         part = codes[at : at + column.values.size]
         part[:] = column.values if is_same else new[column.values]
         at += part.size
     categories = np.empty(len(place), dtype=object)
     categories[:] = list(place)
-    return ObsColumn(codes, categories, is_ordered and n_known == len(place))
+    return ObsColumn(codes, categories, order is not None)

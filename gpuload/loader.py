@@ -231,7 +231,7 @@ class Loader:
                 found = pd.Index(column.categories)
                 if found.dtype.kind == "f" and found.tolist() != column.categories.tolist():  # large integers, rounded
                     found = pd.Index(column.categories, dtype=object)
-                columns[name] = pd.Categorical.from_codes(values, found)
+                columns[name] = pd.Categorical.from_codes(values, found, ordered=column.is_ordered)
         return pd.DataFrame(columns, index=pd.RangeIndex(self.n_obs))
 
     @property

@@ -77,7 +77,8 @@ class ObsColumn:
         assert self.categories is not None  # noqa: S101 - narrows the type; never called on numbers
         place = {category: code for code, category in enumerate(categories)}
         codes = np.array([place.get(category, -1) for category in self.categories] + [-1], dtype=np.int32)
-        return ObsColumn(codes[self.values], categories, stored=self)
+        is_ordered = self.is_ordered and bool(np.all(np.diff(codes[codes >= 0]) > 0))
+        return ObsColumn(codes[self.values], categories, is_ordered, stored=self)
 
     @classmethod
     def missing(cls, n_obs: int) -> ObsColumn:

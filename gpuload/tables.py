@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.alignment import nearest_gene
-from gpuload.checks import as_array, check_index, check_names, check_order
+from gpuload.checks import as_array, check_choice, check_index, check_names, check_order
 from gpuload.errors import PlanError, listing, shown
 from gpuload.threads import cached_property
 from gpuload.types import Form, Transform, resident_dtype
@@ -93,12 +93,41 @@ def check_transform(transform: Any, layers: tuple[str, ...], modalities: tuple[s
     return dict(transform) if is_mapping else transform
 
 
+def check_missing_genes(missing_genes: Any, genes: Any, join: Any) -> bool:
+    """Return whether genes that are in no file are 0; raise PlanError for other settings than ``"error"``, ``"zero"``.
+
+    Parameters
+    ----------
+    genes, join
+        The settings one of which must be a list of names, to be ``"zero"``.
+    """
+    check_choice("missing_genes", missing_genes, ("error", "zero"))
+    if missing_genes == "error":
+        return False
+    if not any(_is_names(given) for given in (genes, join)):
+        raise PlanError("missing_genes='zero': it is for genes given by name; pass a list as genes= or join=.")
+    return True
+
+
+def _is_names(given: Any) -> bool:
+    """Return whether a setting may be a list of names; no condition, no way to join, and no mask."""
+    return given is not None and not isinstance(given, str) and as_array("genes", given).dtype != bool
+
+
 def make_tables(
-    stores: Mapping[str, Store], layer: str, *, genes: Any, transform: Transforms, output: str, dtype: str
+    stores: Mapping[str, Store],
+    layer: str,
+    *,
+    genes: Any,
+    transform: Transforms,
+    output: str,
+    dtype: str,
+    fills: bool = False,
 ) -> dict[str, Table]:
     """Return the tables of stores, under the same names.
 
-    A warning is logged if a transform applies to an X that was log-transformed already, as far as its file says so.
+    A warning is logged if a transform applies to an X that was log-transformed already, as far as its file says so, and
+    of genes that no file has.
 
     Parameters
     ----------
@@ -108,6 +137,8 @@ def make_tables(
         For X and its layers, or by name of a layer or modality.
     output, dtype
         For all but obsm, which is dense, and float32 unless `dtype` is ``"float64"``.
+    fills
+        Whether genes that no file has are 0.
 
     Raises
     ------
@@ -122,7 +153,9 @@ def make_tables(
             form, var_names = Form("dense", resident_dtype(dtype), store.n_vars, store.columns()), store.var_names
         else:
             check_rows(store, genes, output, own or layer)
-            chosen, var_names = (None, store.var_names) if group == "modalities" else select_genes(genes, store)
+            chosen, var_names = (
+                (None, store.var_names) if group == "modalities" else select_genes(genes, store, fills=fills)
+            )
             if isinstance(transform, Mapping):
                 own_transform = transform.get(own or layer)
             else:
@@ -130,7 +163,22 @@ def make_tables(
             form = Form(output, dtype, var_names.size, store.columns(chosen), own_transform)
         tables[name] = Table(store, form, var_names)
     _warn_of_logarithms(tables)
+    if fills:
+        _warn_of_missing_genes(tables["X"])
     return tables
+
+
+def _warn_of_missing_genes(table: Table) -> None:
+    """Warn of genes that no file has."""
+    columns, n_cols = table.form.columns, table.form.n_cols
+    missing = np.zeros(0, np.int64) if columns is None else np.setdiff1d(np.arange(n_cols), columns)
+    if missing.size:
+        _log.warning(
+            "missing_genes='zero': %d of %d genes are in no file, and 0 in all cells: %s.",
+            missing.size,
+            n_cols,
+            listing(table.var_names[missing].tolist(), 5),
+        )
 
 
 def _warn_of_logarithms(tables: Mapping[str, Table]) -> None:
@@ -160,8 +208,13 @@ def check_rows(store: Store, genes: Any, output: str, name: str = "X") -> None:
         )
 
 
-def select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, NDArray[np.object_]]:
-    """Return the output column of every stored gene (-1 = not chosen; None = all) and the names of the chosen genes."""
+def select_genes(
+    genes: Any, store: Store, *, fills: bool = False
+) -> tuple[NDArray[np.int32] | None, NDArray[np.object_]]:
+    """Return the output column of every stored gene (-1 = not chosen; None = all) and the names of the chosen genes.
+
+    Names that are no gene's have a column too if it `fills` them, and at least one of the names is a gene's.
+    """
     if genes is None:
         return None, store.var_names
     check_order(f"genes={shown(genes)}", genes, "a list of gene names, whose order is that of the columns, or a mask")
@@ -188,15 +241,19 @@ def select_genes(genes: Any, store: Store) -> tuple[NDArray[np.int32] | None, ND
             "names of genes given by number)."
         )
     else:
-        chosen = _find_genes([str(g) for g in wanted], store)
+        chosen = _find_genes([str(g) for g in wanted], store, fills=fills)
     if not chosen.size:
         raise PlanError("genes selects no gene; expected at least one.")
+    is_there = chosen >= 0
     columns = np.full(store.n_vars, -1, dtype=np.int32)
-    columns[chosen] = np.arange(chosen.size, dtype=np.int32)
-    return columns, store.var_names[chosen]
+    columns[chosen[is_there]] = np.flatnonzero(is_there)
+    names = store.var_names[np.where(is_there, chosen, 0)]
+    names[~is_there] = [str(name) for name in wanted[~is_there]]
+    return columns, names
 
 
-def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
+def _find_genes(names: list[str], store: Store, *, fills: bool) -> NDArray[np.int64]:
+    """Return the number of each gene; a negative one if there is no such gene, and it `fills` them."""
     place: dict[str, int] = {}
     repeated: set[str] = set()
     for i, name in enumerate(store.var_names):
@@ -208,8 +265,11 @@ def _find_genes(names: list[str], store: Store) -> NDArray[np.int64]:
         if name not in known and place.setdefault(name, i) != i:
             repeated.add(name)
     unknown = [n for n in names if n not in place]
-    if unknown:
+    has_all = store.alignment is None or store.alignment.join == "outer"  # else some file may have the gene
+    if unknown and not (fills and has_all and len(unknown) < len(names)):
         raise _unknown_genes(unknown, len(names), store)
+    for i, name in enumerate(unknown):
+        place.setdefault(name, -1 - i)
     unclear = [n for n in names if n in repeated]
     if unclear:
         other = "their ids or by a mask" if store.var_ids is not None and unclear[0] in known else "a mask"

@@ -396,9 +396,10 @@ class _Compiler:
             if kind != "text":
                 continue
             if sign not in ("==", "!=") and not column.is_ordered:
+                also = "" if self._where.setting == "keep" else f", or pass {_MASK[self._where.setting]}"
                 raise PlanError(
-                    f"{where}, which has no order (only ordered categories have one, the same in all files); use ==, "
-                    "!= or in."
+                    f"{where}, which has no order (only categories that are ordered have one, if the files agree on "
+                    f"it); use ==, != or in{also}."
                 )
             if column.categories is not None and value not in is_known:
                 near = nearest(value, known)

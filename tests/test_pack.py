@@ -31,6 +31,7 @@ from tests import writers
 from tests.other_forms import FORMS, KINDS_OF_FORM
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -414,7 +415,7 @@ def test_categories_differing_after_a_nul_are_distinguished() -> None:
     assert pd.isna(joined).nonzero()[0].tolist() == [2, 5]
 
 
-def ordered(names: str, values: str) -> pd.Categorical:
+def ordered(names: Sequence[Any], values: Sequence[Any]) -> pd.Categorical:
     return pd.Categorical(list(values), categories=list(names), ordered=True)
 
 
@@ -443,6 +444,9 @@ JOINS: dict[str, tuple[list[Any], str, list[Any]]] = {
     "unused names": ([pd.Categorical([None], ["c"]), pd.Categorical(["a"])], "c a", [None, "a"]),
     "unused numbers": ([pd.Categorical([None], [1.5]), ordered("ba", "a")], "ordered b a", [None, "a"]),
     "unused numbers, at the end": ([ordered("ba", "a"), pd.Categorical([None], [1.5])], "ordered b a", ["a", None]),
+    "parts of an order": ([ordered("ca", "a"), ordered("cba", "b")], "ordered c b a", ["a", "b"]),
+    "parts of an order of numbers": ([ordered([3, 1], [1]), ordered([1, 2], [2])], "ordered 3 1 2", [1, 2]),
+    "parts of no one order": ([ordered("ca", "a"), ordered("ba", "b")], "c a b", ["a", "b"]),
     "another order": ([ordered("ba", "a"), ordered("ab", "b")], "b a", ["a", "b"]),
     "the same order, with a NUL": ([ordered("b\0", "\0"), ordered("b\0", "b")], "ordered b \0", ["\0", "b"]),
     "another order, with a NUL": ([ordered("b\0", "\0"), ordered("\0b", "b")], "b \0", ["\0", "b"]),

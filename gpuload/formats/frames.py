@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from gpuload.concat import united_order
 from gpuload.errors import CorruptDataError, StoreError
 from gpuload.formats import soma
 from gpuload.formats.arrays import as_strings, check_length, member, numbered
@@ -191,9 +192,10 @@ def name_of_index(paths: Sequence[str], layer: str | None = None) -> str:
 def join(parts: Sequence[Any], where: str) -> Any:
     """Concatenate arrays of one column, whatever their types; those without any value take that of the others.
 
-    Categories are united, and ordered if all agree; among numbers, booleans are 0 and 1. Missing values stay missing:
-    whole numbers and booleans become pandas arrays if there are any. `where` is the column's name in errors; raise
-    StoreError if categories are numbers in some and text in others, or float64 may not hold whole numbers exactly.
+    Categories are united, and ordered if all are and agree on one order; among numbers, booleans are 0 and 1. Missing
+    values stay missing: whole numbers and booleans become pandas arrays if there are any. `where` is the column's name
+    in errors; raise StoreError if categories are numbers in some and text in others, or float64 may not hold whole
+    numbers exactly.
     """
     if len(parts) == 1:
         return parts[0]
@@ -233,8 +235,12 @@ def _united(parts: Sequence[Any], where: str) -> pd.Categorical:
             f"{where} has categories of {like.categories.dtype} in one file and of {odd.categories.dtype} in "
             "another; make them one type, or leave the column out."
         )
+    has_nul = any("\0" in str(name) for part in coded for name in part.categories)
+    if not has_nul and all(part.ordered for part in coded):
+        order = united_order(part.categories for part in coded)
+        coded = coded if order is None else [part.set_categories(pd.Index(order, dtype=kind)) for part in coded]
     is_one = all(part.dtype == coded[0].dtype for part in coded)
-    if not any("\0" in str(name) for part in coded for name in part.categories):
+    if not has_nul:
         return pd.api.types.union_categoricals(coded, ignore_order=not is_one)
     numbers: dict[Any, int] = {}  # pandas ends a text at a NUL character
     tables = [np.array([*(numbers.setdefault(name, len(numbers)) for name in p.categories), -1]) for p in coded]

@@ -170,6 +170,19 @@ def test_rows_of_reordered_genes_are_sorted(plain: Stored) -> None:  # by cuSPAR
                 np.testing.assert_array_equal(to_host(getattr(batch.X, name)), getattr(wanted.X, name))
 
 
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("output", ["dense", "csr"])
+def test_missing_genes_are_zero_as_on_the_cpu_backend(plain: Stored, is_dense: bool, output: str) -> None:
+    X = plain.dense if is_dense else csr_matrix(plain.dense)
+    names: dict[str, Any] = {"genes": ["x", "3", "7", "y"], "missing_genes": "zero", "output": output}
+    with gpuload.open_loader(X, **SMALL, **names) as loader:
+        for batch in loader:
+            found = to_host(batch.X)
+            found = found.toarray() if output == "csr" else found
+            np.testing.assert_array_equal(found[:, 1:3], plain.dense[batch.rows][:, [3, 7]])
+            assert not found[:, [0, 3]].any()
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write 20,000 cells of Tahoe's shape, gzip: enough that every stream has work under way."""

@@ -418,6 +418,53 @@ def test_one_file_joined_by_a_list_of_genes(tmp_path: Path, is_dense: bool, outp
         assert_joined(loader, cells)
 
 
+@pytest.mark.parametrize("output", ["dense", "csr"])
+@pytest.mark.parametrize("is_dense", [False, True], ids=["csr", "dense"])
+@pytest.mark.parametrize("setting", ["join", "genes", "genes of joined files"])
+def test_genes_that_no_file_has_are_zero(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, setting: str, is_dense: bool, output: str
+) -> None:
+    parts = [part(seed, is_dense=is_dense) for seed in range(1 if setting == "genes" else 3)]
+    whole = anndata.concat(parts, join="outer", fill_value=0)
+    names = ["elsewhere", *whole.var_names[[4, 1, 20]], "nowhere", whole.var_names[7]]
+    given: dict[str, Any] = {"join": names} if setting == "join" else {"genes": names, "join": "outer"}
+    given |= {"missing_genes": "zero", "output": output, "transform": gpuload.Transform(target_sum=100.0, log1p=False)}
+    paths, zero = write(tmp_path, parts), [0, 4]
+    with gpuload.open_loader(paths, **given, **SMALL) as loader:
+        assert list(loader.var_names) == names
+        expected = np.zeros((whole.n_obs, len(names)), dtype=np.float32)
+        expected[:, [1, 2, 3, 5]] = dense(whole[:, [name for i, name in enumerate(names) if i not in zero]].X)
+        totals = totals_of(parts)
+        for batch in loader:
+            wanted = expected[batch.rows] * 100 / np.maximum(totals, 1)[batch.rows, None]
+            np.testing.assert_allclose(dense(batch.X), wanted, rtol=1e-6)
+        assert batch.X.shape[1] == 6
+    warned = "missing_genes='zero': 2 of 6 genes are in no file, and 0 in all cells: 'elsewhere', 'nowhere'."
+    assert caplog.messages.count(warned) == 1
+
+
+def test_genes_that_are_no_error_only_if_some_are_there(tmp_path: Path) -> None:
+    paths = write(tmp_path, [part(0, genes=["a", "b"]), part(1, genes=["b", "c"])])
+    zero: dict[str, Any] = {"missing_genes": "zero", **SMALL}
+    for given, told in (
+        ({"join": ["A", "X"]}, "join: no file has the gene 'A' (2 of 2 are in none); did you mean 'a'?"),
+        ({"join": "outer", "genes": ["x"]}, "genes: 'x' is not a gene of any of the 2 files (1 of 1 are not)"),
+        ({"join": "inner", "genes": ["b", "a"]}, "genes: 'a' is not in all of the 2 files"),  # it is in one
+        ({"join": ["b", "x"], "genes": ["b", "c"]}, "genes: 'c' is not in the list join="),
+        ({"join": "outer", "genes": ["b", "x", "x"]}, "genes: 'x' is given twice"),
+        ({"join": "outer"}, "missing_genes='zero': it is for genes given by name; pass a list as genes= or join=."),
+        (
+            {"join": "outer", "genes": np.array([True, False, True])},
+            "missing_genes='zero': it is for genes given by na",
+        ),
+        ({"join": ["a"], "missing_genes": 0}, "missing_genes=0: expected one of 'error', 'zero'."),
+    ):
+        with pytest.raises(gpuload.GpuloadError, match=re.escape(told)):
+            gpuload.open_loader(paths, **{**zero, **given})
+    with gpuload.open_loader(paths, join=["c", "x"], genes=["x"], **zero) as loader:
+        assert not next(iter(loader)).X.any()
+
+
 def test_state_saved_with_one_join_resumes_with_another(tmp_path: Path) -> None:
     parts = [part(seed) for seed in range(3)]
     paths = write(tmp_path, parts)

@@ -107,34 +107,51 @@ def test_rows_match_pandas(plain: Stored, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "rows"),
+    ("parts", "order"),
     [
-        ((["I", "II", "III"], ["I", "II", "III"]), [1, 2, 4, 5]),
-        ((["I", "II", "III"], ["II", "III"]), [1, 2, 3, 4]),  # as a subset of cells is written
-        ((["I", "II", "III"], []), [1, 2]),
-        (([], ["I", "II", "III"]), [4, 5]),
-        ((["I", "III"], ["I", "II", "III"]), None),  # codes are in order of appearance: I, III, II
-        ((["I", "II", "III"], ["III", "II"]), None),
-        ((["I", "III"], ["II"]), None),  # no file says where II stands
-        ((["I", "II", "III"], ["I", "II", "III", "unordered"]), None),
+        (("I II III", "I II III"), "I II III"),
+        (("I II III", "II III"), "I II III"),  # as a subset of cells is written
+        (("I III", "I II III"), "I II III"),
+        (("I II", "II III"), "I II III"),
+        (("II III", "", "I II"), "I II III"),
+        (("", "I II III"), "I II III"),
+        (("I II III", "III II"), None),
+        (("I III", "II"), None),  # no file says where II stands
+        (("I II", "I III"), None),
+        (("I II III", "I II III unordered"), None),
     ],
 )
-def test_ordered_categories_of_several_files(tmp_path: Path, parts: Any, rows: list[int] | None) -> None:
-    """They are compared by an order that the files agree on; if there is none, they have none."""
-    paths = []
-    for number, names in enumerate(parts):
-        known = [name for name in names if name != "unordered"]
+def test_ordered_categories_of_several_files(tmp_path: Path, parts: Any, order: str | None) -> None:
+    """They are compared, and coded, by an order that the files make up; if there is none, they have none."""
+    paths, values = [], []
+    for number, text in enumerate(parts):
+        known = [name for name in text.split() if name != "unordered"]
         codes = [*range(len(known)), *[-1] * (3 - len(known))]
-        grade = pd.Categorical.from_codes(codes, pd.Index(known, dtype=object), ordered=len(known) == len(names))
+        grade = pd.Categorical.from_codes(codes, pd.Index(known, dtype=object), ordered="unordered" not in text)
         cells = anndata.AnnData(np.eye(3, dtype=np.float32), pd.DataFrame({"grade": grade}, index=list("xyz")))
+        values += list(grade)
         paths.append(tmp_path / f"{number}.h5ad")
         cells.write_h5ad(paths[-1])
-    if rows is None:
-        with pytest.raises(gpuload.PlanError, match="holds text, which has no order"):
-            gpuload.open_loader(paths, where="grade >= 'II'")
-        return
-    with gpuload.open_loader(paths, where="grade >= 'II'", shuffle=False, batch_size=9) as loader:
-        np.testing.assert_array_equal(next(iter(loader)).rows, rows)
+    gpuload.pack(paths, tmp_path / "packed.zarr", keep_order=True)
+    for given in (paths, tmp_path / "packed.zarr"):
+        with gpuload.open_loader(given, obs="grade", shuffle=False, batch_size=9) as loader:
+            obs = loader.obs["grade"]
+            assert obs.cat.ordered == (order is not None)
+            assert obs.astype(object).tolist() == pd.Series(values, dtype=object).tolist()
+            assert order is None or obs.cat.categories.tolist() == order.split()
+        if order is None:
+            with pytest.raises(gpuload.PlanError, match="holds text, which has no order"):
+                gpuload.open_loader(given, where="grade >= 'II'")
+            continue
+        with gpuload.open_loader(given, where="grade >= 'II'", shuffle=False, batch_size=9) as loader:
+            np.testing.assert_array_equal(next(iter(loader)).rows, np.flatnonzero(np.isin(values, ["II", "III"])))
+
+
+def test_an_order_is_kept_by_other_codes_in_that_order(plain: Stored) -> None:
+    for known, is_ordered in ((["late", "unknown", "mid"], True), (["mid", "late"], False), (["early"], True)):
+        with gpuload.open_loader(plain.path, obs="stage", categories={"stage": known}) as loader:
+            assert loader.obs["stage"].cat.ordered == is_ordered
+            assert loader.obs["stage"].cat.categories.tolist() == known
 
 
 def test_ordered_numbers_compare_by_size(tmp_path: Path) -> None:
