@@ -138,7 +138,7 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
         cells: Any = None,
         *,
         layer: str | Sequence[str] = "X",
-        modality: str = "",
+        modality: str | None = "",
         storage_options: Mapping[str, Any] | None = None,
     ) -> Split:
         """Load a split written by `save`, and check that it belongs to `cells`, if given, as `check` does.
@@ -179,7 +179,7 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
         cells: Any,
         *,
         layer: str | Sequence[str] = "X",
-        modality: str = "",
+        modality: str | None = "",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Raise PlanError if the files differ from those that were split, in name, order or number of cells.
@@ -212,7 +212,7 @@ def split(
     where: str | None = None,
     seed: int = 0,
     layer: str | Sequence[str] = "X",
-    modality: str = "",
+    modality: str | None = "",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Split:
     """Split cells, or whole groups of cells, into named parts.
@@ -311,7 +311,7 @@ def subsample(
     keep: str | None = None,
     seed: int = 0,
     layer: str | Sequence[str] = "X",
-    modality: str = "",
+    modality: str | None = "",
     storage_options: Mapping[str, Any] | None = None,
 ) -> NDArray[np.int64]:
     """Draw at most `n` cells of each group at random, for `gpuload.Subset`: smaller data, or less of what abounds.
@@ -409,7 +409,7 @@ def _is_list(value: Any) -> bool:
 def _opened(
     cells: Any,
     layer: str | Sequence[str],
-    modality: str,
+    modality: str | None,
     storage_options: Mapping[str, Any] | None,
     columns: Sequence[str],
 ) -> Iterator[Store]:

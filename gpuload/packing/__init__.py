@@ -58,7 +58,7 @@ def pack(
     target: str | os.PathLike[str],
     *,
     layer: str | Sequence[str] = "X",
-    obsm: str | Sequence[str] = (),
+    obsm: str | Sequence[str] | None = (),
     join: str | Sequence[str] | None = None,
     obs: str | Sequence[str] | None = None,
     group_by: str | None = None,
@@ -144,7 +144,8 @@ def pack(
     MissingDependencyError
         `scheduler` is given and Dask is not installed.
     """
-    layers, obsm, join = check_names("layer", layer, least=1), check_names("obsm", obsm), check_join(join)
+    layers, join = check_names("layer", layer, least=1), check_join(join)
+    obsm = check_names("obsm", () if obsm is None else obsm)
     obs = None if obs is None else check_obs_names("obs", obs)
     check_bool("overwrite", overwrite)
     seed, block_size = check_seed(seed), check_whole("block_size", block_size, 1)
