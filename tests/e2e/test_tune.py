@@ -483,6 +483,7 @@ def test_tune_writes_settings_that_a_loader_accepts(run, path, tmp_path):
     assert "% of true random order's" in said
     content = json.loads(out.read_text())
     assert set(content) == {"settings", "measured"}
+    assert set(content["settings"]) == {"batch_size", "block_size", "fetch_factor", "num_threads", "prefetch"}
     assert content["measured"]["paths"] == [str(path)]
     assert content["measured"]["asked"]["memory_nbytes"] == int(0.2 * (1 << 30))
     with gpuload.open_loader(path, settings=out) as loader:
