@@ -492,7 +492,7 @@ def test_empty_and_bytes_paths_are_refused(paths: Any, told: str) -> None:
 
 
 def test_no_paths() -> None:
-    assert_refused("StoreError", [], "paths", "at least one")
+    assert_refused("PlanError", [], "paths", "at least one")
 
 
 def test_neither_a_matrix_nor_csr(tmp_path: Path) -> None:
