@@ -139,12 +139,12 @@ def open_loader(
     rank: int | None = None,
     world_size: int | None = None,
     uneven: str = "pad",
-    obs: str | Sequence[str] = (),
+    obs: str | Sequence[str] | None = (),
     obs_table: pd.DataFrame | None = None,
     categories: Mapping[str, Sequence[Any]] | None = None,
     layer: str | Sequence[str] = "X",
-    obsm: str | Sequence[str] = (),
-    modality: str | Sequence[str] = (),
+    obsm: str | Sequence[str] | None = (),
+    modality: str | Sequence[str] | None = (),
     genes: str | Sequence[str] | NDArray[np.bool_] | None = None,
     join: str | Sequence[str] | None = None,
     missing_genes: str = "error",
@@ -221,9 +221,9 @@ def open_loader(
         What to do when the cells do not divide evenly among the ranks: ``"pad"`` repeats, or ``"drop"`` leaves out,
         fewer than `world_size` cells per epoch.
     obs
-        One or several obs columns to return with each minibatch. Numbers and booleans are returned as they are; strings
-        and categoricals as int64 codes into `Loader.categories`, -1 for missing values. So are pandas' nullable
-        booleans; its nullable integers are float64, NaN where missing.
+        One or several obs columns to return with each minibatch; None: no columns. Numbers and booleans are returned as
+        they are; strings and categoricals as int64 codes into `Loader.categories`, -1 for missing values. So are
+        pandas' nullable booleans; its nullable integers are float64, NaN where missing.
     obs_table
         Further columns, which `obs`, `where` and samplers name like those of the files; a column in both is taken from
         the table. Rows are matched by the index: names of cells, in any order, or integers, which are row numbers over
@@ -238,13 +238,13 @@ def open_loader(
         ``"X"``, ``"raw.X"``, or the name of a layer. Of several, the first becomes ``batch.X`` and the others
         ``batch.layers[name]``, with the same `genes` (raw.X has its own genes), `output` and `dtype`.
     obsm
-        Keys of obsm, returned as dense ``batch.obsm[name]``, float32 unless `dtype` is float64. Cells may have arrays
-        of any shape there, such as images: (n, 3, 64, 64). ``layer="obsm/<name>"`` returns such a matrix alone, as
-        ``batch.X``.
+        Keys of obsm, or None, returned as dense ``batch.obsm[name]``, float32 unless `dtype` is float64. Cells may have
+        arrays of any shape there, such as images: (n, 3, 64, 64). ``layer="obsm/<name>"`` returns such a matrix alone,
+        as ``batch.X``.
     modality
-        Modalities of .h5mu files, or members of a mapping (by default all of them). Of several, `layer`, `obsm`, `obs`
-        and `genes` refer to the first, and ``batch.modalities[name]`` holds the X of each of the others with all of its
-        genes and the same `output` and `dtype`. All must have the same cell names in the same order.
+        Modalities of .h5mu files, or members of a mapping (by default, or if None, all of them). Of several, `layer`,
+        `obsm`, `obs` and `genes` refer to the first, and ``batch.modalities[name]`` holds the X of each of the others
+        with all of its genes and the same `output` and `dtype`. All must have the same cell names in the same order.
     genes
         Gene names in a list, returned in the order given; or a boolean mask over all genes, in file order; or a
         condition on columns of var, written like `where`, also in file order: ``"highly_variable"``,
@@ -356,13 +356,13 @@ def open_loader(
     block_size = opening.block_size_for(sampler, block_size)
     check_choice("output", output, ("dense", "csr"))
     dtype = opening.check_dtype(dtype, output)
-    layers, obsm = check_names("layer", layer, least=1), check_names("obsm", obsm)
+    layers, obsm = check_names("layer", layer, least=1), check_names("obsm", () if obsm is None else obsm)
     modalities = check_modalities(modality, paths)
     transform = check_transform(transform, layers, modalities[1:])
     join = check_join(join, fills=check_missing_genes(missing_genes, genes, join))
     wanted = None if where is None else parse_where(where)
     wanted_genes = parse_where(genes, "genes") if isinstance(genes, str) else None
-    obs = check_obs_names("obs", obs)
+    obs = check_obs_names("obs", () if obs is None else obs)
     meant = opening.check_categories(categories, obs)
     from gpuload.backends import open_backend
     from gpuload.formats import open_matrices, read_obs_names

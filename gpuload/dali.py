@@ -128,6 +128,10 @@ def output_names(loader: Loader) -> list[str]:
     return [*loader.tables, *loader.obs_dtypes, "rows"]
 
 
+_default_names = output_names
+"""The same function where an argument has its name."""
+
+
 def cells(loader: Loader) -> list[Any]:
     """Return the outputs of an external source over a loader, for use inside a ``@pipeline_def`` function.
 
@@ -262,7 +266,7 @@ class CellIterator:
         _complete_torch_types()
         dtypes = [] if pipeline is not None else _output_dtypes(loader)
         n_outputs = len(dtypes) if pipeline is None else _n_outputs(pipeline, loader)
-        names = list(output_names or globals()["output_names"](loader))
+        names = list(output_names or _default_names(loader))
         if len(set(names)) != len(names):
             raise PlanError(f"output_names={names!r}: a name occurs twice; give each output its own.")
         if len(names) != n_outputs:

@@ -217,7 +217,8 @@ def _loader_of(
     if isinstance(given, Mapping):
         wanted = dict(given)
         if part != "train" and "categories" not in (settled := fill_in(open_loader, wanted)):
-            names = check_obs_names("obs", settled.get("obs", ()))
+            obs = settled.get("obs")
+            names = check_obs_names("obs", () if obs is None else obs)
             wanted["categories"] = {name: categories[name] for name in names if name in categories}
         sampler = wanted.get("sampler")
         if part != "train" and (sampler is None or (isinstance(sampler, Subset) and sampler.inner is None)):

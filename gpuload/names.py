@@ -18,7 +18,7 @@ def obs_names(
     paths: Any,
     *,
     layer: str | Sequence[str] = "X",
-    modality: str = "",
+    modality: str | None = "",
     storage_options: Mapping[str, Any] | None = None,
 ) -> NDArray[np.object_]:
     """Return the names (barcodes) of all cells, by row number: ``obs_names(paths)[batch.rows]`` are a minibatch's.

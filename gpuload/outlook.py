@@ -293,8 +293,7 @@ def open_part(store: Store, plan: Plan, form: Form, prefetch: int, *, device: st
     """
     backend = open_backend(device, num_threads=num_threads, verify="never", values=resident_dtype(form.dtype))
     with closed_on_error(backend):
-        borrowed = replace(store, sources=(), file_sources=())
-        return Loader({"X": Table(borrowed, form, store.var_names)}, backend, plan, prefetch)
+        return Loader({"X": Table(store.borrowed(), form, store.var_names)}, backend, plan, prefetch)
 
 
 def measure_pace(

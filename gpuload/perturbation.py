@@ -165,13 +165,13 @@ def knockdown(
     column: str,
     *,
     control: Any,
-    match: str | Sequence[str] = (),
+    match: str | Sequence[str] | None = (),
     targets: Mapping[Any, str] | None = None,
     residual_expression: float = 0.3,
     cell_residual_expression: float = 0.5,
     min_cells: int = 30,
     layer: str = "X",
-    modality: str = "",
+    modality: str | None = "",
     join: str | Sequence[str] | None = None,
     obs_table: pd.DataFrame | None = None,
     where: str | None = None,
@@ -199,7 +199,7 @@ def knockdown(
     match
         Columns of obs: cells are compared with the controls that have the same values, for example those of the same
         cell line, and perturbations are kept or not in each such group. Cells with a missing value are not kept. By
-        default there are none, and cells are compared with all controls.
+        default, or if None, cells are compared with all controls.
     targets
         The name of the gene for each value of `column`, where this is not the name itself: ``{"TP53_guide2": "TP53"}``.
         Values that it lacks are themselves names of genes, or of none.
@@ -245,7 +245,7 @@ def knockdown(
     apply it to log-normalised counts. Perturbations whose target is not among the genes are not kept, and a warning
     names some. Sums are float64.
     """
-    match = check_obs_names("match", match)
+    match = check_obs_names("match", () if match is None else match)
     if not isinstance(column, str) or not column:
         raise PlanError(f"column={shown(column)}: expected the name of an obs column.")
     if not isinstance(layer, str):

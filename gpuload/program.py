@@ -18,6 +18,16 @@ from gpuload.where import parse as parse_where
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+DONE, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes of a program: its work is done; a problem with the data or the machine; wrong use; Ctrl-C."""
+
+
+def code_of(error: BaseException) -> int:
+    """Return the exit code of a program that an error stopped."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return WRONG_USE if isinstance(error, PlanError) else FAILED
+
 
 def exit_code(
     program: str,
@@ -32,15 +42,15 @@ def exit_code(
     """
     try:
         work()
-    except KeyboardInterrupt:
-        code, said = 130, interrupted
+    except KeyboardInterrupt as error:
+        code, said = code_of(error), interrupted
     except Exception as error:
         found = str(error) if isinstance(error, (GpuloadError, OSError)) else sentence_of(error)
         if found is None:
             raise
-        code, said = 2 if isinstance(error, PlanError) else 1, found
+        code, said = code_of(error), found
     else:
-        return 0
+        return DONE
     print(f"{program}: {said}", file=sys.stderr)
     return code
 

@@ -1,7 +1,11 @@
-"""Byte sources: a file on disk, or a buffer in memory; and how a file is replaced. No format, no decoding."""
+"""Byte sources: a file on disk, or a buffer in memory; and how files of our own are read and replaced.
+
+No format of cells, no decoding.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from contextlib import contextmanager
@@ -13,7 +17,7 @@ import numpy as np
 from gpuload.errors import ReadError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -243,3 +247,33 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def saving(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Give a file to write to, which then replaces `path`; raise ReadError if it cannot be written."""
+    try:
+        with replacing(path) as beside, beside.open("wb") as file:
+            yield file
+    except OSError as error:
+        raise ReadError(f"{os.fspath(path)}: cannot be written: {error.strerror}. Choose another place.") from error
+
+
+@contextmanager
+def loading_npz(
+    path: str | os.PathLike[str], refusal: Callable[[Exception], Exception]
+) -> Iterator[Mapping[str, NDArray[Any]]]:
+    """Give the arrays of an .npz file, without pickles; raise ReadError if it cannot be opened or read.
+
+    Raise what `refusal` makes of any other error, also of those of the with-block: a damaged file can make NumPy,
+    zipfile and zlib raise almost anything.
+    """
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            yield arrays
+    except OSError as error:
+        if error.errno in (None, errno.EINVAL):  # for a damaged file, zipfile seeks to before its start
+            raise refusal(error) from error
+        raise ReadError(f"{os.fspath(path)}: cannot be read: {error.strerror}. Check the path.") from error
+    except Exception as error:
+        raise refusal(error) from error

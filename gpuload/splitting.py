@@ -11,7 +11,6 @@ when groups are dealt, also with the files, or the cells in them, in another ord
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,9 +23,9 @@ import numpy as np
 from gpuload.checks import check_names, check_obs_names, check_seed, check_whole, is_number
 from gpuload.concat import UNCOMPARED
 from gpuload.dealing import deal_cells, deal_groups, draw_of_each, group_by, hash_of, label_of, targets
-from gpuload.errors import PlanError, ReadError, StoreError, shown
+from gpuload.errors import PlanError, StoreError, shown
 from gpuload.loader import Loader
-from gpuload.source import replacing
+from gpuload.source import loading_npz, saving
 from gpuload.store import Store
 from gpuload.tables import check_modalities
 from gpuload.where import parse as parse_where
@@ -122,7 +121,6 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
         ReadError
             It cannot be written.
         """
-        path = os.fspath(path)
         about = {
             "gpuload_split": VERSION,
             "names": self.names,
@@ -130,11 +128,8 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
             "files": self.files,
             "settings": dict(self.settings),
         }
-        try:
-            with replacing(path) as beside, beside.open("wb") as file:
-                np.savez_compressed(file, part=self.part, about=np.array(json.dumps(about)))
-        except OSError as error:
-            raise ReadError(f"{path}: cannot be written: {error.strerror}. Choose another place.") from error
+        with saving(path) as file:
+            np.savez_compressed(file, part=self.part, about=np.array(json.dumps(about)))
 
     @classmethod
     def load(
@@ -143,7 +138,7 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
         cells: Any = None,
         *,
         layer: str | Sequence[str] = "X",
-        modality: str = "",
+        modality: str | None = "",
         storage_options: Mapping[str, Any] | None = None,
     ) -> Split:
         """Load a split written by `save`, and check that it belongs to `cells`, if given, as `check` does.
@@ -158,10 +153,8 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
             It belongs to other cells; see `check`.
         """
         path = os.fspath(path)
-        try:
-            with open(path, "rb") as opened:
-                file = np.load(opened, allow_pickle=False)
-                part, about = file["part"], json.loads(str(file["about"]))
+        with loading_npz(path, lambda _: _not_a_split(path)) as file:
+            part, about = file["part"], json.loads(str(file["about"]))
             version = about["gpuload_split"]
             split = cls(
                 tuple(about["names"]),
@@ -170,12 +163,6 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
                 tuple((str(name), int(n)) for name, n in about["files"]),
                 about["settings"],
             )
-        except OSError as error:
-            if error.errno == errno.EINVAL:  # for a damaged file, zipfile seeks to before its start
-                raise _not_a_split(path) from error
-            raise ReadError(f"{path}: cannot be read: {error.strerror}. Check the path.") from error
-        except Exception as error:  # a damaged file can make NumPy, zipfile and zlib raise almost anything
-            raise _not_a_split(path) from error
         if version != VERSION:
             raise StoreError(
                 f"{path}: a split of version {version!r}; this gpuload reads version {VERSION}: update it."
@@ -192,7 +179,7 @@ class Split(Mapping[str, "NDArray[np.int64]"]):
         cells: Any,
         *,
         layer: str | Sequence[str] = "X",
-        modality: str = "",
+        modality: str | None = "",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Raise PlanError if the files differ from those that were split, in name, order or number of cells.
@@ -225,7 +212,7 @@ def split(
     where: str | None = None,
     seed: int = 0,
     layer: str | Sequence[str] = "X",
-    modality: str = "",
+    modality: str | None = "",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Split:
     """Split cells, or whole groups of cells, into named parts.
@@ -325,7 +312,7 @@ def subsample(
     keep: str | None = None,
     seed: int = 0,
     layer: str | Sequence[str] = "X",
-    modality: str = "",
+    modality: str | None = "",
     storage_options: Mapping[str, Any] | None = None,
 ) -> NDArray[np.int64]:
     """Draw at most `n` cells of each group at random, for `gpuload.Subset`: smaller data, or less of what abounds.
@@ -423,7 +410,7 @@ def _is_list(value: Any) -> bool:
 def _opened(
     cells: Any,
     layer: str | Sequence[str],
-    modality: str,
+    modality: str | None,
     storage_options: Mapping[str, Any] | None,
     columns: Sequence[str],
 ) -> Iterator[Store]:

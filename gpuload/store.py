@@ -204,8 +204,10 @@ class Store:
     ----------
     matrices
         One per file, all of one kind; without an `alignment`, also of one width.
+    sources
+        Those that it closes.
     file_sources
-        The sources of each file; by default, all sources.
+        The sources of each file, which are looked at for changes; by default, all sources.
     var_ids : (n_vars,) object, optional
         Alternative gene names, if the file has both names and ids; genes may be chosen by either.
     alignment
@@ -242,8 +244,10 @@ class Store:
         rows, widths = np.array([(m.n_rows, m.n_vars) for m in self.matrices], dtype=np.int64).reshape(-1, 2).T
         object.__setattr__(self, "file_start", np.append(0, np.cumsum(rows)))
         object.__setattr__(self, "_widths", widths)
-        if len(self.file_sources) != len(self.matrices):
+        if not self.file_sources:
             object.__setattr__(self, "file_sources", (self.sources,) * len(self.matrices))
+        if len(self.file_sources) != len(self.matrices):
+            raise ValueError(f"file_sources: they are of {len(self.file_sources)} files, not {len(self.matrices)}.")
         layouts = [matrix.layouts for matrix in self.matrices]
         if not self.joined.is_of(layouts):  # not given, or `replace` changed the matrices
             object.__setattr__(self, "joined", Joined.apart(layouts))
@@ -380,6 +384,10 @@ class Store:
             }
             for path, matrix in zip(self.paths, self.matrices, strict=True)
         ]
+
+    def borrowed(self) -> Store:
+        """Return the same cells as a store that closes no source: for a loader after which this one stays open."""
+        return replace(self, sources=())
 
     def end_waits(self) -> None:
         """Make reads that are waiting for a network fail, so that closing the backend need not wait for them."""

@@ -21,6 +21,8 @@ from gpuload.sampling import BlockShuffle, Sequential, selected
 try:
     import torch
     from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+    # PyTorch documents that its collate functions may be added to, but has no public name for their table.
     from torch.utils.data._utils.collate import collate, default_collate_fn_map
     from torch.utils.dlpack import from_dlpack
 except ImportError as error:

@@ -14,7 +14,7 @@ import platform
 import time
 from bisect import bisect_right
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,9 @@ _HELD_BATCHES = 12
 
 _TUNED = ("block_size", "fetch_factor", "num_threads", "prefetch")
 """The settings that a trial's key holds."""
+
+_WISHED = ("layer", "join", "output", "dtype", "device")
+"""What a wish has in common with the arguments of `gpuload.open_loader`, and with their defaults."""
 
 _WHOLE_FETCHES = 2
 
@@ -243,8 +246,8 @@ class _Turns:
 def _settings(best: Trial, wish: Wish) -> dict[str, Any]:
     """Return keyword arguments: the tuned settings, and the requested ones that are not defaults."""
     tuned = {"batch_size": wish.batch_size, **dict(zip(_TUNED, best.key, strict=True))}
-    given = {"layer": wish.layer, "join": wish.join, "output": wish.output, "dtype": wish.dtype, "device": wish.device}
-    return tuned | {name: value for name, value in given.items() if value != getattr(Wish(1), name)}
+    wished = [field for field in fields(wish) if field.name in _WISHED and getattr(wish, field.name) != field.default]
+    return tuned | {field.name: getattr(wish, field.name) for field in wished}
 
 
 class Bench:

@@ -366,10 +366,13 @@ def order_of(path: Path) -> NDArray[np.int64]:
 
 def test_row_order_depends_on_seed_and_keep_order(source: Path, tmp_path: Path) -> None:
     orders = {}
-    for name, settings in {"a": {}, "b": {}, "c": {"seed": 1}, "kept": {"keep_order": True}}.items():
+    of_numpy = {"seed": np.int64(1), "block_size": np.int64(64)}
+    each = {"a": {}, "b": {}, "c": {"seed": 1}, "numpy": of_numpy, "kept": {"keep_order": True}}
+    for name, settings in each.items():
         gpuload.pack(source, tmp_path / name, **settings)  # type: ignore[arg-type]
         orders[name] = order_of(tmp_path / name)
     np.testing.assert_array_equal(orders["a"], orders["b"])
+    np.testing.assert_array_equal(orders["c"], orders["numpy"])
     assert (orders["a"] != orders["c"]).mean() > 0.9
     assert (orders["a"] != orders["kept"]).mean() > 0.9
     np.testing.assert_array_equal(orders["kept"], np.arange(400))

@@ -128,7 +128,7 @@ def test_x_stays_x_whatever_the_layer_order(source: Path, tmp_path: Path) -> Non
     found = read(tmp_path / "one.zarr")
     np.testing.assert_array_equal(dense(found.X), dense(adata.X))
     np.testing.assert_array_equal(dense(found.layers["spliced"]), dense(adata.layers["spliced"]))
-    gpuload.pack(source, tmp_path / "two.zarr", layer=["spliced", "dense"], keep_order=True)
+    gpuload.pack(source, tmp_path / "two.zarr", layer=["spliced", "dense"], obsm=None, keep_order=True)
     found = read(tmp_path / "two.zarr")
     np.testing.assert_array_equal(dense(found.X), dense(adata.layers["spliced"]))
     assert named(found.layers) == {"dense"}

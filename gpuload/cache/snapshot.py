@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gpuload.cache.order import MODES
 from gpuload.cache.reading import Sample, SampleReader, assemble, check_reading
-from gpuload.checks import check_choice, check_int64, check_seed, check_share, check_whole, is_whole
+from gpuload.checks import check_bool, check_choice, check_int64, check_seed, check_share, check_whole, is_whole
 from gpuload.errors import BusyError, CorruptDataError, PlanError, ReadError, StoreError
 from gpuload.threads import PATIENCE_S, DaemonThreads, OneAtATime
 
@@ -131,6 +131,7 @@ class Snapshot:
             A sample cannot be read or decoded; raised after the batches before it.
         """
         check_reading(decode, verify, on_error)
+        check_bool("drop_last", drop_last)
         batch_size, prefetch = check_whole("batch_size", batch_size, 1), check_whole("prefetch", prefetch, 1)
         num_threads, max_skipped = check_whole("num_threads", num_threads, 1), check_share("max_skipped", max_skipped)
         if self._is_closed:

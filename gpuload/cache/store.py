@@ -22,7 +22,7 @@ from gpuload.cache.reading import no_copy
 from gpuload.cache.reads import Reads
 from gpuload.cache.room import Room
 from gpuload.cache.snapshot import Snapshot, settled
-from gpuload.checks import check_choice, check_int64, check_seconds, check_share, check_whole, parse_nbytes
+from gpuload.checks import check_bool, check_choice, check_int64, check_seconds, check_share, check_whole, parse_nbytes
 from gpuload.distributed import rank_and_world_size
 from gpuload.errors import BusyError, GpuloadError, PlanError, ReadError, StoreError, first_line, shown
 from gpuload.remote import FolderRemote, as_remote
@@ -152,6 +152,7 @@ class SampleStore:
         max_failures: int = 4,
     ) -> None:
         check_choice("policy", policy, POLICIES)
+        check_bool("fetch", fetch)
         n_processes = check_whole("n_processes", n_processes, 0, most=_MOST_PROCESSES)
         hung_s = check_seconds("hung_s", hung_s, may_be_0=False)
         self._settings = Settings(

@@ -17,13 +17,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from gpuload import __version__
-from gpuload.errors import GpuloadError, PlanError, nearest
+from gpuload.errors import GpuloadError, nearest
+from gpuload.program import DONE, WRONG_USE, code_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import FrameType
 
-DONE, FAILED, WRONG_USE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+BROKEN_PIPE = 141
 
 COMMANDS = {
     "demo": "train on minibatches from files on disk, read in three orders, and compare the results",
@@ -69,10 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(exit_.code or DONE)
     except GpuloadError as error:
         print(f"gpuload {args.command}: {error}", file=sys.stderr)
-        return WRONG_USE if isinstance(error, PlanError) else FAILED
-    except KeyboardInterrupt:
+        return code_of(error)
+    except KeyboardInterrupt as error:
         print("gpuload: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return code_of(error)
     except OSError as error:
         is_unread = isinstance(error, BrokenPipeError)  # the reader is gone
         if not is_unread:
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(end="", flush=True)
         except OSError:  # keep the interpreter from failing again when it flushes at exit
             sys.stdout = None
-        return BROKEN_PIPE if is_unread else FAILED
+        return BROKEN_PIPE if is_unread else code_of(error)
 
 
 @contextlib.contextmanager

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import CorruptDataError, PlanError
+from gpuload.errors import CorruptDataError, PlanError, first_line
 from gpuload.estimators.arrays import open_engine
 from gpuload.estimators.passes import Passes
 from gpuload.loader import Loader
-from gpuload.source import replacing
+from gpuload.source import loading_npz, saving
 
 if TYPE_CHECKING:
     import os
@@ -81,13 +80,21 @@ class Estimator:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write parameters and learned state to an .npz file (no pickles), atomically replacing an existing file."""
+        """Write parameters and learned state to an .npz file (no pickles), atomically replacing an existing file.
+
+        Raises
+        ------
+        PlanError
+            The estimator is not fitted.
+        ReadError
+            The file cannot be written.
+        """
         learnt = {k: v for k, v in vars(self).items() if k.endswith("_") and not k.startswith("_")}
         if not learnt:
             raise PlanError(f"{type(self).__name__} is not fitted; call fit first.")
         params = {k: v.item() if isinstance(v, np.generic) else v for k, v in self.get_params().items()}
         about = json.dumps({"estimator": type(self).__name__, "params": params})
-        with replacing(path) as beside, beside.open("wb") as file:
+        with saving(path) as file:
             np.savez(file, **{"about": np.array(about), **{k: np.asarray(v) for k, v in learnt.items()}})  # type: ignore[arg-type]
 
     @classmethod
@@ -96,18 +103,22 @@ class Estimator:
 
         Raises
         ------
+        ReadError
+            The file cannot be opened.
         CorruptDataError
             The file was not written by this class's `save`, is damaged, or was written by a newer version.
         """
-        try:
-            with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as stored:
-                about = json.loads(str(stored["about"]))
-                learnt = {k: stored[k] for k in stored.files if k != "about"}
-                kind, params = about["estimator"], dict(about["params"])
-        except Exception as error:  # a damaged file can make NumPy, zipfile and zlib raise almost anything
-            raise CorruptDataError(
-                f"{path}: not a saved {cls.__name__}, or a damaged one ({error}); write it again with save()."
-            ) from error
+
+        def not_saved(error: Exception) -> CorruptDataError:
+            return CorruptDataError(
+                f"{path}: not a saved {cls.__name__}, or a damaged one ({first_line(error)}); write it again with "
+                "save()."
+            )
+
+        with loading_npz(path, not_saved) as stored:
+            about = json.loads(str(stored["about"]))
+            learnt = {name: values for name, values in stored.items() if name != "about"}
+            kind, params = about["estimator"], dict(about["params"])
         if kind != cls.__name__:
             raise CorruptDataError(f"{path}: holds a {kind}, not a {cls.__name__}; load it with that.")
         if unknown := sorted(params.keys() - set(cls._names())):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.concat import concat, join_arrays, stored_columns, with_columns
-from gpuload.errors import CorruptDataError, GpuloadError, StoreError
+from gpuload.errors import CorruptDataError, GpuloadError, PlanError, StoreError
 from gpuload.folder_source import FolderSource
 from gpuload.formats.addresses import Address, check_given, child_of
 from gpuload.formats.arrays import OBSM, as_strings, no_var, numbered
@@ -87,7 +87,7 @@ def open_matrices(
     StoreError, ReadError, CorruptDataError
         As for `open_store`; or modalities are missing, or do not have the same cells in the same order.
     PlanError
-        `obs_table` does not fit the cells.
+        As for `open_store`; or `obs_table` does not fit the cells.
     """
     in_table = () if obs_table is None else check_obs_table(obs_table[0])
     first = _of_modality(paths, modalities[0]) if modalities else paths
@@ -140,6 +140,8 @@ def open_store(paths: Any, *, layer: str, obs: Sequence[str], join: Join = None,
 
     Raises
     ------
+    PlanError
+        There are no paths, or one is neither a path nor cells.
     StoreError
         A file's format is unknown, it lacks what was requested, or it does not agree with the others.
     ReadError
@@ -331,7 +333,7 @@ def _open(cells: Any, place: int | None, layer: str, obs: Sequence[str], var: Se
 
 
 def _parts(paths: Any) -> list[Any]:
-    """Return the given files, as str, and cells in memory as a list; raise StoreError if there are none."""
+    """Return the given files, as str, and cells in memory as a list; raise PlanError if there are none."""
     check_given(paths)
     is_one = isinstance(paths, (str, os.PathLike)) or is_anndata(paths) or is_matrix(paths)
     is_list = hasattr(paths, "__iter__") and len(getattr(paths, "shape", ())) < 2
@@ -343,7 +345,7 @@ def _parts(paths: Any) -> list[Any]:
     is_far = _is_far(given)
     parts = list(chain.from_iterable(each_of(given, stands_for, is_far=True) if is_far else map(stands_for, given)))
     if not parts:
-        raise StoreError("paths=[]: expected at least one file or folder.")
+        raise PlanError("paths=[]: expected at least one file or folder.")
     return parts
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.errors import StoreError, shown
+from gpuload.errors import PlanError, StoreError, shown
 from gpuload.formats import arrays
 from gpuload.source import BufferSource, closed_on_error
 from gpuload.store import CsrMatrix, Store
@@ -59,8 +59,10 @@ def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]
 
     Raises
     ------
+    PlanError
+        It is nothing of these.
     StoreError
-        Its type is unsupported, rows cannot be read from its form, or it lacks what was requested.
+        Rows cannot be read from its form, or it lacks what was requested.
     CorruptDataError
         Its parts do not fit together.
     """
@@ -74,7 +76,7 @@ def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]
     if not is_matrix(cells):
         cure = "; of a data frame of genes, pass anndata.AnnData(frame)" if hasattr(cells, "iloc") else ""
         cure = "; of an AnnCollection, pass its adatas, a list" if hasattr(cells, "adatas") else cure
-        raise StoreError(
+        raise PlanError(
             f"paths{'' if place is None else f'[{place}]'}={shown(cells)}: expected a path, an AnnData, a SciPy CSR "
             f"matrix or a NumPy array{cure}."
         )

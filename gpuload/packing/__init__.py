@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.alignment import check_join
-from gpuload.checks import check_bool, check_choice, check_names, check_obs_names, check_whole, parse_nbytes
+from gpuload.checks import (
+    check_bool,
+    check_choice,
+    check_names,
+    check_obs_names,
+    check_seed,
+    check_whole,
+    parse_nbytes,
+)
 from gpuload.errors import PlanError, ReadError, shown
 
 if TYPE_CHECKING:
@@ -50,7 +58,7 @@ def pack(
     target: str | os.PathLike[str],
     *,
     layer: str | Sequence[str] = "X",
-    obsm: str | Sequence[str] = (),
+    obsm: str | Sequence[str] | None = (),
     join: str | Sequence[str] | None = None,
     obs: str | Sequence[str] | None = None,
     group_by: str | None = None,
@@ -136,10 +144,12 @@ def pack(
     MissingDependencyError
         `scheduler` is given and Dask is not installed.
     """
-    layers, obsm, join = check_names("layer", layer, least=1), check_names("obsm", obsm), check_join(join)
+    layers, join = check_names("layer", layer, least=1), check_join(join)
+    obsm = check_names("obsm", () if obsm is None else obsm)
     obs = None if obs is None else check_obs_names("obs", obs)
     check_bool("overwrite", overwrite)
-    memory_nbytes = _check_settings(group_by, keep_order, seed, codec, block_size, memory, num_threads)
+    seed, block_size = check_seed(seed), check_whole("block_size", block_size, 1)
+    memory_nbytes = _check_settings(group_by, keep_order, codec, memory, num_threads)
     from gpuload.packing import job as jobs
     from gpuload.packing import workplace
     from gpuload.packing.cluster import connect
@@ -190,9 +200,7 @@ def pack(
 def _check_settings(
     group_by: str | None,
     keep_order: bool,
-    seed: int,
     codec: str,
-    block_size: int,
     memory: int | str,
     num_threads: int | None,
 ) -> int:
@@ -203,8 +211,7 @@ def _check_settings(
         raise PlanError(f"group_by={shown(group_by)}: expected the name of an obs column, or None.")
     if keep_order and group_by is not None:
         raise PlanError(f"group_by={group_by!r} with keep_order=True: two orders; drop one.")
-    for name, value, least in (("seed", seed, 0), ("block_size", block_size, 1), ("num_threads", num_threads or 1, 1)):
-        check_whole(name, value, least)
+    check_whole("num_threads", num_threads or 1, 1)
     nbytes = parse_nbytes("memory", memory)
     if nbytes < MIN_MEMORY:
         raise PlanError(f"memory={memory!r}: expected at least {MIN_MEMORY >> 20}MiB.")

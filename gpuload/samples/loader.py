@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.backends.buffers import BufferPool
-from gpuload.checks import check_choice, check_seed, check_share, check_whole, is_whole
+from gpuload.checks import check_bool, check_choice, check_seed, check_share, check_whole, is_whole
 from gpuload.errors import PlanError, shown
 from gpuload.machine import usable_cores
 from gpuload.permute import Permutation
@@ -99,6 +99,8 @@ class SampleLoader:
         batch_size, num_workers = check_whole("batch_size", batch_size, 1), check_whole("num_workers", num_workers, 1)
         prefetch = None if prefetch is None else check_whole("prefetch", prefetch, 1)
         in_flight, seed = check_whole("in_flight", in_flight, 1, most=MOST_IN_FLIGHT), check_seed(seed)
+        check_bool("shuffle", shuffle)
+        check_bool("drop_last", drop_last)
         if not hasattr(samples, "is_remote"):
             raise PlanError(
                 f"SampleLoader: expected a SampleSet, and found {shown(samples)}; make one with "

@@ -22,7 +22,7 @@ import pandas as pd
 import pytest
 from scipy.sparse import csr_matrix
 
-from gpuload import ReadError, StoreError, open_loader
+from gpuload import BusyError, DeviceError, PlanError, ReadError, StoreError, open_loader, program
 from gpuload.cli import COMMANDS, advice, demo, doctor, inspect, machine, main, real_data, text
 from gpuload.errors import CorruptDataError, MissingDependencyError
 from gpuload.formats.obs import write_h5ad
@@ -168,6 +168,27 @@ def test_contradictory_settings_are_a_usage_error(run, path):
     code, _, err = run("bench", path, "--output", "csr", "--dtype", "float16")
     assert code == 2
     assert err.startswith("gpuload bench: dtype='float16' with output='csr'")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PlanError("x"), 2),
+        (StoreError("x"), 1),
+        (BusyError("x"), 1),
+        (DeviceError("x"), 1),
+        (OSError(28, "x"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_commands_and_example_programs_end_with_the_same_codes(run, error, code, monkeypatch, capsys):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(doctor, "run", fail)
+    assert run("doctor")[0] == program.exit_code("example", fail) == code
+    monkeypatch.setattr(program, "WRONG_USE", 3)
+    assert run("doctor")[0] == program.exit_code("example", fail) == (3 if code == 2 else code)
 
 
 # --- faults of the data ---

@@ -129,6 +129,13 @@ def test_codes_mean_the_same_in_all_parts(front, tmp_path, named):
         module.teardown()
 
 
+def test_a_part_may_have_no_columns(front, train):
+    module = attached(front.CellDataModule(train, val={**train, "obs": None}))
+    module.setup("validate")
+    assert set(next(iter(module.val_dataloader()))) == {"X", "rows"}
+    module.teardown()
+
+
 def test_module_without_a_trainer_works_as_a_loader(front, plain, train):
     module = front.CellDataModule(train)
     module.setup()

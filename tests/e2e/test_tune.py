@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import subprocess
 import sys
 from contextlib import closing
@@ -19,7 +20,7 @@ import gpuload
 from benchmarks import run_tune
 from gpuload.cli import advice, main, text
 from gpuload.diversity import entropy_of_runs, measure_entropy
-from gpuload.errors import PlanError
+from gpuload.errors import PlanError, ReadError
 from gpuload.formats import open_store
 from gpuload.formats.addresses import at_addresses
 from gpuload.formats.obs import write_h5ad
@@ -463,6 +464,21 @@ def test_trials_of_float64_read_what_is_stored(tmp_path, output):
                 np.testing.assert_array_equal(found, X[batch.rows].toarray())
 
 
+def test_a_trial_leaves_the_files_open_and_sees_that_one_changed(tmp_path):
+    paths = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"]
+    for path in paths:
+        writers.write_plain(path, writers.counts())
+    with closing(open_store(paths, layer="X", obs=())) as store:
+        form, plan = Form("dense", "float32", store.n_vars, store.columns()), Outlooks(store, 8, None).plan(16, 4)
+        opened = partial(open_part, store, plan, form, 1, device="cpu", num_threads=1)
+        for _ in range(2):
+            with opened() as loader:
+                assert sum(len(batch) for batch in loader) == store.n_obs
+        os.utime(paths[1], (0, 0))
+        with opened() as loader, pytest.raises(ReadError, match=r"b\.h5ad: the file was changed while it was open"):
+            list(loader)
+
+
 def test_tuning_without_cells_is_refused(tmp_path):
     empty = tmp_path / "empty.h5ad"
     writers.write_plain(empty, writers.counts(0, 5))
@@ -483,6 +499,7 @@ def test_tune_writes_settings_that_a_loader_accepts(run, path, tmp_path):
     assert "% of true random order's" in said
     content = json.loads(out.read_text())
     assert set(content) == {"settings", "measured"}
+    assert set(content["settings"]) == {"batch_size", "block_size", "fetch_factor", "num_threads", "prefetch"}
     assert content["measured"]["paths"] == [str(path)]
     assert content["measured"]["asked"]["memory_nbytes"] == int(0.2 * (1 << 30))
     with gpuload.open_loader(path, settings=out) as loader:

@@ -249,10 +249,20 @@ def test_obs_may_be_a_single_name(plain: Stored) -> None:
         assert list(next(iter(loader)).obs) == ["depth"]
 
 
+def test_none_is_the_default_of_what_is_named(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, obs=None, obsm=None, modality=None) as loader:
+        batch = next(iter(loader))
+    assert (batch.obs, batch.obsm, batch.modalities) == ({}, {}, {})
+    with gpuload.open_loader({"a": plain.path, "b": plain.path}, modality=None) as loader:
+        assert list(loader.tables) == ["X", "modalities/b"]
+    for modality in ("", None):
+        split = gpuload.split({"a": plain.path, "b": "nothing.h5ad"}, {"train": 1}, modality=modality)
+        assert split.counts == {"train": loader.n_obs}
+
+
 @pytest.mark.parametrize(
     ("obs", "told"),
     [
-        (None, "obs=None: expected the name of an obs column, or a list of names."),
         (5, "obs=5: expected the name of an obs column, or a list of names."),
         ({"depth"}, "obs={'depth'}: a set has no order; pass the name of an obs column, or a list of names."),
         (iter([]), "expected the name of an obs column, or a list of names."),
@@ -486,7 +496,7 @@ def test_empty_and_bytes_paths_are_refused(paths: Any, told: str) -> None:
 
 
 def test_no_paths() -> None:
-    assert_refused("StoreError", [], "paths", "at least one")
+    assert_refused("PlanError", [], "paths", "at least one")
 
 
 def test_neither_a_matrix_nor_csr(tmp_path: Path) -> None:

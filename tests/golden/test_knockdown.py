@@ -345,7 +345,9 @@ def test_modalities_are_the_first_or_the_named_one(screen: anndata.AnnData) -> N
     check(gpuload.knockdown(given, "target", modality="rna", **CONTROL), by_definition(screen))
     assert not gpuload.knockdown(given, "target", **CONTROL).perturbations["is_kept"].any()
     other.X = other.X.tocsc()  # which is refused, if it is opened
-    check(gpuload.knockdown({"rna": screen, "other": other}, "target", **CONTROL), by_definition(screen))
+    first = {"rna": screen, "other": other}
+    for modality in ("", None):
+        check(gpuload.knockdown(first, "target", modality=modality, match=None, **CONTROL), by_definition(screen))
 
 
 def test_columns_may_be_of_a_table(screen: anndata.AnnData) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import weakref
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -370,6 +371,14 @@ def test_gene_names_are_held_once(tmp_path: Path) -> None:
     finally:
         for store in stores:
             store.close()
+
+
+def test_a_store_has_sources_for_each_of_its_files(tmp_path: Path) -> None:
+    paths, _ = write(tmp_path, 2)
+    with closing(open_store(paths, layer="X", obs=())) as store:
+        assert store.borrowed().file_sources == store.file_sources == tuple((source,) for source in store.sources)
+        with pytest.raises(ValueError, match=r"file_sources: they are of 1 files, not 2\."):
+            replace(store, file_sources=store.file_sources[:1])
 
 
 def test_obs_columns_of_files_are_released_once_joined() -> None:

@@ -135,7 +135,7 @@ def test_file_without_obs_uses_row_numbers_as_names(tmp_path: Path) -> None:
 def test_missing_files_and_bad_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(gpuload.ReadError, match="no such file"):
         gpuload.obs_names(tmp_path / "missing.h5ad")
-    with pytest.raises(gpuload.StoreError, match=r"paths=\[\]"):
+    with pytest.raises(gpuload.PlanError, match=r"paths=\[\]"):
         gpuload.obs_names([])
     with pytest.raises(gpuload.PlanError, match="storage_options"):
         gpuload.obs_names(tmp_path, storage_options={"anonymous": True})

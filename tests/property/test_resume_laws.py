@@ -41,7 +41,7 @@ def make_loader(store_variant: StoreVariant) -> MakeLoader:
     def make(plan: Plan = PLAN, *, prefetch: int = 2, takes_ahead: int = 0, **faults: Any) -> Loader:
         assert plan.file_rows == store.file_rows
         backend = FakeBackend(takes_ahead=takes_ahead, **faults)
-        table = Table(replace(store, sources=(), file_sources=()), Form("dense", "float32", 1), store.var_names)
+        table = Table(replace(store, sources=(), file_sources=((),)), Form("dense", "float32", 1), store.var_names)
         return Loader({"X": table}, backend, plan, prefetch)  # type: ignore[arg-type]
 
     return make

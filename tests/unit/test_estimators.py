@@ -821,13 +821,25 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "svd.npz"
     TruncatedSVD(2, engine="numpy").fit(np.eye(5)).save(path)
     monkeypatch.setattr(np, "savez", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(gpuload.ReadError, match=r"svd\.npz: cannot be written: No space left on device\. Choose"):
         TruncatedSVD(3, engine="numpy").fit(np.eye(5)).save(path)
     assert len(TruncatedSVD.load(path).components_) == 2
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "npy", "newer", "incomplete"])
+def test_a_path_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
+    svd, nowhere = TruncatedSVD(2, engine="numpy").fit(np.eye(5)), tmp_path / "none" / "svd.npz"
+    with pytest.raises(gpuload.ReadError) as caught:
+        svd.save(nowhere)
+    assert str(caught.value) == f"{nowhere}: cannot be written: No such file or directory. Choose another place."
+    with pytest.raises(gpuload.ReadError) as caught:
+        TruncatedSVD.load(nowhere)
+    assert str(caught.value) == f"{nowhere}: cannot be read: No such file or directory. Check the path."
+    with pytest.raises(gpuload.ReadError, match=r": cannot be read: Is a directory\. Check the path\.$"):
+        TruncatedSVD.load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "moved", "empty", "npy", "newer", "incomplete"])
 def test_files_that_are_not_a_complete_model(tmp_path: Path, damage: str) -> None:
     X, y = cells_and_targets()
     path = tmp_path / "model.npz"
@@ -837,6 +849,9 @@ def test_files_that_are_not_a_complete_model(tmp_path: Path, damage: str) -> Non
             np.save(file, X)
     elif damage in ("cut", "empty"):
         path.write_bytes(path.read_bytes()[: -40 if damage == "cut" else 0])
+    elif damage == "moved":  # where the file says that its table of contents is
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-3] + b"\1" + whole[-2:])
     else:
         with np.load(path) as stored:
             content = dict(stored)

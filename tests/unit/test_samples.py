@@ -573,6 +573,8 @@ def test_invalid_arguments_are_refused(data: Path) -> None:
         ({"seed": -1}, "seed=-1: "),
         ({"on_error": "ignore"}, "on_error='ignore': expected one of 'raise', 'skip'"),
         ({"max_skipped": 2}, "max_skipped=2: expected a share from 0 to 1"),
+        ({"shuffle": "no"}, r"^shuffle='no': expected True or False\.$"),
+        ({"drop_last": 1}, r"^drop_last=1: expected True or False\.$"),
     ):
         with pytest.raises(PlanError, match=sentence):
             SampleLoader(samples, **settings)

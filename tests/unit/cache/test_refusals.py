@@ -46,6 +46,7 @@ def test_invalid_arguments_are_refused(tmp_path: Path, remote: CountingRemote) -
         ("longest_wait_s", float("nan"), f"{seconds} of at least 0"),
         ("max_bad", 2, "a share from 0 to 1"),
         ("hung_s", 0, f"{seconds} above 0"),
+        ("fetch", "no", "True or False"),
         ("piece_nbytes", 0, "a number of bytes above 0, or text such as '20GiB'"),
     ):
         with (
@@ -101,6 +102,7 @@ def test_invalid_arguments_are_refused(tmp_path: Path, remote: CountingRemote) -
                 ({"on_error": "no"}, "on_error='no'"),
                 ({"prefetch": 0}, "prefetch=0"),
                 ({"num_threads": "4"}, "num_threads='4'"),
+                ({"drop_last": "no"}, r"^drop_last='no': expected True or False\.$"),
                 ({"max_skipped": 1.5}, r"max_skipped=1\.5: expected a share"),
             ):
                 with pytest.raises(PlanError, match=sentence):
