@@ -248,7 +248,8 @@ def select_genes(
     columns = np.full(store.n_vars, -1, dtype=np.int32)
     columns[chosen[is_there]] = np.flatnonzero(is_there)
     names = store.var_names[np.where(is_there, chosen, 0)]
-    names[~is_there] = [str(name) for name in wanted[~is_there]]
+    if not is_there.all():
+        names[~is_there] = [str(name) for name in wanted[~is_there]]
     return columns, names
 
 
