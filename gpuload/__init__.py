@@ -411,10 +411,9 @@ def open_loader(
         tables = make_tables(stores, layers[0], genes=genes, transform=transform, output=output, dtype=dtype)
         opening.check_batches(list(tables.values()), batch_size, backend)
         plan = Plan(
-            store.file_rows,
+            strategy,
             batch_size,
             fetch_factor,
-            strategy,
             seed,
             drop_last=drop_last,
             rank=rank,
