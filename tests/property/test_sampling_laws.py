@@ -508,6 +508,18 @@ def test_fetches_hand_over_the_rows_of_the_order(name: str, n_ranks: int) -> Non
 # --- subsets
 
 
+@pytest.mark.parametrize("n_ranks", [2, 3])
+@pytest.mark.parametrize("uneven", ["drop", "pad"])
+def test_sets_within_a_subset_are_not_split(n_ranks: int, uneven: str) -> None:
+    cells = some_cells()
+    strategy = Subset(np.arange(0, 600, 2), Grouped("label", 4)).over(cells)
+    labels = cells.obs["label"].values
+    for rank in range(n_ranks):
+        rows = np.concatenate(fetches_of(strategy, cells, rank=rank, world_size=n_ranks, uneven=uneven))
+        sets = labels[rows].reshape(-1, 4)
+        assert np.all(sets == sets[:, :1])
+
+
 @given(
     st.lists(st.integers(0, 59), min_size=1, max_size=60, unique=True),
     st.integers(1, 9),
