@@ -112,7 +112,7 @@ def planning(n_groups: int) -> dict[str, Any]:
     """Build a store of made-up files, and plan fetches of 16,384 cells in blocks of a row group and of 16."""
     from gpuload.formats import parquet_cells
     from gpuload.plan import Plan
-    from gpuload.sampling import BlockShuffle
+    from gpuload.sampling import Shuffled
     from gpuload.store import Store
 
     files = [_made_up(k) for k in range(-(-n_groups // GROUPS_PER_FILE))]
@@ -123,8 +123,9 @@ def planning(n_groups: int) -> dict[str, Any]:
     store = Store(matrices, tuple(f.path for f in files), names, {}, (source,))
     found: dict[str, Any] = {"cells": store.n_obs, "build_s": time.perf_counter() - start}
     found |= {"metadata_nbytes_per_cell": store.metadata_nbytes / store.n_obs, "peak_mib": machine.peak_mib() - before}
-    for name, shuffle in (("chunk", BlockShuffle(edges=store.chunk_edges())), ("16", BlockShuffle(16))):
-        plan, seconds = Plan(store.file_rows, 64, 256, shuffle, 0), []
+    shuffled = {"chunk": Shuffled(store.file_rows, edges=store.chunk_edges()), "16": Shuffled(store.file_rows, 16)}
+    for name, strategy in shuffled.items():
+        plan, seconds = Plan(strategy, 64, 256), []
         for number in range(5):
             ranges, start = plan.fetch(number).ranges, time.perf_counter()
             store.recipe(ranges)

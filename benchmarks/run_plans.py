@@ -118,7 +118,7 @@ def gpuload_plan(case: str, n_cells: int) -> Callable[[], Any]:
     }
     sampler = samplers[case]()
     cells = Cells(names, file_rows, BLOCK_SIZE, None, obs, BATCH_SIZE, BATCH_SIZE * FETCH_FACTOR)
-    return lambda: Plan(file_rows, BATCH_SIZE, FETCH_FACTOR, sampler.over(cells), seed=1)
+    return lambda: Plan(sampler.over(cells), BATCH_SIZE, FETCH_FACTOR, seed=1)
 
 
 def measure_gpuload(case: str, n_cells: int, n_fetches: int) -> dict[str, float]:

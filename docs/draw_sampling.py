@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 
 from gpuload.plan import Plan
-from gpuload.sampling import BlockShuffle
+from gpuload.sampling import Shuffled
 from gpuload.types import expand_ranges
 
 N_CELLS, N_PLATES, BLOCK, BATCH, FACTOR, N_RANKS = 240, 6, 10, 10, 4, 2
@@ -26,11 +26,9 @@ COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
 def main() -> None:
     """Draw the four strips."""
     plates = np.arange(N_CELLS) * N_PLATES // N_CELLS
-    plans = [
-        Plan((N_CELLS,), BATCH, FACTOR, BlockShuffle(BLOCK), seed=3, rank=rank, world_size=N_RANKS)
-        for rank in range(N_RANKS)
-    ]
-    order = expand_ranges(BlockShuffle(BLOCK).order((N_CELLS,), (3, 0, 1)).ranges(0, N_CELLS))
+    strategy = Shuffled((N_CELLS,), BLOCK)
+    plans = [Plan(strategy, BATCH, FACTOR, seed=3, rank=rank, world_size=N_RANKS) for rank in range(N_RANKS)]
+    order = expand_ranges(strategy.order((3, 0, 1)).ranges(0, N_CELLS))
     figure, axes = plt.subplots(figsize=(11, 4.6), layout="constrained")
     strip(axes, 3, np.arange(N_CELLS), plates, BLOCK)
     strip(axes, 2, order, plates, BLOCK)

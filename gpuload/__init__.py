@@ -425,10 +425,9 @@ def open_loader(
         )
         opening.check_batches(list(tables.values()), batch_size, backend)
         plan = Plan(
-            store.file_rows,
+            strategy,
             batch_size,
             fetch_factor,
-            strategy,
             seed,
             drop_last=drop_last,
             rank=rank,

@@ -365,7 +365,7 @@ def check_epoch(plan: Plan) -> None:
     """
     if plan.is_per_rank or plan.n_batches:
         return
-    n_rows = plan.strategy.n_rows(plan.file_rows)
+    n_rows = plan.strategy.n_rows
     if not n_rows:
         return
     if replace(plan, drop_last=False).n_batches:

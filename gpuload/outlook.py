@@ -27,7 +27,7 @@ from gpuload.diversity import entropy_of_runs, fetch_entropy, iid_entropy, label
 from gpuload.errors import PlanError
 from gpuload.loader import Loader
 from gpuload.plan import DEFAULT_BLOCK_SIZE, Plan, chunks_per_block
-from gpuload.sampling import BlockShuffle
+from gpuload.sampling import Shuffled
 from gpuload.sampling.classes import coded
 from gpuload.source import closed_on_error
 from gpuload.tables import Table
@@ -142,7 +142,7 @@ class Outlooks:
         self.store, self.batch_size = store, batch_size
         self._codes: NDArray[Any] | None = None
         self._n_labels = 0
-        self._shuffles: dict[int | str, BlockShuffle] = {}
+        self._shuffles: dict[int | str, Shuffled] = {}
         self.random_bits = float("nan")
         """Expected entropy in true random order; NaN without a label."""
         if label is not None:
@@ -152,12 +152,14 @@ class Outlooks:
                 self._n_labels = shares.size
                 self.random_bits = iid_entropy(shares, batch_size)
 
-    def shuffle(self, block_size: int | str) -> BlockShuffle:
+    def shuffle(self, block_size: int | str) -> Shuffled:
         """Return the strategy for a block size."""
         if block_size not in self._shuffles:
-            n = chunks_per_block(block_size)
+            n, file_rows = chunks_per_block(block_size), self.store.file_rows
             self._shuffles[block_size] = (
-                BlockShuffle(int(block_size)) if n is None else BlockShuffle(edges=self.store.chunk_edges(n))
+                Shuffled(file_rows, int(block_size))
+                if n is None
+                else Shuffled(file_rows, edges=self.store.chunk_edges(n))
             )
         return self._shuffles[block_size]
 
@@ -175,7 +177,7 @@ class Outlooks:
 
     def plan(self, block_size: int | str, fetch_factor: int, epoch: int = 0) -> Plan:
         """Return the plan of an epoch."""
-        return Plan(self.store.file_rows, self.batch_size, fetch_factor, self.shuffle(block_size), 0, epoch)
+        return Plan(self.shuffle(block_size), self.batch_size, fetch_factor, 0, epoch)
 
     def of(self, block_size: int | str, fetch_factor: int, pace: Pace | None = None) -> Outlook:
         """Return the outlook for a block size and a fetch factor, with its speed if `pace` is given."""

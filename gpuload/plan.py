@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import numpy as np
@@ -17,7 +17,6 @@ from gpuload.checks import check_seed, check_whole
 from gpuload.errors import PlanError
 from gpuload.order import FileOrder, MappedOrder, RotatedOrder, merge_ranges
 from gpuload.permute import permuted_table, random_keys
-from gpuload.sampling.custom import as_blocks
 from gpuload.sampling.rows import list_of_runs
 from gpuload.threads import cached_property
 from gpuload.types import Fetch, expand_ranges, n_rows_in
@@ -55,14 +54,12 @@ class Plan:
 
     Parameters
     ----------
-    file_rows
-        Rows per file, in file order; blocks of equal size never span two files.
+    strategy
+        Which rows, in which order.
     batch_size
         Rows per minibatch.
     fetch_factor
         Minibatches per fetch.
-    strategy
-        Which rows, in which order.
     seed, epoch
         Seeds of the order, both at least 0.
     drop_last
@@ -77,10 +74,9 @@ class Plan:
         delivered by each), oldest first. The remaining rows, in order, are dealt like a whole epoch.
     """
 
-    file_rows: tuple[int, ...]
+    strategy: Strategy
     batch_size: int
     fetch_factor: int
-    strategy: Strategy
     seed: int = 0
     epoch: int = 0
     drop_last: bool = False
@@ -117,20 +113,20 @@ class Plan:
     @property
     def is_per_rank(self) -> bool:
         """Whether the strategy deals rows to ranks itself, so that changing the number of ranks changes the epoch."""
-        return getattr(self.strategy, "per_rank", None) is not None
+        return self.strategy.is_per_rank
 
     @property
     def begins_anywhere(self) -> bool:
         """Whether the order begins at a random row, so that all rows are dropped equally often."""
         if not self.drop_last and self.uneven != "drop":
             return False
-        largest = getattr(self.strategy, "largest_block", lambda _: 0)(self.file_rows)
-        return bool(largest) and largest * FEW_BLOCKS > self.strategy.n_rows(self.file_rows)
+        largest = self.strategy.largest_block
+        return bool(largest) and largest * FEW_BLOCKS > self.strategy.n_rows
 
     @property
     def n_partners(self) -> int:
         """Partners of each cell of a minibatch; 0 unless the strategy makes pairs."""
-        return getattr(self.strategy, "n_partners", 0)
+        return self.strategy.n_partners
 
     def counts_key(self, matrix: str) -> int:
         """Return the key of the random numbers with which the counts of a matrix are downsampled in this epoch."""
@@ -144,29 +140,26 @@ class Plan:
     @cached_property
     def _order(self) -> RowOrder:
         if self.is_per_rank:
-            is_mixed = getattr(self.strategy, "is_mixed", True)
-            return MappedOrder(FileOrder(is_mixed), list_of_runs(self._rank_blocks[self.rank]))
-        order = self.strategy.order(self.file_rows, (self.seed, self.epoch, _BLOCKS))
+            return MappedOrder(FileOrder(self.strategy.is_mixed), list_of_runs(self._rank_blocks[self.rank]))
+        order = self.strategy.order((self.seed, self.epoch, _BLOCKS))
         if not self.begins_anywhere:
             return order
         (key,) = random_keys(1, self.seed, self.epoch, _BLOCKS, 3)
-        n_rows, unit = self.strategy.n_rows(self.file_rows), getattr(self.strategy, "unit", 1)
+        n_rows, unit = self.strategy.n_rows, self.strategy.unit
         return RotatedOrder(order, int(key) % (n_rows // unit) * unit, n_rows)
 
     @cached_property
     def _rank_blocks(self) -> list[NDArray[np.int64]]:
         """Blocks that the strategy itself deals to each rank."""
         (epoch_seed,) = random_keys(1, self.seed, self.epoch, _BLOCKS)
-        per_rank: Any = self.strategy.per_rank  # type: ignore[attr-defined]
-        blocks = [per_rank(int(epoch_seed), rank, self.world_size) for rank in range(self.world_size)]
-        return [as_blocks(given, rank, sum(self.file_rows)) for rank, given in enumerate(blocks)]
+        return [self.strategy.per_rank(int(epoch_seed), rank, self.world_size) for rank in range(self.world_size)]
 
     @cached_property
     def _left(self) -> _Left:
         """The part of the order still to be dealt: all of it, or what the history leaves."""
         if self.is_per_rank:
             return _Left(np.empty(0, np.int64), 0, n_rows_in(self._rank_blocks[self.rank]))
-        left = _Left(np.empty(0, np.int64), 0, self.strategy.n_rows(self.file_rows))
+        left = _Left(np.empty(0, np.int64), 0, self.strategy.n_rows)
         for segment, (world_size, steps) in enumerate(self.history):
             left = self._left_after(left, segment, world_size, steps)
         return left
@@ -198,7 +191,7 @@ class Plan:
 
     def _deal(self, left: _Left, world_size: int) -> tuple[int, int]:
         """Return the number of full rounds, and each rank's rows in the last one."""
-        unit = getattr(self.strategy, "unit", 1)
+        unit = self.strategy.unit
         n_rounds, rest = divmod(left.size, world_size * self._fetch_rows)
         n_last = (rest // unit // world_size if self.uneven == "drop" else -(-rest // unit // world_size)) * unit
         return n_rounds, n_last // self.batch_size * self.batch_size if self.drop_last else n_last

@@ -16,7 +16,7 @@ import numpy as np
 from gpuload.checks import as_array, check_loader
 from gpuload.errors import MissingDependencyError, PlanError, shown
 from gpuload.mapped import Mapped
-from gpuload.sampling import BlockShuffle, Sequential, selected
+from gpuload.sampling import InOrder, Shuffled, selected
 
 try:
     import torch
@@ -318,7 +318,7 @@ class IndexedCells(Dataset[dict[str, torch.Tensor]]):
         check_loader("IndexedCells", loader)
         self._cells = CellDataset(loader, dtype)
         self._rows, strategy = selected(loader.strategy, loader.n_obs)
-        if not isinstance(strategy, (Sequential, BlockShuffle)):
+        if not isinstance(strategy, (InOrder, Shuffled)):
             raise PlanError(
                 f"IndexedCells: the loader has a sampler, {strategy.describe()['name']}, which would have no effect, "
                 "as PyTorch chooses the cells; open the loader without it, or iterate over a CellDataset."

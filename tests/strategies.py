@@ -12,7 +12,7 @@ from scipy.sparse import csr_matrix
 
 from gpuload.layout import ArrayLayout, Filter
 from gpuload.plan import Plan
-from gpuload.sampling import BlockShuffle, Sequential
+from gpuload.sampling import InOrder, Shuffled
 from gpuload.source import BufferSource
 
 
@@ -20,16 +20,15 @@ from gpuload.source import BufferSource
 def plans(draw: st.DrawFn, max_rows: int = 120) -> Plan:
     """Draw plans of few rows: empty files, blocks and fetches larger than the data, unequal blocks."""
     file_rows = tuple(draw(st.lists(st.integers(0, max_rows // 3), min_size=1, max_size=4)))
-    strategy: Any = draw(st.sampled_from([Sequential(), BlockShuffle(draw(st.integers(1, 40))), None]))
+    strategy: Any = draw(st.sampled_from([InOrder(file_rows), Shuffled(file_rows, draw(st.integers(1, 40))), None]))
     if strategy is None:
         cuts = draw(st.sets(st.integers(1, max(1, sum(file_rows))), max_size=12))
         edges = np.array(sorted({0, sum(file_rows)} | {c for c in cuts if c < sum(file_rows)}), dtype=np.int64)
-        strategy = BlockShuffle(edges=edges)
+        strategy = Shuffled(file_rows, edges=edges)
     return Plan(
-        file_rows,
+        strategy,
         batch_size=draw(st.integers(1, 20)),
         fetch_factor=draw(st.integers(1, 6)),
-        strategy=strategy,
         seed=draw(st.one_of(st.integers(0, 5), st.integers(0, (1 << 64) - 1))),
         epoch=draw(st.integers(0, 1000)),
         drop_last=draw(st.booleans()),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuload.formats import open_store
 from gpuload.plan import Plan
-from gpuload.sampling import BlockShuffle
+from gpuload.sampling import Shuffled
 from gpuload.types import Form
 
 if TYPE_CHECKING:
@@ -92,9 +92,13 @@ class Setting:
     @cached_property
     def plan(self) -> Plan:
         """The order of epoch 0."""
-        is_snapped = self.block_size == "chunk"
-        strategy = BlockShuffle(edges=self.store.chunk_edges()) if is_snapped else BlockShuffle(int(self.block_size))
-        return Plan(self.store.file_rows, self.batch_size, self.fetch_factor, strategy)
+        file_rows, is_snapped = self.store.file_rows, self.block_size == "chunk"
+        strategy = (
+            Shuffled(file_rows, edges=self.store.chunk_edges())
+            if is_snapped
+            else Shuffled(file_rows, int(self.block_size))
+        )
+        return Plan(strategy, self.batch_size, self.fetch_factor)
 
     @cached_property
     def fetches(self) -> list[Fetch]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.stages import Rate, Setting, best_s
 from gpuload.plan import Plan
-from gpuload.sampling import BlockShuffle
+from gpuload.sampling import Shuffled
 
 N_PLANNED = 50
 """Fetches, evenly spread over the epoch, that stand for all."""
@@ -28,7 +28,7 @@ def _order(setting: Setting, n_obs: int, block_size: int) -> Rate:
     rows = setting.batch_size * setting.fetch_factor
     tracemalloc.start()
     start = time.perf_counter()
-    plan = Plan((n_obs,), setting.batch_size, setting.fetch_factor, BlockShuffle(block_size))
+    plan = Plan(Shuffled((n_obs,), block_size), setting.batch_size, setting.fetch_factor)
     plan.fetch(0)
     first_s = time.perf_counter() - start
     peak = tracemalloc.get_traced_memory()[1]

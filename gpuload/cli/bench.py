@@ -279,7 +279,7 @@ def _ceilings_and_random_entropy(args: argparse.Namespace, batch_nbytes: int, de
     from gpuload.cli.ceilings import Ceilings, measure
     from gpuload.formats import open_store
     from gpuload.plan import Plan
-    from gpuload.sampling import Sequential
+    from gpuload.sampling import InOrder
 
     labels = (args.label,) if args.label else ()
     with closing(
@@ -288,8 +288,8 @@ def _ceilings_and_random_entropy(args: argparse.Namespace, batch_nbytes: int, de
         outlooks = Outlooks(store, args.batch_size, args.label)
         if device != "cpu":  # the host threads' rates are not a GPU's
             return Ceilings(float("nan"), float("nan"), float("nan")), outlooks.random_bits
-        strategy = Sequential() if args.stream else outlooks.shuffle(args.block_size)
-        plan = Plan(store.file_rows, args.batch_size, args.fetch_factor, strategy, args.seed)
+        strategy = InOrder(store.file_rows) if args.stream else outlooks.shuffle(args.block_size)
+        plan = Plan(strategy, args.batch_size, args.fetch_factor, args.seed)
         recipes = [store.recipe(plan.fetch(i).ranges) for i in range(min(2, plan.n_fetches))]
         return measure(recipes, batch_nbytes), outlooks.random_bits
 

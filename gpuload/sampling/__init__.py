@@ -14,7 +14,7 @@ Requirements this package answers
 """
 
 from gpuload.sampling.base import Cells, Sampler, Strategy, as_sampler, digest
-from gpuload.sampling.blocks import BlockShuffle, Sequential, plain
+from gpuload.sampling.blocks import BlockShuffle, InOrder, Sequential, Shuffled, plain
 from gpuload.sampling.controls import PairedControl
 from gpuload.sampling.custom import Custom
 from gpuload.sampling.draws import ClassBalanced, Mixture, Weighted
@@ -29,11 +29,13 @@ __all__ = [
     "ClassBalanced",
     "Custom",
     "Grouped",
+    "InOrder",
     "Mixture",
     "PairedControl",
     "PairedNeighbor",
     "Sampler",
     "Sequential",
+    "Shuffled",
     "Strategy",
     "Subset",
     "Weighted",

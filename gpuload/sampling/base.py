@@ -1,7 +1,8 @@
-"""The protocols of samplers and strategies (bound samplers), and `Cells`: what a sampler may know about the cells."""
+"""What samplers and strategies (bound samplers) offer, and `Cells`: what a sampler may know about the cells."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -192,25 +193,59 @@ class Sampler(Protocol):
         """Return the sampler bound to cells; work per cell is done here, once."""
 
 
-class Strategy(Protocol):
+class Strategy(ABC):
     """A sampler bound to cells: a pure function of `key_words`, without a stateful random generator.
 
-    Five attributes are optional. ``unit``: the number of rows that belong together (a set, a pair), so that ranks get
-    whole units; it divides the minibatch and the number of rows. ``per_rank``: a function
-    ``(epoch_seed, rank, world_size) -> blocks``, shape (n, 2), called in place of `order` for every rank; the rows of a
-    fetch are then shuffled unless ``is_mixed`` is False. ``n_partners``: for each cell of a minibatch, the number of
-    cells paired with it. ``largest_block``: if rows come in shuffled blocks, and how those of a fetch are
-    arranged depends on their number only, a function ``(file_rows) -> n``, the rows of the largest block.
+    In a dataclass, a field named like a property here needs a default; otherwise the property becomes its default.
     """
 
-    def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the number of rows in one epoch, over all ranks."""
+    @property
+    @abstractmethod
+    def n_rows(self) -> int:
+        """Number of rows in one epoch, over all ranks."""
 
-    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+    @abstractmethod
+    def order(self, key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch, which may depend only on `key_words` (seed, epoch and purpose)."""
 
+    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return everything that determines the order, as JSON values; a state with other values is rejected."""
+
+    @property
+    def unit(self) -> int:
+        """Number of rows that belong together (a set, a pair): ranks get whole units.
+
+        It divides the minibatch and the number of rows.
+        """
+        return 1
+
+    @property
+    def n_partners(self) -> int:
+        """For each cell of a minibatch, the number of cells paired with it."""
+        return 0
+
+    @property
+    def largest_block(self) -> int:
+        """Number of rows in the largest block, if rows come in shuffled blocks; otherwise 0.
+
+        Also 0 if how the rows of a fetch are arranged depends on more than their number.
+        """
+        return 0
+
+    @property
+    def is_per_rank(self) -> bool:
+        """Whether `per_rank` is called, for every rank, in place of `order`."""
+        return False
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the rows of a fetch of `per_rank` are shuffled."""
+        return True
+
+    def per_rank(self, epoch_seed: int, rank: int, world_size: int) -> NDArray[np.int64]:
+        """Return the blocks of rows that a rank reads, non-empty, shape (n, 2)."""
+        raise NotImplementedError
 
 
 def digest(*arrays: NDArray[Any] | None) -> str:

@@ -1,8 +1,8 @@
-"""The plain strategies: all rows, in file order or in shuffled blocks."""
+"""The plain samplers: all rows, in file order or in shuffled blocks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -10,13 +10,13 @@ import numpy as np
 from gpuload.checks import check_bool
 from gpuload.errors import PlanError
 from gpuload.order import FileOrder, shuffled_blocks
-from gpuload.sampling.base import check_number, digest
+from gpuload.sampling.base import Strategy, check_number, digest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.order import RowOrder
-    from gpuload.sampling.base import Cells, Strategy
+    from gpuload.sampling.base import Cells
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,9 @@ class Sequential:
     def __post_init__(self) -> None:
         check_bool("shuffle_fetch", self.shuffle_fetch, "Sequential")
 
-    def over(self, cells: Cells) -> Sequential:
-        """Return itself: it does not depend on the cells."""
-        del cells
-        return self
-
-    def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the number of rows in all files."""
-        return sum(file_rows)
-
-    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
-        """Return the order of one epoch."""
-        del file_rows, key_words
-        return FileOrder(self.shuffle_fetch)
-
-    def describe(self) -> dict[str, Any]:
-        """Return the name, and whether fetches are permuted."""
-        return {"name": "Sequential", **({"shuffle_fetch": True} if self.shuffle_fetch else {})}
+    def over(self, cells: Cells) -> Strategy:
+        """Return the order of the cells."""
+        return InOrder(cells.file_rows, self.shuffle_fetch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,10 +84,10 @@ class BlockShuffle:
     def __post_init__(self) -> None:
         check_number("BlockShuffle", "block_size", self.block_size)
 
-    def over(self, cells: Cells) -> BlockShuffle:
-        """Return itself; `edges` are reduced to those between the given cells."""
+    def over(self, cells: Cells) -> Strategy:
+        """Return the blocks of the cells; `edges` are reduced to those between them."""
         if self.edges is None:
-            return self
+            return Shuffled(cells.file_rows, self.block_size)
         try:
             edges: NDArray[Any] = np.asarray(self.edges)
         except ValueError:  # lists of different lengths
@@ -114,21 +100,55 @@ class BlockShuffle:
                 "the cells of all files."
             )
         edges = edges.astype(np.int64)
-        return replace(self, edges=edges if cells.chosen is None else np.unique(cells.chosen.rank(edges)))
+        edges = edges if cells.chosen is None else np.unique(cells.chosen.rank(edges))
+        return Shuffled(cells.file_rows, self.block_size, edges)
 
-    def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the number of rows in all files."""
-        return sum(file_rows)
 
-    def largest_block(self, file_rows: tuple[int, ...]) -> int:
-        """Return the number of rows of the largest block."""
+@dataclass(frozen=True)
+class InOrder(Strategy):
+    """The strategy for rows in file order; those of a fetch are shuffled if `shuffle_fetch`."""
+
+    file_rows: tuple[int, ...]
+    shuffle_fetch: bool = False
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows in all files."""
+        return sum(self.file_rows)
+
+    def order(self, key_words: tuple[int, ...]) -> RowOrder:
+        """Return the order of one epoch."""
+        del key_words
+        return FileOrder(self.shuffle_fetch)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the sampler's name, and whether fetches are permuted."""
+        return {"name": "Sequential", **({"shuffle_fetch": True} if self.shuffle_fetch else {})}
+
+
+@dataclass(frozen=True, eq=False)
+class Shuffled(Strategy):
+    """The strategy for rows in shuffled blocks: of `block_size` rows in each file, or between `edges` if given."""
+
+    file_rows: tuple[int, ...]
+    block_size: int = 16
+    edges: NDArray[np.int64] | None = None
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows in all files."""
+        return sum(self.file_rows)
+
+    @property
+    def largest_block(self) -> int:
+        """Number of rows in the largest block."""
         if self.edges is not None:
             return int(np.diff(self.edges).max(initial=0))
-        return min(self.block_size, max(file_rows, default=0))
+        return min(self.block_size, max(self.file_rows, default=0))
 
-    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+    def order(self, key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
-        return shuffled_blocks(file_rows, self.block_size, key_words, self.edges)
+        return shuffled_blocks(self.file_rows, self.block_size, key_words, self.edges)
 
     def describe(self) -> dict[str, Any]:
         """Return the size of the blocks, or a digest of their edges."""
@@ -140,5 +160,5 @@ class BlockShuffle:
 def plain(cells: Cells) -> Strategy:
     """Return the strategy used without a sampler: the loader's blocks in random order, or file order."""
     if not cells.shuffle:
-        return Sequential()
-    return BlockShuffle(cells.block_size, cells.edges)
+        return InOrder(cells.file_rows)
+    return Shuffled(cells.file_rows, cells.block_size, cells.edges)

@@ -10,7 +10,7 @@ import numpy as np
 from gpuload.checks import check_bool, check_obs_names, is_number
 from gpuload.errors import PlanError, nearest, shown
 from gpuload.sampling.base import check_number, check_rows
-from gpuload.sampling.blocks import BlockShuffle
+from gpuload.sampling.blocks import Shuffled
 from gpuload.sampling.pairs import Pairs
 from gpuload.sampling.queues import Queues
 from gpuload.sampling.rows import group_rows, join, list_of_mask
@@ -128,7 +128,7 @@ class PairedControl:
         queue = queue[is_wanted]
         part = cells.part(perturbed)
         about = {"name": "PairedControl", "column": self.column, "block_size": cells.block_size}
-        shuffle: Strategy = BlockShuffle(cells.block_size, part.edges)
+        shuffle: Strategy = Shuffled(part.file_rows, cells.block_size, part.edges)
         if self.size is not None:
             groups = part.classes(*self.columns).codes
             if self.remainder == "drop" and (most := np.bincount(groups[groups >= 0]).max()) < self.size:
@@ -141,13 +141,12 @@ class PairedControl:
         return Pairs(
             perturbed,
             shuffle,
-            part.file_rows,
             queue,
             _places(queue, edges.size - 1),
             Queues(controls, edges, cells.block_size),
-            int(self.n_controls),
             cells.batch_size,
             about,
+            int(self.n_controls),
         )
 
     def _check_batch_size(self, cells: Cells) -> None:

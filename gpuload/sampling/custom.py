@@ -11,6 +11,7 @@ from gpuload.checks import check_bool
 from gpuload.errors import PlanError
 from gpuload.order import FileOrder, MappedOrder
 from gpuload.permute import random_keys
+from gpuload.sampling.base import Strategy
 from gpuload.sampling.rows import list_of_runs
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.order import RowOrder
-    from gpuload.sampling.base import Cells, Strategy
+    from gpuload.sampling.base import Cells
     from gpuload.sampling.rows import RowList
 
 
@@ -94,7 +95,7 @@ class Custom:
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class Given(Strategy):
     """Blocks from a function, per rank; a plan calls `per_rank` for them, and `order` is the order of a single rank.
 
     Attributes
@@ -112,6 +113,11 @@ class Given:
     within: RowList | None = None
     is_mixed: bool = True
 
+    @property
+    def is_per_rank(self) -> bool:
+        """True: the function is asked for the rows of each rank."""
+        return True
+
     def per_rank(self, epoch_seed: int, rank: int, world_size: int) -> NDArray[np.int64]:
         """Return a rank's blocks, shape (n, 2), with rows numbered consecutively within `within`."""
         blocks = as_blocks(self.function(epoch_seed, rank, world_size), rank, self.n_store_rows)
@@ -126,14 +132,13 @@ class Given:
             )
         return there
 
-    def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the number of rows in the first epoch, for a single rank."""
-        del file_rows
+    @property
+    def n_rows(self) -> int:
+        """Number of rows in the first epoch, for a single rank."""
         return self._rows((0, 0)).n_rows
 
-    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+    def order(self, key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch, for a single rank."""
-        del file_rows
         return MappedOrder(FileOrder(self.is_mixed), self._rows(key_words))
 
     def describe(self) -> dict[str, Any]:

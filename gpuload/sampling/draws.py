@@ -12,6 +12,7 @@ import numpy as np
 from gpuload.checks import check_bool
 from gpuload.errors import PlanError, listing, shown
 from gpuload.sampling.base import (
+    Strategy,
     about_column,
     check_mask,
     check_number,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.order import RowOrder
-    from gpuload.sampling.base import Cells, Strategy
+    from gpuload.sampling.base import Cells
     from gpuload.sampling.rows import RowList
 
 
@@ -167,7 +168,7 @@ class Weighted:
                 f"Weighted(num_samples={n_samples}, replace=False): only {n_there} cells have a weight above 0; take "
                 "fewer, or replace=True."
             )
-        return Chosen(weights, n_samples, cells.block_size, {**about, "weights": digest(weights)})
+        return Chosen(cells.file_rows, weights, n_samples, cells.block_size, {**about, "weights": digest(weights)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +261,7 @@ class _Files:
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class Drawn(Strategy):
     """The strategy of a sampler that draws strata."""
 
     queues: Queues
@@ -268,14 +269,13 @@ class Drawn:
     n_samples: int
     about: dict[str, Any]
 
-    def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the number of cells in one epoch, over all ranks."""
-        del file_rows
+    @property
+    def n_rows(self) -> int:
+        """Number of cells in one epoch, over all ranks."""
         return self.n_samples
 
-    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+    def order(self, key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
-        del file_rows
         return DrawnOrder(self.queues, self.shares, key_words)
 
     def describe(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from gpuload.errors import PlanError, first_line
 from gpuload.permute import hash64, permute_each
 from gpuload.sampling.base import check_number, check_rows, digest
-from gpuload.sampling.blocks import BlockShuffle
+from gpuload.sampling.blocks import Shuffled
 from gpuload.sampling.pairs import Pairs
 from gpuload.sampling.rows import SLICE, list_of_mask
 from gpuload.types import expand_ranges
@@ -93,14 +93,13 @@ class PairedNeighbor:
         part = cells.part(wanted)
         return Pairs(
             wanted,
-            BlockShuffle(cells.block_size, part.edges),
-            part.file_rows,
+            Shuffled(part.file_rows, cells.block_size, part.edges),
             np.flatnonzero(is_wanted).astype(neighbors.indices.dtype),
             np.zeros(wanted.n_rows, dtype=np.uint8),
             neighbors,
-            int(self.n_neighbors),
             cells.batch_size,
             {"name": "PairedNeighbor", "alone": self.alone, "block_size": cells.block_size},
+            int(self.n_neighbors),
         )
 
     def _rows(self) -> Any:

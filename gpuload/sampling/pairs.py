@@ -11,7 +11,7 @@ import numpy as np
 
 from gpuload.errors import PlanError
 from gpuload.permute import permuted_table, random_keys
-from gpuload.sampling.base import check_number, digest
+from gpuload.sampling.base import Strategy, check_number, digest
 from gpuload.sampling.rows import as_ranges
 from gpuload.types import Batch, expand_ranges
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.order import RowOrder
-    from gpuload.sampling.base import Strategy
     from gpuload.sampling.rows import RowList
 
 Values = TypeVar("Values")
@@ -36,12 +35,12 @@ class Partners(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Pairs:
+class Pairs(Strategy):
     """Perturbed cells and the queues of their controls, or cells and their neighbours, bound to cells.
 
     Attributes
     ----------
-    shuffle, file_rows
+    shuffle
         Their order, by index into `perturbed`.
     queue, place
         The queue of each cell's controls, and how many earlier perturbed cells draw from that queue.
@@ -49,32 +48,30 @@ class Pairs:
 
     perturbed: RowList
     shuffle: Strategy
-    file_rows: tuple[int, ...]
     queue: NDArray[np.integer]
     place: NDArray[np.integer]
     controls: Partners
-    n_partners: int
     batch_size: int
     about: dict[str, Any]
+    n_partners: int = 1
+
+    @property
+    def n_rows(self) -> int:
+        """Number of cells in one epoch, over all ranks, including controls."""
+        return (1 + self.n_partners) * self.shuffle.n_rows
 
     @property
     def unit(self) -> int:
         """Number of rows of a cell and its controls, or of a set of them."""
-        return (1 + self.n_partners) * getattr(self.shuffle, "unit", 1)
+        return (1 + self.n_partners) * self.shuffle.unit
 
-    def largest_block(self, file_rows: tuple[int, ...]) -> int:
-        """Return the number of cells in the largest block, with their controls; 0 for cells in sets."""
-        del file_rows
-        return (1 + self.n_partners) * int(getattr(self.shuffle, "largest_block", lambda _: 0)(self.file_rows))
+    @property
+    def largest_block(self) -> int:
+        """Number of cells in the largest block, with their controls; 0 for cells in sets."""
+        return (1 + self.n_partners) * self.shuffle.largest_block
 
-    def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the number of cells in one epoch, over all ranks, including controls."""
-        del file_rows
-        return (1 + self.n_partners) * self.shuffle.n_rows(self.file_rows)
-
-    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+    def order(self, key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
-        del file_rows
         return _PairOrder(self, key_words)
 
     def describe(self) -> dict[str, Any]:
@@ -96,7 +93,7 @@ class _PairOrder:
     def __init__(self, pairs: Pairs, key_words: tuple[int, ...]) -> None:
         self._pairs = pairs
         self._n_together = 1 + pairs.n_partners
-        self._shuffled = pairs.shuffle.order(pairs.file_rows, key_words)
+        self._shuffled = pairs.shuffle.order(key_words)
         (key,) = random_keys(1, *key_words, 1)
         self._key = int(key)
 

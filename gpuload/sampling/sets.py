@@ -11,7 +11,7 @@ import numpy as np
 from gpuload.errors import PlanError, shown
 from gpuload.order import EqualBlocks
 from gpuload.permute import permuted_table, random_keys
-from gpuload.sampling.base import about_column, check_number, check_rows, check_shares, names_in
+from gpuload.sampling.base import Strategy, about_column, check_number, check_rows, check_shares, names_in
 from gpuload.sampling.draws import check_num_samples
 from gpuload.sampling.queues import Draws, Queues, Shares
 from gpuload.sampling.rows import as_ranges, group_rows
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.order import RowOrder
-    from gpuload.sampling.base import Cells, Strategy
+    from gpuload.sampling.base import Cells
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ def check_remainder(sampler: str, value: object) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Sets:
+class Sets(Strategy):
     """The strategy for sets of cells of one class.
 
     Attributes
@@ -144,24 +144,23 @@ class Sets:
     num_samples: int | None = None
 
     @property
+    def n_rows(self) -> int:
+        """Number of cells in one epoch, over all ranks."""
+        return int(self.n_sets.sum()) * self.size if self.num_samples is None else self.num_samples
+
+    @property
     def unit(self) -> int:
         """Number of cells in a set."""
         return self.size
 
-    def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the number of cells in one epoch, over all ranks."""
-        del file_rows
-        return int(self.n_sets.sum()) * self.size if self.num_samples is None else self.num_samples
-
-    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+    def order(self, key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
-        del file_rows
         return _ShuffledSets(self, key_words) if self.shares is None else _DrawnSets(self, self.shares, key_words)
 
     def describe(self) -> dict[str, Any]:
         """Return the sampler's name and parameters, with digests of its rows and shares."""
         sizes = {"size": self.size, "block_size": self.queues.block_size}
-        drawn = {} if self.shares is None else {"num_samples": self.n_rows(()), "shares": self.shares.digest()}
+        drawn = {} if self.shares is None else {"num_samples": self.n_rows, "shares": self.shares.digest()}
         return {**self.about, **sizes, "rows": self.queues.digest(), **drawn}
 
     def rows(self, group: NDArray[np.int64], number: NDArray[np.int64], key: int) -> NDArray[np.int64]:

@@ -10,9 +10,8 @@ import numpy as np
 from gpuload.checks import as_array
 from gpuload.errors import PlanError
 from gpuload.order import MappedOrder
-from gpuload.sampling.base import as_sampler, check_mask, digest
+from gpuload.sampling.base import Strategy, as_sampler, check_mask, digest
 from gpuload.sampling.blocks import BlockShuffle, plain
-from gpuload.sampling.custom import as_blocks
 from gpuload.sampling.rows import list_of_mask, list_of_runs, row_list
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.order import RowOrder
-    from gpuload.sampling.base import Cells, Sampler, Strategy
+    from gpuload.sampling.base import Cells, Sampler
     from gpuload.sampling.rows import RowList
 
 
@@ -65,7 +64,7 @@ class Subset:
             raise PlanError(f"Subset: it selects no cells{those}; name at least one.")
         part = cells.part(within)
         inner = plain(part) if self.inner is None else as_sampler(self.inner).over(part)
-        return Part(inner, within, part.file_rows)
+        return Part(inner, within)
 
     def _mask(self, cells: Cells) -> NDArray[np.bool_]:
         n_rows, given = cells.n_store_rows, as_array("Subset", self.rows)
@@ -95,55 +94,49 @@ class Subset:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Part(Strategy):
     """A strategy over a subset of rows, numbered consecutively."""
 
     inner: Strategy
     rows: RowList
-    file_rows: tuple[int, ...]
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows in one epoch, over all ranks."""
+        return self.inner.n_rows
 
     @property
     def unit(self) -> int:
         """The unit of the inner strategy."""
-        return getattr(self.inner, "unit", 1)
-
-    @property
-    def per_rank(self) -> Callable[[int, int, int], Any] | None:
-        """The inner strategy's function, with its blocks mapped to blocks of the enclosing rows."""
-        inner = getattr(self.inner, "per_rank", None)
-        if inner is None:
-            return None
-
-        def blocks(epoch_seed: int, rank: int, world_size: int) -> NDArray[np.int64]:
-            given = as_blocks(inner(epoch_seed, rank, world_size), rank, self.rows.n_rows)
-            return self.rows.map_ranges(given)
-
-        return blocks
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether the cells of a fetch of `per_rank` are shuffled."""
-        return getattr(self.inner, "is_mixed", True)
+        return self.inner.unit
 
     @property
     def n_partners(self) -> int:
         """Partners of each cell in the inner strategy's minibatches."""
-        return getattr(self.inner, "n_partners", 0)
+        return self.inner.n_partners
 
-    def largest_block(self, file_rows: tuple[int, ...]) -> int:
-        """Return the inner strategy's largest block; 0 if its rows are not in shuffled blocks."""
-        del file_rows
-        return int(getattr(self.inner, "largest_block", lambda _: 0)(self.file_rows))
+    @property
+    def largest_block(self) -> int:
+        """The inner strategy's largest block; 0 if its rows are not in shuffled blocks."""
+        return self.inner.largest_block
 
-    def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the number of rows in one epoch, over all ranks."""
-        del file_rows
-        return self.inner.n_rows(self.file_rows)
+    @property
+    def is_per_rank(self) -> bool:
+        """Whether the inner strategy deals its rows to ranks itself."""
+        return self.inner.is_per_rank
 
-    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the cells of a fetch of `per_rank` are shuffled."""
+        return self.inner.is_mixed
+
+    def per_rank(self, epoch_seed: int, rank: int, world_size: int) -> NDArray[np.int64]:
+        """Return the inner strategy's blocks, mapped to blocks of the enclosing rows."""
+        return self.rows.map_ranges(self.inner.per_rank(epoch_seed, rank, world_size))
+
+    def order(self, key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
-        del file_rows
-        return MappedOrder(self.inner.order(self.file_rows, key_words), self.rows)
+        return MappedOrder(self.inner.order(key_words), self.rows)
 
     def describe(self) -> dict[str, Any]:
         """Return the inner strategy's description, and a digest of the rows."""

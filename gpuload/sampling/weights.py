@@ -11,6 +11,7 @@ from gpuload.checks import as_array
 from gpuload.errors import PlanError
 from gpuload.order import MappedOrder, shuffled_blocks
 from gpuload.permute import hash64, log_hash, random_keys, unit_hash
+from gpuload.sampling.base import Strategy
 from gpuload.sampling.queues import Queues, RowWeights, spacing
 from gpuload.sampling.rows import SLICE, group_of, group_rows, list_of_mask
 
@@ -136,29 +137,30 @@ def _first_hits(
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
+class Chosen(Strategy):
     """A strategy that chooses distinct cells by weight for each epoch, in shuffled blocks."""
 
+    file_rows: tuple[int, ...]
     weights: NDArray[Any]
     n_samples: int
     block_size: int
     about: dict[str, Any]
 
-    def n_rows(self, file_rows: tuple[int, ...]) -> int:
-        """Return the number of cells in one epoch, over all ranks."""
-        del file_rows
+    @property
+    def n_rows(self) -> int:
+        """Number of cells in one epoch, over all ranks."""
         return self.n_samples
 
-    def largest_block(self, file_rows: tuple[int, ...]) -> int:
-        """Return the maximum number of rows in a block."""
-        del file_rows
+    @property
+    def largest_block(self) -> int:
+        """Maximum number of rows in a block."""
         return min(self.block_size, self.n_samples)
 
-    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> RowOrder:
+    def order(self, key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
         (key,) = random_keys(1, *key_words)
         chosen = list_of_mask(self._choose(np.uint64(key)))
-        per_file = np.diff(chosen.rank(np.concatenate([[0], np.cumsum(file_rows)])))
+        per_file = np.diff(chosen.rank(np.concatenate([[0], np.cumsum(self.file_rows)])))
         return MappedOrder(shuffled_blocks(tuple(per_file.tolist()), self.block_size, key_words), chosen)
 
     def describe(self) -> dict[str, Any]:

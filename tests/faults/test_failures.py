@@ -16,7 +16,7 @@ from gpuload.backends.cpu import CpuBackend
 from gpuload.formats import open_store
 from gpuload.loader import Loader
 from gpuload.plan import Plan
-from gpuload.sampling import BlockShuffle
+from gpuload.sampling import Shuffled
 from gpuload.tables import Table
 from gpuload.types import Form
 from tests.fakes import FakeBackend, FakeSource
@@ -43,7 +43,7 @@ def store(plain: Stored) -> Iterator[Store]:
 def loader_over(
     store: Store, backend: Any, *, fetch_factor: int = 2, prefetch: int = 2, tables: tuple[str, ...] = ("X",)
 ) -> Loader:
-    plan = Plan(store.file_rows, 8, fetch_factor, BlockShuffle(4))
+    plan = Plan(Shuffled(store.file_rows, 4), 8, fetch_factor)
     table = Table(store, Form("dense", "float32", store.n_vars), store.var_names)
     return Loader(dict.fromkeys(tables, table), backend, plan, prefetch)
 
@@ -115,7 +115,7 @@ def test_order_is_independent_of_completion_order(
     backend = FakeBackend(takes_ahead=takes_ahead, delay_s=delay_s)
     with loader_over(store, backend, prefetch=3) as loader:
         rows = np.concatenate([batch.rows for batch in loader])
-    plan = Plan(store.file_rows, 8, 2, BlockShuffle(4))
+    plan = Plan(Shuffled(store.file_rows, 4), 8, 2)
     np.testing.assert_array_equal(rows, np.concatenate([f.rows()[f.positions] for f in plan.fetches()]))
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gpuload.errors import PlanError
 from gpuload.permute import Permutation, permuted_table
 from gpuload.plan import Plan
-from gpuload.sampling import BlockShuffle, Sequential
+from gpuload.sampling import InOrder, Shuffled, Strategy, custom
 from gpuload.sampling.rows import RowList
 from gpuload.sampling.subset import Part
 from gpuload.sampling.weights import Chosen
@@ -31,16 +31,17 @@ MASK64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
-class Given:
+class Given(Strategy):
     """A strategy of given rows, which may repeat; units of several places are never torn."""
 
     rows: tuple[int, ...]
     unit: int = 1
 
-    def n_rows(self, file_rows: tuple[int, ...]) -> int:
+    @property
+    def n_rows(self) -> int:
         return len(self.rows)
 
-    def order(self, file_rows: tuple[int, ...], key_words: tuple[int, ...]) -> Given:
+    def order(self, key_words: tuple[int, ...]) -> Given:
         return self
 
     def ranges(self, start: int, stop: int) -> np.ndarray:
@@ -64,12 +65,11 @@ def dealt(draw: st.DrawFn) -> Plan:
     """Draw plans of one of several ranks, some after changes of the number of ranks."""
     plan = draw(plans())
     if draw(st.integers(0, 3)) == 0:
-        n_rows = sum(plan.file_rows) or 1
+        n_rows = sum(plan.strategy.file_rows) or 1
         unit = draw(st.integers(1, 3))
         rows = draw(st.lists(st.integers(0, n_rows - 1), max_size=100))
         plan = replace(
             plan,
-            file_rows=(n_rows,),
             strategy=Given(tuple(rows[: len(rows) // unit * unit]), unit),
             batch_size=ceil(plan.batch_size / unit) * unit,
         )
@@ -94,7 +94,7 @@ def rows_of(plan: Plan) -> np.ndarray:
 @given(plans())
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_every_row_exactly_once(plan: Plan) -> None:
-    rows, n_rows = rows_of(plan), sum(plan.file_rows)
+    rows, n_rows = rows_of(plan), sum(plan.strategy.file_rows)
     assert len(np.unique(rows)) == rows.size
     assert rows.size == (n_rows // plan.batch_size * plan.batch_size if plan.drop_last else n_rows)
     assert not rows.size or (rows.min() >= 0 and rows.max() < n_rows)
@@ -103,7 +103,7 @@ def test_every_row_exactly_once(plan: Plan) -> None:
 @given(plans())
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_fetches_are_full_and_their_ranges_disjoint(plan: Plan) -> None:
-    n_rows, size = sum(plan.file_rows), plan.batch_size * plan.fetch_factor
+    n_rows, size = sum(plan.strategy.file_rows), plan.batch_size * plan.fetch_factor
     assert plan.n_batches == (n_rows // plan.batch_size if plan.drop_last else ceil(n_rows / plan.batch_size))
     sizes = [fetch.n_rows for fetch in plan.fetches()]
     assert sum(sizes) == plan.n_rows
@@ -127,15 +127,15 @@ def test_a_fetch_does_not_depend_on_those_before_it(plan: Plan) -> None:
 @given(st.integers(1, 60), st.integers(1, 9), st.lists(st.integers(0, 40), min_size=1, max_size=3))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_file_order(n_batch: int, factor: int, file_rows: list[int]) -> None:
-    plan = Plan(tuple(file_rows), n_batch, factor, Sequential(), seed=5, epoch=3)
+    plan = Plan(InOrder(tuple(file_rows)), n_batch, factor, seed=5, epoch=3)
     np.testing.assert_array_equal(rows_of(plan), np.arange(sum(file_rows)))
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_blocks_never_span_two_files(block_size: int) -> None:
-    plan = Plan((50, 0, 33, 1), 4, 2, BlockShuffle(block_size), seed=1)
-    order = BlockShuffle(block_size).order(plan.file_rows, (1, 0, 1))
-    edges = np.cumsum([0, *plan.file_rows])
+    plan = Plan(Shuffled((50, 0, 33, 1), block_size), 4, 2, seed=1)
+    order = plan.strategy.order((1, 0, 1))
+    edges = np.cumsum([0, *plan.strategy.file_rows])
     for at in range(84):
         ((start, stop),) = order.ranges(at, at + 1)
         assert stop - start == 1
@@ -149,7 +149,7 @@ def test_blocks_never_span_two_files(block_size: int) -> None:
 
 def test_epochs_and_seeds_differ() -> None:
     orders = {
-        tuple(rows_of(Plan((500,), 10, 5, BlockShuffle(4), seed=seed, epoch=epoch)))
+        tuple(rows_of(Plan(Shuffled((500,), 4), 10, 5, seed=seed, epoch=epoch)))
         for seed in (0, 1, 2, 1 << 32, 1 << 63)
         for epoch in (0, 1, 2, 1 << 32)
     }
@@ -157,18 +157,18 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def test_seed_and_epoch_are_mixed_not_added() -> None:
-    one = rows_of(Plan((500,), 10, 5, BlockShuffle(1), seed=0, epoch=1))
-    other = rows_of(Plan((500,), 10, 5, BlockShuffle(1), seed=1, epoch=0))
+    one = rows_of(Plan(Shuffled((500,), 1), 10, 5, seed=0, epoch=1))
+    other = rows_of(Plan(Shuffled((500,), 1), 10, 5, seed=1, epoch=0))
     assert not np.array_equal(one, other)
 
 
 def test_fetches_of_one_epoch_are_permuted_differently() -> None:
-    fetches = list(Plan((400,), 10, 10, BlockShuffle(4)).fetches())
+    fetches = list(Plan(Shuffled((400,), 4), 10, 10).fetches())
     assert len({tuple(fetch.positions) for fetch in fetches}) == 4
 
 
 def test_a_block_larger_than_the_data_is_one_block() -> None:
-    (fetch,) = Plan((30,), 10, 10, BlockShuffle(1000)).fetches()
+    (fetch,) = Plan(Shuffled((30,), 1000), 10, 10).fetches()
     np.testing.assert_array_equal(fetch.ranges, [[0, 30]])
     assert sorted(fetch.positions) != list(fetch.positions)
 
@@ -176,7 +176,7 @@ def test_a_block_larger_than_the_data_is_one_block() -> None:
 @pytest.mark.parametrize("block_size", [sys.maxsize, 2**70])
 def test_blocks_larger_than_any_file_are_the_files(block_size: int) -> None:
     file_rows = (30, 50, 40, 0, 7)
-    found, expected = (list(Plan(file_rows, 10, 3, BlockShuffle(n)).fetches()) for n in (block_size, 60))
+    found, expected = (list(Plan(Shuffled(file_rows, n), 10, 3).fetches()) for n in (block_size, 60))
     assert sum(fetch.n_rows for fetch in found) == sum(file_rows)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one.ranges, other.ranges)
@@ -188,29 +188,29 @@ def test_rows_are_spread_evenly() -> None:
     n_epochs, n_rows, n_fetch = 800, 100, 20
     hits = np.zeros(n_rows)
     for epoch in range(n_epochs):
-        hits[Plan((n_rows,), 10, 2, BlockShuffle(1), epoch=epoch).fetch(0).rows()] += 1
+        hits[Plan(Shuffled((n_rows,), 1), 10, 2, epoch=epoch).fetch(0).rows()] += 1
     share = n_fetch / n_rows
     assert np.abs(hits - n_epochs * share).max() < 4.5 * np.sqrt(n_epochs * share * (1 - share))
 
 
 @pytest.mark.parametrize(
-    ("file_rows", "strategy"),
+    ("n_rows", "strategy"),
     [
-        ((90,), BlockShuffle(100)),
-        ((90, 3), BlockShuffle(100)),
-        ((90,), BlockShuffle(edges=np.array([0, 3, 80, 90]))),
-        ((90,), Chosen(np.ones(90), 60, 100, {})),
-        ((4, 90), BlockShuffle(48)),
-        ((90,), BlockShuffle(45)),
-        ((90,), BlockShuffle(edges=np.array([0, 30, 60, 90]))),
-        ((90,), Part(BlockShuffle(45), RowList(np.array([0]), np.array([90])), (90,))),
+        (90, Shuffled((90,), 100)),
+        (93, Shuffled((90, 3), 100)),
+        (90, Shuffled((90,), edges=np.array([0, 3, 80, 90]))),
+        (90, Chosen((90,), np.ones(90), 60, 100, {})),
+        (94, Shuffled((4, 90), 48)),
+        (90, Shuffled((90,), 45)),
+        (90, Shuffled((90,), edges=np.array([0, 30, 60, 90]))),
+        (90, Part(Shuffled((90,), 45), RowList(np.array([0]), np.array([90])))),
     ],
     ids=["one block", "and a short one", "chunks", "by weight", "half", "two", "three chunks", "a subset"],
 )
-def test_all_rows_are_dropped_equally_often(file_rows: tuple[int, ...], strategy: Any) -> None:
+def test_all_rows_are_dropped_equally_often(n_rows: int, strategy: Any) -> None:
     """The end of the order is dropped, and with one block that used to be the end of the file in every epoch."""
-    plan = Plan(file_rows, 16, 2, strategy, drop_last=True, world_size=3, uneven="drop")
-    n_epochs, hits = 200, np.zeros(sum(file_rows))
+    plan = Plan(strategy, 16, 2, drop_last=True, world_size=3, uneven="drop")
+    n_epochs, hits = 200, np.zeros(n_rows)
     for epoch in range(n_epochs):
         rows = np.concatenate([rows_of(rank) for rank in ranks_of(replace(plan, epoch=epoch))])
         assert np.unique(rows).size == rows.size == 48
@@ -244,8 +244,8 @@ def slow_rows(plan: Plan) -> list[int]:
     If one of them holds more than half of the rows, the order begins at a random row, and ends before it; and again
     if one holds more than a 64th and rows may be dropped.
     """
-    if isinstance(plan.strategy, Sequential):
-        return list(range(sum(plan.file_rows)))
+    if isinstance(plan.strategy, InOrder):
+        return list(range(sum(plan.strategy.file_rows)))
     if isinstance(plan.strategy, Given):
         return list(plan.strategy.rows)
     edges: list[tuple[int, int]] = []
@@ -253,7 +253,7 @@ def slow_rows(plan: Plan) -> list[int]:
         edges = [(int(a), int(b)) for a, b in zip(plan.strategy.edges, plan.strategy.edges[1:], strict=False)]
     else:
         start = 0
-        for n_rows in plan.file_rows:
+        for n_rows in plan.strategy.file_rows:
             size = plan.strategy.block_size
             edges += [(start + at, start + min(at + size, n_rows)) for at in range(0, n_rows, size)]
             start += n_rows
@@ -289,7 +289,7 @@ def slow_parts(plan: Plan, left: list[int], world_size: int) -> list[list[list[i
 
 def slow_hand_over(plan: Plan, rows: list[int], part: list[int], number: int, segment: int) -> list[int]:
     """Return the places of one fetch in the order of hand-over."""
-    if isinstance(plan.strategy, Sequential):
+    if isinstance(plan.strategy, InOrder):
         return part
     further = (segment,) if segment else ()
     key = slow_key(plan.seed, plan.epoch, 2, number, *further)
@@ -334,12 +334,12 @@ def test_ranks_and_histories_match_a_slow_implementation(plan: Plan) -> None:
 def test_an_interrupted_round_may_be_left_to_fewer_ranks_that_stop_within_it(uneven: str) -> None:
     """What several stops leave is dealt in its order, which examples drawn at random seldom have enough of to show."""
     history = ((5, 1), (2, 2), (1, 1))  # 40 rows of the first round are left, then 24, then 20
-    plan = Plan((131,), 4, 3, BlockShuffle(5), seed=3, uneven=uneven, history=history, world_size=2)
+    plan = Plan(Shuffled((131,), 5), 4, 3, seed=3, uneven=uneven, history=history, world_size=2)
     for rank in ranks_of(plan):
         assert rows_of(rank).tolist() == slow_order(rank)
 
 
-FROZEN = Plan((13, 0, 8), batch_size=4, fetch_factor=3, strategy=BlockShuffle(3), seed=2026, epoch=5)
+FROZEN = Plan(Shuffled((13, 0, 8), 3), batch_size=4, fetch_factor=3, seed=2026, epoch=5)
 FROZEN_ROWS = [3, 4, 6, 7, 11, 14, 5, 9, 12, 10, 13, 15, 19, 16, 18, 20, 17, 1, 0, 8, 2]
 
 
@@ -390,7 +390,7 @@ def test_a_long_permutation_hits_every_element_once() -> None:
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_planning_an_epoch_of_many_cells_takes_little_memory(block_size: int) -> None:
     """A hundredth of an epoch of 100 million cells: no table of rows or blocks may be built for it."""
-    plan = Plan((40_000_000, 60_000_000), 64, 256, BlockShuffle(block_size), seed=1, epoch=2)
+    plan = Plan(Shuffled((40_000_000, 60_000_000), block_size), 64, 256, seed=1, epoch=2)
     tracemalloc.start()
     start = time.process_time()
     for index in range(0, plan.n_fetches, 100):
@@ -403,8 +403,8 @@ def test_planning_an_epoch_of_many_cells_takes_little_memory(block_size: int) ->
 
 def test_the_order_is_the_same_in_another_process() -> None:
     code = (
-        "from gpuload.plan import Plan\nfrom gpuload.sampling import BlockShuffle\n"
-        "plan = Plan((13, 0, 8), 4, 3, BlockShuffle(3), seed=2026, epoch=5)\n"
+        "from gpuload.plan import Plan\nfrom gpuload.sampling import Shuffled\n"
+        "plan = Plan(Shuffled((13, 0, 8), 3), 4, 3, seed=2026, epoch=5)\n"
         "print([int(r) for f in plan.fetches() for r in f.rows()[f.positions]])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -417,8 +417,9 @@ def test_the_order_is_the_same_in_another_process() -> None:
 @given(dealt())
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_ranks_are_disjoint_equal_and_complete(plan: Plan) -> None:
-    plan = replace(plan, strategy=BlockShuffle(3) if isinstance(plan.strategy, Given) else plan.strategy, history=())
-    n_rows, n_ranks = sum(plan.file_rows), plan.world_size
+    strategy = Shuffled((plan.strategy.n_rows,), 3) if isinstance(plan.strategy, Given) else plan.strategy
+    plan = replace(plan, strategy=strategy, history=())
+    n_rows, n_ranks = sum(plan.strategy.file_rows), plan.world_size
     ranks = ranks_of(plan)
     sizes = [[[len(part) for part in batches_of(fetch, plan)] for fetch in rank.fetches()] for rank in ranks]
     assert all(one == sizes[0] for one in sizes), "no rank may wait for one that has finished"
@@ -446,7 +447,7 @@ def test_changing_world_sizes_hand_over_every_row(
     plan: Plan, world_size: int, uneven: str, data: st.DataObject
 ) -> None:
     """Each part of the chain resumes where all ranks of the previous part stopped, until the epoch is over."""
-    n_rows = sum(plan.file_rows)
+    n_rows = sum(plan.strategy.file_rows)
     plan = replace(plan, drop_last=False, uneven=uneven)
     handed: list[np.ndarray] = [np.empty(0, np.int64)]
     n_padded = 0
@@ -482,7 +483,7 @@ def test_nothing_is_left_of_a_finished_epoch(plan: Plan, world_size: int) -> Non
 @pytest.mark.parametrize("uneven", ["drop", "pad"])
 def test_no_rank_gets_more_minibatches(world_size: int, uneven: str) -> None:
     """Dealing whole fetches in turn gives 80 and 77, 61, 48 and 48, or 48, 45, 32 and 32 minibatches here."""
-    plan = Plan((10_000,), 64, 16, BlockShuffle(16), world_size=world_size, uneven=uneven)
+    plan = Plan(Shuffled((10_000,), 16), 64, 16, world_size=world_size, uneven=uneven)
     counts = {rank.n_batches for rank in ranks_of(plan)}
     assert counts == {ceil((10_000 // world_size if uneven == "drop" else ceil(10_000 / world_size)) / 64)}
     assert {sum(fetch.n_rows for fetch in rank.fetches()) for rank in ranks_of(plan)} == {
@@ -491,20 +492,20 @@ def test_no_rank_gets_more_minibatches(world_size: int, uneven: str) -> None:
 
 
 def test_ranks_permute_their_fetches_differently() -> None:
-    plan = Plan((4_000,), 10, 10, BlockShuffle(4), world_size=4)
+    plan = Plan(Shuffled((4_000,), 4), 10, 10, world_size=4)
     firsts = {tuple(rank.fetch(index).positions) for rank in ranks_of(plan) for index in range(3)}
     assert len(firsts) == 12
 
 
 def test_seed_1000_of_epoch_0_is_not_seed_0_of_epoch_1() -> None:
     for world_size in (1, 2):
-        one = rows_of(Plan((500,), 10, 5, BlockShuffle(4), seed=1000, epoch=0, world_size=world_size))
-        other = rows_of(Plan((500,), 10, 5, BlockShuffle(4), seed=0, epoch=1, world_size=world_size))
+        one = rows_of(Plan(Shuffled((500,), 4), 10, 5, seed=1000, epoch=0, world_size=world_size))
+        other = rows_of(Plan(Shuffled((500,), 4), 10, 5, seed=0, epoch=1, world_size=world_size))
         assert not np.array_equal(one, other)
 
 
 def test_rows_go_to_different_ranks_in_each_epoch() -> None:
-    plan = Plan((10_000,), 10, 5, BlockShuffle(4), world_size=4)
+    plan = Plan(Shuffled((10_000,), 4), 10, 5, world_size=4)
     first = set(rows_of(plan))
     for epoch in (1, 2, 3):
         again = len(first & set(rows_of(replace(plan, epoch=epoch)))) / len(first)
@@ -513,7 +514,7 @@ def test_rows_go_to_different_ranks_in_each_epoch() -> None:
 
 def test_dropped_and_padded_rows_change_with_the_epoch() -> None:
     for uneven in ("drop", "pad"):
-        plan = Plan((1_003,), 10, 5, BlockShuffle(4), world_size=4, uneven=uneven)
+        plan = Plan(Shuffled((1_003,), 4), 10, 5, world_size=4, uneven=uneven)
         odd = set()
         for epoch in range(20):
             rows = np.concatenate([rows_of(rank) for rank in ranks_of(replace(plan, epoch=epoch))])
@@ -525,10 +526,10 @@ def test_dropped_and_padded_rows_change_with_the_epoch() -> None:
 
 
 def test_more_ranks_than_rows() -> None:
-    plan = Plan((3,), 4, 2, Sequential(), world_size=8)
+    plan = Plan(InOrder((3,)), 4, 2, world_size=8)
     assert [rows_of(rank).tolist() for rank in ranks_of(plan)] == [[0], [1], [2], [0], [1], [2], [0], [1]]
     assert [rows_of(rank).tolist() for rank in ranks_of(replace(plan, uneven="drop"))] == [[]] * 8
-    assert [replace(plan, file_rows=(0,), uneven=uneven).n_batches for uneven in ("drop", "pad")] == [0, 0]
+    assert [replace(plan, strategy=InOrder((0,)), uneven=uneven).n_batches for uneven in ("drop", "pad")] == [0, 0]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -537,7 +538,7 @@ def test_units_are_never_split(world_size: int) -> None:
     strategy = Given(tuple(range(214)), unit=2)
     for uneven in ("drop", "pad"):
         for history in ((), ((1, 3),), ((2, 1), (3, 2)), ((3, 4), (2, 1), (4, 1))):
-            plan = Plan((214,), 6, 3, strategy, world_size=world_size, uneven=uneven, history=history)
+            plan = Plan(strategy, 6, 3, world_size=world_size, uneven=uneven, history=history)
             for rank in ranks_of(plan):
                 rows = rows_of(rank)
                 np.testing.assert_array_equal(rows[::2] + 1, rows[1::2])
@@ -553,7 +554,7 @@ FROZEN_RANKS = [
 
 def test_the_order_of_ranks_is_frozen() -> None:
     """Like `test_the_order_is_frozen`; saved states rely on it."""
-    plan = Plan((13, 0, 8), 2, 2, BlockShuffle(3), seed=2026, epoch=5, world_size=3, history=((2, 1),))
+    plan = Plan(Shuffled((13, 0, 8), 3), 2, 2, seed=2026, epoch=5, world_size=3, history=((2, 1),))
     assert [rows_of(rank).tolist() for rank in ranks_of(plan)] == FROZEN_RANKS
     assert [slow_order(rank) for rank in ranks_of(plan)] == FROZEN_RANKS
 
@@ -563,7 +564,7 @@ def test_changing_the_number_of_ranks_is_cheap_with_many_cells() -> None:
     history = ((8, 100), (16, 3), (4, 5_000))
     tracemalloc.start()
     start = time.process_time()
-    plan = Plan((40_000_000, 60_000_000), 64, 256, BlockShuffle(16), seed=1, epoch=2, world_size=8, history=history)
+    plan = Plan(Shuffled((40_000_000, 60_000_000), 16), 64, 256, seed=1, epoch=2, world_size=8, history=history)
     assert plan.fetch(0).n_rows == plan.fetch(plan.n_fetches // 2).n_rows == 64 * 256
     seconds, (_, peak) = time.process_time() - start, tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -572,13 +573,6 @@ def test_changing_the_number_of_ranks_is_cheap_with_many_cells() -> None:
 
 
 # --- strategies that deal the rows themselves
-
-
-@dataclass(frozen=True)
-class PerRank:
-    """A strategy that is asked for each rank's blocks."""
-
-    per_rank: Any
 
 
 def split_evenly(epoch_seed: int, rank: int, world_size: int) -> np.ndarray:
@@ -592,7 +586,7 @@ def split_evenly(epoch_seed: int, rank: int, world_size: int) -> np.ndarray:
 @pytest.mark.parametrize("uneven", ["drop", "pad"])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_per_rank_strategy_sets_the_blocks(world_size: int, uneven: str, drop_last: bool) -> None:
-    plan = Plan((103,), 4, 3, PerRank(split_evenly), 7, 5, world_size=world_size, uneven=uneven, drop_last=drop_last)
+    plan = Plan(custom.Given(split_evenly, 103), 4, 3, 7, 5, world_size=world_size, uneven=uneven, drop_last=drop_last)
     ranks = ranks_of(plan)
     (epoch_seed,) = (slow_key(plan.seed, plan.epoch, 1),)
     blocks = [split_evenly(epoch_seed, rank, world_size) for rank in range(world_size)]
@@ -612,20 +606,20 @@ def test_a_per_rank_strategy_sets_the_blocks(world_size: int, uneven: str, drop_
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.uint64])
 def test_blocks_may_have_any_integer_dtype_and_be_empty(dtype: type) -> None:
     blocks = np.array([[20, 29], [15, 15], [0, 9]], dtype=dtype)
-    plan = Plan((50,), 18, 1, PerRank(lambda seed, rank, n: blocks))
+    plan = Plan(custom.Given(lambda seed, rank, n: blocks, 50), 18, 1)
     assert plan.fetch(0).ranges.tolist() == [[0, 9], [20, 29]]
     assert sorted(rows_of(plan)) == [*range(9), *range(20, 29)]
 
 
 def test_if_one_rank_has_no_rows_dropping_leaves_none() -> None:
     for uneven, given_first in (("drop", [[0, 9]]), ("drop", []), ("pad", [])):
-        strategy = PerRank(lambda seed, rank, n, first=given_first: [] if rank else first)
-        plan = Plan((50,), 4, 10, strategy, world_size=2, uneven=uneven)
+        strategy = custom.Given(lambda seed, rank, n, first=given_first: [] if rank else first, 50)
+        plan = Plan(strategy, 4, 10, world_size=2, uneven=uneven)
         assert [rank.n_batches for rank in ranks_of(plan)] == [0, 0]
 
 
 def test_a_short_rank_is_padded_by_repeating_its_own_rows() -> None:
-    plan = Plan((50,), 4, 10, PerRank(lambda seed, rank, n: [[0, 50]] if rank else [[7, 9]]), world_size=2)
+    plan = Plan(custom.Given(lambda seed, rank, n: [[0, 50]] if rank else [[7, 9]], 50), 4, 10, world_size=2)
     assert np.bincount(rows_of(plan)).tolist() == [0] * 7 + [25, 25]
     assert sorted(rows_of(replace(plan, rank=1))) == list(range(50))
     assert rows_of(replace(plan, uneven="drop")).size == rows_of(replace(plan, uneven="drop", rank=1)).size == 2
@@ -647,6 +641,6 @@ def test_a_short_rank_is_padded_by_repeating_its_own_rows() -> None:
     ],
 )
 def test_impossible_blocks_are_refused(blocks: Any, message: str) -> None:
-    plan = Plan((50,), 4, 10, PerRank(lambda seed, rank, n: blocks if rank else [[0, 9], [3, 3]]), world_size=2)
+    plan = Plan(custom.Given(lambda seed, rank, n: blocks if rank else [[0, 9], [3, 3]], 50), 4, 10, world_size=2)
     with pytest.raises(PlanError, match=f"sampler.*{message}"):
         rows_of(plan)

@@ -16,7 +16,8 @@ from gpuload.errors import PlanError
 from gpuload.formats import open_store
 from gpuload.loader import Loader
 from gpuload.plan import Plan
-from gpuload.sampling import BlockShuffle, Sequential
+from gpuload.sampling import InOrder, Shuffled
+from gpuload.sampling.custom import Given
 from gpuload.tables import Table
 from gpuload.types import Form
 from tests.fakes import FakeBackend
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     MakeLoader = Callable[..., Loader]
 
 N_ROWS = 131
-PLAN = Plan((N_ROWS,), batch_size=4, fetch_factor=3, strategy=BlockShuffle(5), seed=9)
+PLAN = Plan(Shuffled((N_ROWS,), 5), batch_size=4, fetch_factor=3, seed=9)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def make_loader(store_variant: StoreVariant) -> MakeLoader:
     store.close()
 
     def make(plan: Plan = PLAN, *, prefetch: int = 2, takes_ahead: int = 0, **faults: Any) -> Loader:
-        assert plan.file_rows == store.file_rows
+        assert store.file_rows == (N_ROWS,)
         backend = FakeBackend(takes_ahead=takes_ahead, **faults)
         table = Table(replace(store, sources=(), file_sources=((),)), Form("dense", "float32", 1), store.var_names)
         return Loader({"X": table}, backend, plan, prefetch)  # type: ignore[arg-type]
@@ -106,7 +107,7 @@ def test_every_state_is_the_consumers_position(make_loader: MakeLoader) -> None:
     chain=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12), st.integers(0, 3)), min_size=1, max_size=5),
     uneven=st.sampled_from(["drop", "pad"]),
     epoch=st.integers(0, 3),
-    strategy=st.sampled_from([Sequential(), BlockShuffle(1), BlockShuffle(7)]),
+    strategy=st.sampled_from([InOrder((N_ROWS,)), Shuffled((N_ROWS,), 1), Shuffled((N_ROWS,), 7)]),
 )
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_runs_can_resume_with_other_numbers_of_ranks(
@@ -332,9 +333,9 @@ def test_states_are_copies(make_loader: MakeLoader) -> None:
         ({"seed": 1}, "seed=9 in the state, 1 here"),
         ({"drop_last": True}, "drop_last=False in the state, True here"),
         ({"uneven": "drop"}, "uneven='pad' in the state, 'drop' here"),
-        ({"strategy": BlockShuffle(6)}, "sampler block_size=5 in the state, 6 here"),
-        ({"strategy": Sequential()}, "sampler='BlockShuffle' in the state, 'Sequential' here"),
-        ({"strategy": BlockShuffle(edges=np.array([0, 50, 131]))}, "sampler .*edges"),
+        ({"strategy": Shuffled((N_ROWS,), 6)}, "sampler block_size=5 in the state, 6 here"),
+        ({"strategy": InOrder((N_ROWS,))}, "sampler='BlockShuffle' in the state, 'Sequential' here"),
+        ({"strategy": Shuffled((N_ROWS,), edges=np.array([0, 50, 131]))}, "sampler .*edges"),
         ({"batch_size": 5, "seed": 1}, "batch_size=4 in the state, 5 here; .*seed=9 in the state, 1 here"),
     ],
 )
@@ -376,9 +377,9 @@ def test_a_state_holds_plain_values_only(make_loader: MakeLoader) -> None:
 
 
 def test_a_state_of_other_block_edges_is_refused(make_loader: MakeLoader) -> None:
-    one = make_loader(replace(PLAN, strategy=BlockShuffle(edges=np.array([0, 50, 131]))))
+    one = make_loader(replace(PLAN, strategy=Shuffled((N_ROWS,), edges=np.array([0, 50, 131]))))
     one.load_state_dict(one.state_dict())
-    other = make_loader(replace(PLAN, strategy=BlockShuffle(edges=np.array([0, 51, 131]))))
+    other = make_loader(replace(PLAN, strategy=Shuffled((N_ROWS,), edges=np.array([0, 51, 131]))))
     with pytest.raises(PlanError, match=r"sampler edges='[0-9a-f]{16}' in the state, '[0-9a-f]{16}' here"):
         other.load_state_dict(one.state_dict())
 
@@ -453,19 +454,14 @@ def test_an_impossible_position_is_refused(make_loader: MakeLoader, change: dict
         loader.load_state_dict({**loader.state_dict(), **change})
 
 
-class PerRank:
-    """A strategy that deals the rows itself: every world_size-th block of 5."""
-
-    def per_rank(self, epoch_seed: int, rank: int, world_size: int) -> list[list[int]]:
-        starts = np.random.default_rng(epoch_seed).permutation(np.arange(0, 130, 5))[: 20 + epoch_seed % 5]
-        return [[start, start + 5] for start in starts[rank::world_size].tolist()]
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": "PerRank"}
+def blocks_of(epoch_seed: int, rank: int, world_size: int) -> list[list[int]]:
+    """Return every world_size-th block of 5."""
+    starts = np.random.default_rng(epoch_seed).permutation(np.arange(0, 130, 5))[: 20 + epoch_seed % 5]
+    return [[start, start + 5] for start in starts[rank::world_size].tolist()]
 
 
 def test_a_sampler_that_deals_the_rows_itself_resumes_only_with_as_many_ranks(make_loader: MakeLoader) -> None:
-    plan = replace(PLAN, strategy=PerRank(), world_size=2, uneven="drop")  # type: ignore[arg-type]
+    plan = replace(PLAN, strategy=Given(blocks_of, N_ROWS), world_size=2, uneven="drop")
     loader = make_loader(plan)
     lengths = []
     for _ in range(8):

@@ -60,13 +60,13 @@ def cells_of(*file_rows: int, **more: Any) -> Cells:
 
 def rows_of(strategy: Any, cells: Cells, words: tuple[int, ...] = WORDS) -> np.ndarray:
     """Return one epoch's rows by place, before they are mixed within fetches."""
-    return expand_ranges(strategy.order(cells.file_rows, words).ranges(0, strategy.n_rows(cells.file_rows)))
+    return expand_ranges(strategy.order(words).ranges(0, strategy.n_rows))
 
 
 def fetches_of(strategy: Any, cells: Cells, epoch: int = 0, **more: Any) -> list[np.ndarray]:
     """Return the rows of every fetch, in the order of hand-over."""
     factor = cells.fetch_rows // cells.batch_size
-    plan = Plan(cells.file_rows, cells.batch_size, factor, strategy, seed=11, epoch=epoch, **more)
+    plan = Plan(strategy, cells.batch_size, factor, seed=11, epoch=epoch, **more)
     return [fetch.rows()[fetch.positions] for fetch in plan.fetches()]
 
 
@@ -315,7 +315,7 @@ def test_draws_are_read_in_blocks() -> None:
     cells = cells_of(150_000, 250_000, obs=obs, batch_size=64, fetch_rows=4096, block_size=16)
     weights = np.random.default_rng(1).uniform(1, 1.06, 400_000)
     for sampler, n_strata in ((ClassBalanced("label"), 20), (Weighted(weights), 1), (Weighted(1.0 / (1 + codes)), 20)):
-        plan = Plan(cells.file_rows, 64, 64, sampler.over(cells), seed=1)
+        plan = Plan(sampler.over(cells), 64, 64, seed=1)
         n_ranges = [len(plan.fetch(index).ranges) for index in range(0, 60, 6)]
         # A skipped cell (systematic sampling skips fewer than one in 17 to 8) opens a range of its own.
         n_skips = 4096 / 8 if isinstance(sampler, Weighted) and n_strata == 1 else 0
@@ -327,7 +327,7 @@ def test_controls_are_read_in_blocks() -> None:
     drug = np.repeat(["dmso", "x", "dmso", "y"], [4000, 20_000, 4000, 20_000])
     obs = {"drug": column(drug), "batch": column(np.repeat(["1", "2"], 24_000))}
     cells = cells_of(48_000, obs=obs, batch_size=64, fetch_rows=4096, block_size=16)
-    plan = Plan(cells.file_rows, 64, 64, PairedControl("drug", "dmso", match="batch").over(cells), seed=1)
+    plan = Plan(PairedControl("drug", "dmso", match="batch").over(cells), 64, 64, seed=1)
     n_ranges = [len(plan.fetch(index).ranges) for index in range(15)]
     assert max(n_ranges) < 3 * 4096 / 16  # a block of cells needs at most two of controls
 
@@ -458,15 +458,15 @@ def test_the_order_does_not_depend_on_how_places_are_cut(name: str, monkeypatch:
     monkeypatch.setattr("gpuload.sampling.queues.GRID", 128)  # so that an epoch has many notes of the counts
     cells = some_cells()
     strategy = every_sampler(600)[name].over(cells)
-    unit, n = getattr(strategy, "unit", 1), strategy.n_rows(cells.file_rows)
+    unit, n = strategy.unit, strategy.n_rows
     whole = rows_of(strategy, cells)
     assert whole.size == n
     rng = np.random.default_rng(0)
-    order = strategy.order(cells.file_rows, WORDS)
+    order = strategy.order(WORDS)
     for _ in range(25):
         start, stop = np.sort(rng.choice(n // unit + 1, 2, replace=False)) * unit
         np.testing.assert_array_equal(expand_ranges(order.ranges(start, stop)), whole[start:stop])
-        fresh = strategy.order(cells.file_rows, WORDS)
+        fresh = strategy.order(WORDS)
         np.testing.assert_array_equal(expand_ranges(fresh.ranges(start, stop)), whole[start:stop])
     cuts = [0, *np.sort(rng.choice(np.arange(1, n // unit), 20, replace=False)) * unit, n]
     parts = [expand_ranges(order.ranges(a, b)) for a, b in pairwise(cuts)]
@@ -490,7 +490,7 @@ def test_fetches_hand_over_the_rows_of_the_order(name: str, n_ranks: int) -> Non
     """Over all ranks, the rows handed over are those of the order, as a multiset; up to what is dropped at the end."""
     cells = some_cells()
     strategy = every_sampler(600)[name].over(cells)
-    unit = getattr(strategy, "unit", 1)
+    unit = strategy.unit
     more = {"world_size": n_ranks, "uneven": "drop"}
     got = [np.concatenate(fetches_of(strategy, cells, rank=rank, **more)) for rank in range(n_ranks)]
     assert len({rows.size for rows in got}) == 1
@@ -506,6 +506,18 @@ def test_fetches_hand_over_the_rows_of_the_order(name: str, n_ranks: int) -> Non
 
 
 # --- subsets
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3])
+@pytest.mark.parametrize("uneven", ["drop", "pad"])
+def test_sets_within_a_subset_are_not_split(n_ranks: int, uneven: str) -> None:
+    cells = some_cells()
+    strategy = Subset(np.arange(0, 600, 2), Grouped("label", 4)).over(cells)
+    labels = cells.obs["label"].values
+    for rank in range(n_ranks):
+        rows = np.concatenate(fetches_of(strategy, cells, rank=rank, world_size=n_ranks, uneven=uneven))
+        sets = labels[rows].reshape(-1, 4)
+        assert np.all(sets == sets[:, :1])
 
 
 @given(
@@ -674,13 +686,13 @@ def test_sets_of_drawn_classes_follow_the_shares(remainder: str) -> None:
         lag = np.corrcoef(kinds[:-1, 0] == 2, kinds[1:, 0] == 2)[0, 1]
         assert abs(lag) < 4.5 / np.sqrt(n_sets), "the classes of adjacent sets are independent"
     without = Grouped("label", 4, remainder).over(cells)
-    assert Grouped("label", 4, remainder, "equal").over(cells).n_rows(()) == without.n_rows(())
+    assert Grouped("label", 4, remainder, "equal").over(cells).n_rows == without.n_rows
 
 
 def test_sets_of_drawn_classes_are_read_in_blocks() -> None:
     obs = {"label": column(np.repeat(["a", "b"], [20_000, 4_000]).tolist())}
     cells = cells_of(24_000, obs=obs, batch_size=64, fetch_rows=4096, block_size=32)
-    plan = Plan(cells.file_rows, 64, 64, Grouped("label", 8, shares="equal").over(cells), seed=1)
+    plan = Plan(Grouped("label", 8, shares="equal").over(cells), 64, 64, seed=1)
     assert max(len(plan.fetch(index).ranges) for index in range(5)) <= 4096 / 32 + 4
 
 
@@ -934,7 +946,7 @@ def test_binding_takes_less_than_20_bytes_per_cell(kind: str) -> None:
         "distinct": Weighted(rng.integers(1, 9, n)),
     }[kind]
     tracemalloc.start()
-    plan = Plan(cells.file_rows, 64, 256, sampler.over(cells))
+    plan = Plan(sampler.over(cells), 64, 256)
     for index in range(plan.n_fetches):
         plan.fetch(index)
     _, peak = tracemalloc.get_traced_memory()
@@ -956,7 +968,7 @@ def test_sorted_labels_take_no_memory_per_cell() -> None:
 def test_an_epoch_draws_each_place_once(monkeypatch: pytest.MonkeyPatch) -> None:
     n = 200_000
     obs = {"label": Column(np.arange(n, dtype=np.int32), np.arange(n).astype(object))}
-    order = ClassBalanced("label").over(cells_of(n, obs=obs)).order((n,), WORDS)
+    order = ClassBalanced("label").over(cells_of(n, obs=obs)).order(WORDS)
     drawn = []
     draw = Shares.draw
     monkeypatch.setattr(Shares, "draw", lambda *args: drawn.append(args[1].size) or draw(*args))

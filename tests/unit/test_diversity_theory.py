@@ -28,7 +28,7 @@ from gpuload.diversity import (
 from gpuload.diversity.runs import _cuts
 from gpuload.errors import PlanError
 from gpuload.plan import Plan
-from gpuload.sampling import BlockShuffle
+from gpuload.sampling import Shuffled
 from tests import writers
 
 PLATES = {
@@ -307,7 +307,7 @@ def test_mixed_cells_and_label_runs_match_the_plan():
     codes = np.concatenate([rng.integers(0, 5, 3_000), np.repeat(np.arange(5, 30), rng.integers(60, 180, 25))])
     codes = codes[:5_950]
     found = entropy_of_runs(codes, batch_size=32, block_size=50, fetch_factor=50)
-    plans = [Plan((codes.size,), 32, 50, BlockShuffle(50), 0, epoch) for epoch in range(40)]
+    plans = [Plan(Shuffled((codes.size,), 50), 32, 50, 0, epoch) for epoch in range(40)]
     means = [np.mean([fetch_entropy(codes[f.rows()], 32) for f in p.fetches() if f.rows().size == 1600]) for p in plans]
     assert found.bits == pytest.approx(np.mean(means), abs=4 * np.std(means, ddof=1) / np.sqrt(40))
 
@@ -375,7 +375,7 @@ def test_runs_agree_with_the_fetches_of_the_plan(file_rows, batch_size, block_si
     found = entropy_of_runs(codes, **sizes, file_rows=file_rows)
     means = []
     for epoch in range(30 if batch_size > 2 else 10):  # there are many fetches of two cells
-        plan = Plan(file_rows, batch_size, fetch_factor, BlockShuffle(block_size), 0, epoch)
+        plan = Plan(Shuffled(file_rows, block_size), batch_size, fetch_factor, 0, epoch)
         fetches = [f.rows() for f in plan.fetches()]
         bits = [fetch_entropy(codes[rows], batch_size) for rows in fetches if rows.size == batch_size * fetch_factor]
         means.append(np.mean(bits))

@@ -240,6 +240,6 @@ def test_the_smallest_exponential_keys_are_chosen(kind: str, monkeypatch: pytest
     n_there = np.count_nonzero(weights)
     for n_samples in (1, 77, n_there // 2, n_there - 1, n_there):
         exact.clear()
-        order = Chosen(weights, n_samples, 16, {}).order((n // 4, n - n // 4), (5, 6))
+        order = Chosen((n // 4, n - n // 4), weights, n_samples, 16, {}).order((5, 6))
         np.testing.assert_array_equal(np.sort(expand_ranges(order.ranges(0, n_samples))), np.sort(by_key[:n_samples]))
         assert kind == "huge" or sum(exact) < n / 4
