@@ -10,7 +10,7 @@ from gpuload.checks import check_index, check_unmasked, is_number, is_whole
 from gpuload.errors import PlanError
 from gpuload.estimators.arrays import Engine, to_host
 from gpuload.estimators.base import Estimator
-from gpuload.estimators.passes import BATCH_SIZE, Passes, as_array, checked_finite
+from gpuload.estimators.passes import BATCH_SIZE, Passes, as_array, checked_finite, chosen_rows
 from gpuload.loader import Loader
 from gpuload.scores import mean_r2
 
@@ -112,7 +112,8 @@ class KernelRidge(Estimator):
         X : (n, n_features) array, SciPy sparse matrix, or `gpuload.Loader`
             Features of the cells.
         y : (n,) or (n, n_targets)
-            Targets, in the order of the rows.
+            Targets, in the order of the rows; of a loader with ``where=`` or `gpuload.Subset`, of its cells alone, in
+            the order of the files.
         groups : (n,), optional
             Group label of each row; with `n_rounds` at least two groups are needed.
 
@@ -281,7 +282,13 @@ def _checked_targets(y: ArrayLike, n_rows: int, X: Any) -> NDArray[np.float32]:
 def _check_order(name: str, given: Any, X: Any) -> None:
     """Raise PlanError for values that are partly masked, or whose pandas index has the rows of X in another order."""
     if isinstance(X, Loader):
-        check_index(name, given, X.obs_names, "cell", "loader.obs_names()")
+        chosen = chosen_rows(X)
+        if chosen is None:
+            check_index(name, given, X.obs_names, "cell", "loader.obs_names()")
+            return
+        rows = chosen.slice(0, chosen.n_rows)
+        if not (hasattr(given, "index") and not callable(given.index) and np.array_equal(given.index, rows)):
+            check_index(name, given, lambda: X.obs_names()[rows], "cell", "loader.obs_names()[rows]")
         return
     check_unmasked(name, given)
     if not hasattr(X, "columns") or not hasattr(given, "index") or callable(given.index):  # not both pandas objects

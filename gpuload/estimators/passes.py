@@ -13,6 +13,8 @@ import numpy as np
 from gpuload.checks import check_unmasked
 from gpuload.errors import PlanError, first_line
 from gpuload.loader import Loader
+from gpuload.sampling.rows import row_list
+from gpuload.sampling.subset import Part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.estimators.arrays import Engine
+    from gpuload.sampling.rows import RowList
 
 BATCH_SIZE = 2048
 """Rows made dense at a time: larger matrix products are no more efficient."""
@@ -37,7 +40,8 @@ class Passes:
     Parameters
     ----------
     X : (n, p) array, SciPy sparse matrix, or Loader
-        A `Loader` yields its own minibatches (dense or CSR), one epoch per pass, which must have every row once.
+        A `Loader` yields its own minibatches (dense or CSR), one epoch per pass, which must have each of its cells
+        once: all, or those that ``where=`` and `gpuload.Subset` leave, numbered in the order of the files.
     engine
         Array library for the minibatches.
 
@@ -57,7 +61,7 @@ class Passes:
         self.is_bfloat16 = isinstance(X, Loader) and X.dtype == "bfloat16"
         self.names = _names_of(X)
         if isinstance(X, Loader):
-            self.n_rows, self.n_columns = X.n_obs, X.n_vars
+            self.n_columns = X.n_vars
             row_shape = X.tables["X"].row_shape
             if len(row_shape) > 1:
                 raise PlanError(f"X: its loader's cells have arrays of shape {row_shape}; expected rows of a matrix.")
@@ -65,8 +69,10 @@ class Passes:
                 raise PlanError(
                     f"X: its loader has cells of rank {X.rank} of {X.world_size}; open it with rank=0, world_size=1."
                 )
-            if X.epoch_n_obs != X.n_obs:
-                raise _incomplete(X.epoch_n_obs, X.n_obs)
+            self._chosen = chosen_rows(X)
+            self.n_rows = X.n_obs if self._chosen is None else self._chosen.n_rows
+            if X.epoch_n_obs != self.n_rows:
+                raise _incomplete(X.epoch_n_obs, self.n_rows)
             self._X = X
             return
         if hasattr(X, "obs_names") or isinstance(X, (str, os.PathLike)):
@@ -144,8 +150,9 @@ class Passes:
                 if (batch := next(batches, None)) is None:
                     break
                 part = self._dense(batch.X)
-            is_seen[batch.rows] = True
-            yield batch.rows, part
+            rows = batch.rows if self._chosen is None else self._chosen.rank(batch.rows)
+            is_seen[rows] = True
+            yield rows, part
         if not is_seen.all():  # the epoch has the right size, so some rows are missing if others occurred twice
             raise _incomplete(int(is_seen.sum()), self.n_rows)
 
@@ -154,6 +161,16 @@ class Passes:
         if hasattr(X, "toarray"):
             return X.toarray()
         return self._engine.of_bits(X) if self.is_bfloat16 else X
+
+
+def chosen_rows(loader: Loader) -> RowList | None:
+    """Return the rows of the cells that ``where=`` and `gpuload.Subset` leave, ascending; None: all."""
+    chosen, strategy = None, loader.strategy
+    while isinstance(strategy, Part):
+        own = strategy.rows
+        chosen = own if chosen is None else row_list(chosen.take(own.slice(0, own.n_rows)))
+        strategy = strategy.inner
+    return chosen
 
 
 def _names_of(X: Any) -> NDArray[np.str_] | None:
@@ -171,8 +188,8 @@ def _names_of(X: Any) -> NDArray[np.str_] | None:
 
 def _incomplete(n: int, n_rows: int) -> PlanError:
     return PlanError(
-        f"X: its loader's epoch has {n:,} of {n_rows:,} cells; open it with drop_last=False, and without where=, "
-        "a state to resume from, or a sampler that leaves out or repeats cells."
+        f"X: its loader's epoch has {n:,} of {n_rows:,} cells; open it with drop_last=False, and without a state to "
+        "resume from, or a sampler that leaves out or repeats cells (where= and Subset may leave some out)."
     )
 
 

@@ -114,7 +114,8 @@ class TruncatedSVD(Estimator):
         Parameters
         ----------
         X : (n, p) array, SciPy sparse matrix, or `gpuload.Loader`
-            Cells x features.
+            Cells x features; of a loader with ``where=`` or `gpuload.Subset`, its cells alone, in the order of the
+            files.
         y
             Not used.
 

@@ -19,7 +19,7 @@ from gpuload.estimators import KernelRidge, TruncatedSVD, kernel_ridge
 from gpuload.estimators.arrays import open_engine, to_host
 from gpuload.estimators.kernel_ridge import cholesky
 from gpuload.estimators.passes import Passes
-from tests.writers import write_csr, write_h5ad
+from tests.writers import cells_frame, write_csr, write_h5ad
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -643,7 +643,7 @@ def test_out_of_memory_is_not_mistaken_for_a_small_alpha(
     ("settings", "told"),
     [
         ({"drop_last": True}, r"^X: its loader's epoch has 64 of 100 cells; open it with drop_last=False, and without"),
-        ({"batch_size": 100, "where": "passed"}, r"^X: its loader's epoch has \d\d of 100 cells"),
+        ({"where": "passed", "drop_last": True, "batch_size": 30}, r"^X: its loader's epoch has 30 of \d\d cells"),
         ({"batch_size": 80, "world_size": 2, "rank": 1}, r"^X: its loader has cells of rank 1 of 2; open it with"),
         # as many as there are, but with replacement: known at the end of a pass
         ({"sampler": gpuload.sampling.Weighted(np.arange(100))}, r"^X: its loader's epoch has \d\d of 100"),
@@ -659,6 +659,31 @@ def test_a_loader_that_leaves_rows_out_is_refused(
         for use in (model.transform, TruncatedSVD(2).fit, lambda X: KernelRidge().fit(X, cells[:100, 0])):
             with pytest.raises(gpuload.PlanError, match=told):
                 use(loader)
+
+
+@pytest.mark.parametrize("output", ["dense", "csr"])
+def test_some_cells_of_a_loader_are_those_rows_alone(cells: np.ndarray, tmp_path: Path, output: str) -> None:
+    """As if there were no others: their rows are numbered in the order of the files."""
+    path = tmp_path / "cells.h5ad"
+    write_h5ad(path, lambda file: write_csr(file, "X", csr_matrix(cells[:100])), 100, 60)
+    rows = np.flatnonzero(cells_frame(100)["passed"].to_numpy() & (np.arange(100) % 5 > 0))
+    X, y = cells[rows], cells[rows, :2] @ np.array([1.0, -1.0])
+    settings: dict[str, Any] = {"where": "passed", "output": output, "batch_size": 9, "fetch_factor": 2}
+    kept = gpuload.Subset(np.arange(100) % 5 > 0, gpuload.Subset(np.arange(1, 100)))
+    with gpuload.open_loader(path, sampler=kept, **settings) as loader:
+        model = TruncatedSVD(3, n_passes=8, random_state=1)
+        found = model.fit_transform(loader)
+        np.testing.assert_allclose(found, X @ model.components_.T, atol=1e-3)
+        np.testing.assert_allclose(model.singular_values_, np.linalg.svd(X, compute_uv=False)[:3], rtol=1e-4)
+        np.testing.assert_allclose(model.transform(loader), found, atol=1e-3)
+        expected = KernelRidge(0.1).fit(X, y).predict(cells)
+        for index in (None, rows, np.array([f"cell_{row}" for row in rows])):
+            targets = y if index is None else pd.Series(y, index=index)
+            np.testing.assert_allclose(KernelRidge(0.1).fit(loader, targets).predict(cells), expected, atol=1e-4)
+        with pytest.raises(gpuload.PlanError, match=rf"^y has shape \(100,\); expected \({rows.size},\)"):
+            KernelRidge().fit(loader, cells[:100, 0])
+        with pytest.raises(gpuload.PlanError, match=r"^y: .*reindex\(loader\.obs_names\(\)\[rows\]\)"):
+            KernelRidge().fit(loader, pd.Series(y, index=[f"cell_{row}" for row in rows[::-1]]))
 
 
 def test_a_resumed_loader_is_refused(cells: np.ndarray, tmp_path: Path) -> None:
