@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import zarr
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csr_matrix
 
@@ -42,6 +42,7 @@ def cell_names(files: list[list[str]], order: np.ndarray, *, has_numbers: bool =
 
 @settings(deadline=None, derandomize=True)
 @given(NAMES, st.sampled_from([np.uint32, np.int64]), st.integers(1, 9))
+@example([[], [], ["a"], ["a"]], np.uint32, 1)  # files without cells
 def test_shared_names_are_detected_exactly(files: list[list[str]], dtype: type, room: int) -> None:
     names = cell_names(files, np.arange(sum(map(len, files))))
     table = np.zeros(len(names) + room, dtype=dtype)
