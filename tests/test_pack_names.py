@@ -51,10 +51,11 @@ def test_shared_names_are_detected_exactly(files: list[list[str]], dtype: type, 
     assert have_common(names.utf8, names.starts, names.file_start, table) == wanted
 
 
-def test_colliding_names_are_compared() -> None:
-    files = [[f"{number}{i:05}" for i in range(2_000)] for number in range(2)]
-    for last, wanted in (("100000", False), ("000000", True)):
-        files[1][-1] = last
+@pytest.mark.parametrize("name", ["{number}{i:05}", "{i:05}{number}"])  # files differ in the first byte, or the last
+def test_colliding_names_are_compared(name: str) -> None:
+    files = [[name.format(number=number, i=i) for i in range(2_000)] for number in range(2)]
+    for number, wanted in ((1, False), (0, True)):
+        files[1][-1] = name.format(number=number, i=0)
         names = cell_names(files, np.arange(4_000))
         table = np.zeros(4_001, dtype=np.uint32)
         assert have_common(names.utf8, names.starts, names.file_start, table) == wanted
