@@ -61,6 +61,14 @@ def test_colliding_names_are_compared(name: str) -> None:
         assert have_common(names.utf8, names.starts, names.file_start, table) == wanted
 
 
+def test_names_repeated_within_a_file_hide_no_others() -> None:
+    """In a table without room to spare, where the names are beside each other."""
+    own = [f"{i:03}" for i in range(200)]
+    for shared in own:
+        names = cell_names([own * 2, [shared]], np.arange(401))
+        assert have_common(names.utf8, names.starts, names.file_start, np.zeros(402, dtype=np.uint32))
+
+
 @settings(deadline=None, derandomize=True)
 @given(NAMES, st.randoms(use_true_random=False), st.booleans())
 def test_names_follow_the_packed_order(files: list[list[str]], random: object, has_numbers: bool) -> None:
