@@ -148,6 +148,61 @@ def test_float16_overflow_is_checked_after_summing(row: list[float], bad: int) -
         assert out.view(np.float16)[0, [5, TILE + 900]].tolist() == [60_000, 1]
 
 
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("has_map", [False, True])
+@pytest.mark.parametrize(
+    ("positions", "bad"), [([0, 1, 2], -1), ([0, 3, 4], 1), ([4, 2, 3], 0), ([2, 1, 3, 0], 2), ([1, 4, 3, 2], 1)]
+)
+def test_the_first_row_that_float16_cannot_hold_is_told(
+    positions: list[int], bad: int, has_map: bool, is_dense: bool
+) -> None:
+    """Infinity and NaN, which are stored, are not its fault."""
+    X = np.array([[1, np.inf, 0], [65_504, 65_519.99, 2**-25], [np.nan, 1, -np.inf], [1, -65_520, 3], [70_000, 1, 2]])
+    X = X.astype(np.float32)
+    columns = np.array([2, 0, 1], dtype=np.int32) if has_map else NO_COLUMNS
+    indptr, taken = np.arange(6) * 3, np.array(positions, dtype=np.int32)
+    out, scratch = np.full((taken.size, 3), 7, dtype=np.uint16), np.empty(6, dtype=np.float32)
+    if is_dense:
+        found = rows.gather_dense(taken, indptr, X.reshape(-1), ONE_MAP, columns, 0.0, False, scratch, out)
+    else:
+        wide, narrow = np.zeros(3 + rows.SLACK // 2, np.float32), np.zeros(3 + rows.SLACK // 2, np.uint16)
+        csr = (indptr, np.tile(np.arange(3, dtype=np.uint16), 5), X.reshape(-1), ONE_MAP, columns)
+        found = rows.densify_csr(taken, *csr, 0.0, False, scratch, wide, narrow, out)
+    assert found == bad
+    with np.errstate(over="ignore"):
+        wanted = X[taken].astype(np.float16)
+    np.testing.assert_array_equal(out.view(np.float16)[:, columns if has_map else slice(None)], wanted)
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("target_sum", [0.0, 10.0])
+@pytest.mark.parametrize("log1p", [False, True])
+def test_every_row_has_the_map_of_its_file(log1p: bool, target_sum: float, is_dense: bool) -> None:
+    """Columns that a map lacks count in the sum of a cell, and places that no column goes to are 0."""
+    X, maps = np.arange(1, 16, dtype=np.float32).reshape(3, 5), np.array([[0, -1, 3, 1, -1], [5, 4, -1, 0, 2]])
+    indptr, taken, file = np.arange(4) * 5, np.array([2, 0, 1, 2], dtype=np.int32), np.array([1, 0, 1])
+    wanted = np.zeros((4, 6))
+    for r, row in enumerate(taken):
+        own, values = maps[file[row]], X[row].astype(np.float64)
+        values *= target_sum / values.sum() if target_sum else 1
+        wanted[r, own[own >= 0]] = (np.log1p(values) if log1p else values)[own >= 0]
+    about = (file * 5, maps.reshape(-1).astype(np.int32))
+    transform, out, scratch = (target_sum, log1p), np.full((4, 6), 7, dtype=np.float32), np.empty(10, np.float32)
+    if is_dense:
+        rows.gather_dense(taken, indptr, X.reshape(-1), *about, *transform, scratch, out)
+    else:
+        csr = (taken, indptr, np.tile(np.arange(5, dtype=np.uint16), 3))
+        wide = np.zeros(6 + rows.SLACK // 2, dtype=np.float32)
+        rows.densify_csr(*csr, X.reshape(-1), *about, *transform, scratch, wide, wide, out)
+        offsets = np.full(5, 7, dtype=np.int32)
+        n = rows.count_csr(*csr, *about, offsets)
+        assert offsets.tolist() == np.append(0, np.cumsum((wanted != 0).sum(axis=1))).tolist()
+        indices, data = np.empty(n, dtype=np.int32), np.empty(n, dtype=np.float32)
+        assert not rows.gather_csr(*csr, X.reshape(-1), *about, *transform, indices, data)
+        np.testing.assert_allclose(csr_matrix((data, indices, offsets), (4, 6)).toarray(), wanted, rtol=1e-6)
+    np.testing.assert_allclose(out, wanted, rtol=1e-6)
+
+
 def test_a_large_minibatch_of_transformed_dense_rows(matrix: csr_matrix) -> None:
     X = matrix.toarray()
     positions = np.arange(40, dtype=np.int32)
