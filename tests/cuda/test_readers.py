@@ -612,14 +612,7 @@ class Staged:
     """Four windows of a file, staged by native code, and what the driver was asked; calls may fail with a code."""
 
     out, stream, events = 1 << 30, 77, (11, 22)
-    parts = (
-        (0, 1000, 30, 0),
-        (0, 1030, 20, 33),
-        (1, 5000, 64, 64),
-        (2, 200, 10, 130),
-        (2, 900, 9, 180),
-        (3, 7, 5, 192),
-    )
+    parts = ((0, 100, 30, 0), (0, 130, 20, 33), (1, 200, 64, 64), (2, 20, 10, 130), (2, 500, 9, 180), (3, 7, 5, 192))
     """Window, place in the file, length, and place in device memory of each part."""
     runs = ((0, 53), (64, 128), (130, 140), (180, 189), (192, 197))
     run_edges = (0, 1, 2, 4, 5)
@@ -726,11 +719,14 @@ def test_the_window_that_was_taken_is_the_last_once_stopped(file: FileSource, wh
     assert staged.said == staged.calls_of(0, 0)
 
 
-def test_a_window_that_ends_behind_its_file_is_returned(file: FileSource) -> None:
+@pytest.mark.parametrize(("window", "last"), [(1, 200 + 63), (2, 500 + 8)])  # its only part, or its second one
+def test_a_window_that_ends_behind_its_file_is_returned(file: FileSource, window: int, last: int) -> None:
+    """And not counted: it will be read once more."""
     staged = Staged(file)
-    assert staged.run(100_003 - 5000 - 63) == 1
-    assert staged.said == [*staged.calls_of(0, 0), ("wait", staged.events[1])]
-    assert staged.counts.tolist() == [EACH_WINDOW[0], 0]
+    assert staged.run(100_003 - last) == window
+    before = [call for earlier in range(window) for call in staged.calls_of(earlier, earlier % 2)]
+    assert staged.said == [*before, ("wait", staged.events[window % 2])]
+    assert staged.counts.tolist() == [sum(EACH_WINDOW[:window]), 0]
 
 
 def test_many_reads_run_at_once_on_several_threads(device: LateDevice, file: FileSource) -> None:
