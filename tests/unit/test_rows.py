@@ -142,6 +142,16 @@ def test_rows_of_several_tiles(is_streamed: bool, kind: str, seed: int, n_fallin
     assert not narrow.any()
 
 
+def test_no_column_is_lost_between_tiles() -> None:
+    n_cols = 2 * TILE + 100
+    data = np.arange(1, n_cols + 1, dtype=np.float32) % 2_000
+    wide = np.zeros(n_cols + rows.SLACK // 2, dtype=np.float32)
+    narrow, out = np.zeros(wide.size, dtype=np.uint16), np.empty((1, n_cols), dtype=np.uint16)
+    csr = (np.array([0, n_cols]), np.arange(n_cols, dtype=np.int32), data, ONE_MAP, NO_COLUMNS)
+    assert rows.densify_csr(np.zeros(1, np.int32), *csr, 0.0, False, SCRATCH, wide, narrow, out) == -1
+    np.testing.assert_array_equal(out[0].view(np.float16), data)
+
+
 @pytest.mark.parametrize(("row", "bad"), [([70_000, 1, -10_000], -1), ([60_000, 1, 10_000], 0), ([1, 70_000, 1], 0)])
 def test_float16_overflow_is_checked_after_summing(row: list[float], bad: int) -> None:
     indptr, indices = np.array([0, 3]), np.array([5, TILE + 900, 5], dtype=np.int32)
@@ -292,16 +302,19 @@ def test_a_large_minibatch_of_dense_rows(matrix: csr_matrix) -> None:
     np.testing.assert_array_equal(out, X[positions])
 
 
-@pytest.mark.parametrize("log1p", [False, True])
+@pytest.mark.parametrize(("has_map", "log1p"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize(
     ("row", "is_canonical"), [([1, 4, 9], True), ([], True), ([5], True), ([4, 1, 9], False), ([1, 1, 9], False)]
 )
-def test_gather_csr_reports_whether_columns_ascend(row: list[int], is_canonical: bool, log1p: bool) -> None:
+def test_gather_csr_reports_whether_columns_ascend(
+    row: list[int], is_canonical: bool, has_map: bool, log1p: bool
+) -> None:
     indptr = np.array([0, 2, 2 + len(row), 5 + len(row)], dtype=np.int64)
     indices = np.array([7, 8, *row, 0, 1, 2], dtype=np.uint16)
     data = np.ones(indices.size, dtype=np.float32)
     out_indices, out_data = np.empty(indices.size, np.int32), np.empty(indices.size, np.float32)
-    csr = (indptr, indices, data, ONE_MAP, NO_COLUMNS)
+    columns = np.arange(10, dtype=np.int32) if has_map else NO_COLUMNS
+    csr = (indptr, indices, data, ONE_MAP, columns)
     found = rows.gather_csr(np.array([2, 1, 0], np.int32), *csr, 0.0, log1p, out_indices, out_data)
     assert found == is_canonical
     np.testing.assert_array_equal(out_indices, [0, 1, 2, *row, 7, 8])
