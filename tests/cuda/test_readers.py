@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -609,11 +610,12 @@ def test_device_error_is_raised_and_later_reads_work(device: LateDevice, file: F
 
 
 class Staged:
-    """Four windows of a file, staged by native code, and what the driver was asked; calls may fail with a code."""
+    """Four windows of two files, staged by native code, and what the driver was asked; calls may fail with a code."""
 
     out, stream, events = 1 << 30, 77, (11, 22)
     parts = ((0, 100, 30, 0), (0, 130, 20, 33), (1, 200, 64, 64), (2, 20, 10, 130), (2, 500, 9, 180), (3, 7, 5, 192))
-    """Window, place in the file, length, and place in device memory of each part."""
+    """Window, place in its file, length, and place in device memory of each part."""
+    files = (0, 0, 0, 0, 1, 0)
     runs = ((0, 53), (64, 128), (130, 140), (180, 189), (192, 197))
     run_edges = (0, 1, 2, 4, 5)
 
@@ -624,6 +626,7 @@ class Staged:
         self.counts, self.codes, self.file = np.full(2, -5), codes or {}, file
         self.after_copy: Callable[[], object] = lambda: None
         self.hosts = [np.zeros(100, dtype=np.uint8) for _ in range(2)]
+        self.stored = bytes_of(100_003), bytes_of(100_003)[::-1]
 
     def _say(self, *what: Any) -> int:
         self.said.append(what)
@@ -641,14 +644,17 @@ class Staged:
         asked = (self._copy, lambda event, stream: self._say("record", event, stream), lambda e: self._say("wait", e))
         functions = [kind(function) for kind, function in zip(kinds, asked, strict=True)]
         window, offset, nbytes, place = (np.array(column, dtype=np.int64) for column in zip(*self.parts, strict=True))
-        with self.file.hold([0]) as (descriptor,):
+        with self.file.hold([0]) as (descriptor,), tempfile.TemporaryFile() as other:
+            other.write(self.stored[1].tobytes())
+            other.flush()
+            descriptors = np.array([descriptor, other.fileno()], dtype=np.int32)
             return stage_windows(
                 self.turn,
                 self.stops,
                 offset + at,
                 nbytes,
                 place,
-                np.full(window.size, descriptor, dtype=np.int32),
+                descriptors[list(self.files)],
                 np.searchsorted(window, np.arange(5)),
                 np.array(self.runs, dtype=np.int64).T.copy(),
                 np.array(self.run_edges, dtype=np.int64),
@@ -675,9 +681,9 @@ def test_each_buffer_waits_for_its_own_event(file: FileSource) -> None:
     assert staged.run() == 4
     assert staged.said == [call for window in range(4) for call in staged.calls_of(window, window % 2)]
     assert staged.counts.tolist() == [sum(EACH_WINDOW), 0]
-    for _, offset, n, place in staged.parts:
+    for (_, offset, n, place), number in zip(staged.parts, staged.files, strict=True):
         first = max(at for at in staged.copied if at <= place)
-        assert staged.copied[first][place - first :][:n] == bytes_of(100_003)[offset : offset + n].tobytes()
+        assert staged.copied[first][place - first :][:n] == staged.stored[number][offset : offset + n].tobytes()
     assert staged.run() == 4, "all were taken"
     assert staged.counts.tolist() == [0, 0]
 
