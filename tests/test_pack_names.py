@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import zarr
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csr_matrix
 
@@ -42,6 +42,7 @@ def cell_names(files: list[list[str]], order: np.ndarray, *, has_numbers: bool =
 
 @settings(deadline=None, derandomize=True)
 @given(NAMES, st.sampled_from([np.uint32, np.int64]), st.integers(1, 9))
+@example([[], [], ["a"], ["a"]], np.uint32, 1)  # files without cells
 def test_shared_names_are_detected_exactly(files: list[list[str]], dtype: type, room: int) -> None:
     names = cell_names(files, np.arange(sum(map(len, files))))
     table = np.zeros(len(names) + room, dtype=dtype)
@@ -50,13 +51,22 @@ def test_shared_names_are_detected_exactly(files: list[list[str]], dtype: type, 
     assert have_common(names.utf8, names.starts, names.file_start, table) == wanted
 
 
-def test_colliding_names_are_compared() -> None:
-    files = [[f"{number}{i:05}" for i in range(2_000)] for number in range(2)]
-    for last, wanted in (("100000", False), ("000000", True)):
-        files[1][-1] = last
+@pytest.mark.parametrize("name", ["{number}{i:05}", "{i:05}{number}"])  # files differ in the first byte, or the last
+def test_colliding_names_are_compared(name: str) -> None:
+    files = [[name.format(number=number, i=i) for i in range(2_000)] for number in range(2)]
+    for number, wanted in ((1, False), (0, True)):
+        files[1][-1] = name.format(number=number, i=0)
         names = cell_names(files, np.arange(4_000))
         table = np.zeros(4_001, dtype=np.uint32)
         assert have_common(names.utf8, names.starts, names.file_start, table) == wanted
+
+
+def test_names_repeated_within_a_file_hide_no_others() -> None:
+    """In a table without room to spare, where the names are beside each other."""
+    own = [f"{i:03}" for i in range(200)]
+    for shared in own:
+        names = cell_names([own * 2, [shared]], np.arange(401))
+        assert have_common(names.utf8, names.starts, names.file_start, np.zeros(402, dtype=np.uint32))
 
 
 @settings(deadline=None, derandomize=True)

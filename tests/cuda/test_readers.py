@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -28,6 +29,7 @@ from gpuload.backends.cuda.far import FarReader
 from gpuload.backends.cuda.kvikio import KvikioReader
 from gpuload.backends.cuda.pinned import PinnedReader, _few_files, _fill
 from gpuload.backends.cuda.readers import PAGE, Pending, place_extents
+from gpuload.backends.native.staging import stage_windows
 from gpuload.errors import DeviceError, MissingDependencyError, PlanError, ReadError
 from gpuload.folder_source import FolderSource
 from gpuload.remote import Patience, Reach
@@ -605,6 +607,132 @@ def test_device_error_is_raised_and_later_reads_work(device: LateDevice, file: F
         np.testing.assert_array_equal(out, bytes_of(100_003)[7:20_007])
     assert len(device.pinned_alive) <= 2
     reader.close()
+
+
+class Staged:
+    """Four windows of two files, staged by native code, and what the driver was asked; calls may fail with a code."""
+
+    out, stream, events = 1 << 30, 77, (11, 22)
+    parts = ((0, 100, 30, 0), (0, 130, 20, 33), (1, 200, 64, 64), (2, 20, 10, 130), (2, 500, 9, 180), (3, 7, 5, 192))
+    """Window, place in its file, length, and place in device memory of each part."""
+    files = (0, 0, 0, 0, 1, 0)
+    runs = ((0, 53), (64, 128), (130, 140), (180, 189), (192, 197))
+    run_edges = (0, 1, 2, 4, 5)
+
+    def __init__(self, file: FileSource, codes: dict[tuple[str, int], int] | None = None) -> None:
+        self.said: list[tuple[Any, ...]] = []
+        self.copied: dict[int, bytes] = {}
+        self.turn, self.stops = np.zeros(1, np.int64), (np.zeros(1, np.uint8), np.zeros(1, np.uint8))
+        self.counts, self.codes, self.file = np.full(2, -5), codes or {}, file
+        self.after_copy: Callable[[], object] = lambda: None
+        self.hosts = [np.zeros(100, dtype=np.uint8) for _ in range(2)]
+        self.stored = bytes_of(100_003), bytes_of(100_003)[::-1]
+
+    def _say(self, *what: Any) -> int:
+        self.said.append(what)
+        return self.codes.get((what[0], sum(one[0] == what[0] for one in self.said)), 0)
+
+    def _copy(self, to: int, at: int, n: int, stream: int) -> int:
+        number = next(k for k, host in enumerate(self.hosts) if 0 <= at - host.ctypes.data < host.size)
+        self.copied[to - self.out] = ctypes.string_at(at, n)
+        code = self._say("copy", to - self.out, n, stream, number)
+        self.after_copy()
+        return code
+
+    def run(self, at: int = 0) -> int:
+        kinds = [ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * n) for n in (4, 2, 1)]
+        asked = (self._copy, lambda event, stream: self._say("record", event, stream), lambda e: self._say("wait", e))
+        functions = [kind(function) for kind, function in zip(kinds, asked, strict=True)]
+        window, offset, nbytes, place = (np.array(column, dtype=np.int64) for column in zip(*self.parts, strict=True))
+        with self.file.hold([0]) as (descriptor,), tempfile.TemporaryFile() as other:
+            other.write(self.stored[1].tobytes())
+            other.flush()
+            descriptors = np.array([descriptor, other.fileno()], dtype=np.int32)
+            return stage_windows(
+                self.turn,
+                self.stops,
+                offset + at,
+                nbytes,
+                place,
+                descriptors[list(self.files)],
+                np.searchsorted(window, np.arange(5)),
+                np.array(self.runs, dtype=np.int64).T.copy(),
+                np.array(self.run_edges, dtype=np.int64),
+                tuple(host.ctypes.data for host in self.hosts),
+                self.events,
+                self.out,
+                self.stream,
+                tuple(ctypes.cast(function, ctypes.c_void_p).value for function in functions),
+                self.counts,
+            )
+
+    def calls_of(self, window: int, buffer: int) -> list[tuple[Any, ...]]:
+        """Return what the driver is to be asked for a window."""
+        runs = self.runs[self.run_edges[window] : self.run_edges[window + 1]]
+        copies = [("copy", first, last - first, self.stream, buffer) for first, last in runs]
+        return [("wait", self.events[buffer]), *copies, ("record", self.events[buffer], self.stream)]
+
+
+EACH_WINDOW = tuple(sum(n for window, _, n, _ in Staged.parts if window == number) for number in range(4))
+
+
+def test_each_buffer_waits_for_its_own_event(file: FileSource) -> None:
+    staged = Staged(file)
+    assert staged.run() == 4
+    assert staged.said == [call for window in range(4) for call in staged.calls_of(window, window % 2)]
+    assert staged.counts.tolist() == [sum(EACH_WINDOW), 0]
+    for (_, offset, n, place), number in zip(staged.parts, staged.files, strict=True):
+        first = max(at for at in staged.copied if at <= place)
+        assert staged.copied[first][place - first :][:n] == staged.stored[number][offset : offset + n].tobytes()
+    assert staged.run() == 4, "all were taken"
+    assert staged.counts.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "n_calls", "n_read"),
+    [
+        ({("wait", 2): 700}, 700, 4, 1),
+        ({("copy", 3): 701, ("record", 3): 702}, 701, 9, 3),  # the first of two copies
+        ({("copy", 4): 701}, 701, 10, 3),
+        ({("record", 2): 702}, 702, 6, 2),
+        ({("record", 4): 702}, 702, 13, 4),
+    ],
+)
+def test_nothing_follows_a_call_that_failed(
+    file: FileSource, codes: dict[tuple[str, int], int], code: int, n_calls: int, n_read: int
+) -> None:
+    """But its event is recorded: earlier copies may still read the buffer."""
+    staged = Staged(file, codes)
+    assert staged.run() == 4
+    assert staged.counts.tolist() == [sum(EACH_WINDOW[:n_read]), code]
+    assert len(staged.said) == n_calls
+    assert staged.said[-1][0] == ("wait" if ("wait", 2) in codes else "record")
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_the_window_that_was_taken_is_the_last_once_stopped(file: FileSource, which: int, is_before: bool) -> None:
+    staged = Staged(file)
+
+    def stop() -> None:
+        staged.stops[which][0] = 1
+
+    staged.after_copy = stop
+    if is_before:
+        stop()
+    assert staged.run() == 4
+    assert staged.turn[0] == 1
+    assert staged.said == staged.calls_of(0, 0)
+
+
+@pytest.mark.parametrize(("window", "last"), [(1, 200 + 63), (2, 500 + 8)])  # its only part, or its second one
+def test_a_window_that_ends_behind_its_file_is_returned(file: FileSource, window: int, last: int) -> None:
+    """And not counted: it will be read once more."""
+    staged = Staged(file)
+    assert staged.run(100_003 - last) == window
+    before = [call for earlier in range(window) for call in staged.calls_of(earlier, earlier % 2)]
+    assert staged.said == [*before, ("wait", staged.events[window % 2])]
+    assert staged.counts.tolist() == [sum(EACH_WINDOW[:window]), 0]
 
 
 def test_many_reads_run_at_once_on_several_threads(device: LateDevice, file: FileSource) -> None:

@@ -517,7 +517,7 @@ def sort_csr(indptr: Any, indices: Any, data: Any, n_cols: int, digits: Any, kep
         if _is_rising(row):
             continue
         shift = 0
-        while shift == 0 or n_cols > 1 << shift:  # two digits at a time: the second pass leads back
+        while n_cols > 1 << shift:  # two digits at a time: the second pass leads back
             _sort_by_digit(row, values, shift, digits, kept_indices, kept)
             _sort_by_digit(kept_indices[: row.size], kept[: row.size], shift + 8, digits, row, values)
             shift += 16
