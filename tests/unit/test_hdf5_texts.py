@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,26 @@ def test_texts_between_which_others_lie(tmp_path: Path, by_h5py: list[int]) -> N
             stored[start : start + 10], others[start : start + 3] = given[start : start + 10], ["not", "of", "them"]
     assert read(tmp_path / "t.h5") == given
     assert by_h5py == []
+
+
+def test_texts_that_lie_far_apart(tmp_path: Path, by_h5py: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between them is not read."""
+    given, between = texts(), np.zeros(1 << 19, dtype=np.uint8)
+    with h5py.File(tmp_path / "t.h5", "w") as file:
+        stored = file.create_dataset("texts", (N,), TEXT)
+        for start in range(0, N, 500):
+            stored[start : start + 500] = given[start : start + 500]
+            file.create_dataset(f"between{start}", data=between)
+    n_read, pread = [], os.pread
+
+    def counted(descriptor: int, nbytes: int, offset: int) -> bytes:
+        n_read.append(nbytes)
+        return pread(descriptor, nbytes, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    assert read(tmp_path / "t.h5") == given
+    assert by_h5py == []
+    assert sum(n_read) < between.size
 
 
 def compact() -> Any:
