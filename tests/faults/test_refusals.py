@@ -789,6 +789,15 @@ def test_columns_with_invalid_utf8_are_named(copy_of: Callable[[str], Path]) -> 
         gpuload.pack(path, path.with_name("packed.zarr"), obs=[])
 
 
+@pytest.mark.parametrize("order", [5, [3, 4]], ids=["number", "numbers"])
+def test_an_order_of_columns_that_is_no_names(copy_of: Callable[[str], Path], order: Any) -> None:
+    path = copy_of("damaged.h5ad")
+    with h5py.File(path, "r+") as file:
+        file["obs"].attrs["column-order"] = order
+    told = f"{path}: its metadata cannot be read (the column-order of /obs is "
+    assert_refused("CorruptDataError", path, told, "; expected names); restore the file", obs=["depth"])
+
+
 @pytest.mark.parametrize("name", ["data", "indices"])
 def test_arrays_of_unequal_length(tmp_path: Path, name: str) -> None:
     path = broken(tmp_path, name, lambda values: values[:-3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -132,12 +133,23 @@ def test_fixed_length_string_attributes_are_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(next(iter(loader)).X, X.toarray())
 
 
-def test_order_of_a_single_column_may_be_a_scalar(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["depth", np.bytes_("depth")], ids=["text", "bytes"])
+def test_order_of_a_single_column_may_be_a_scalar(tmp_path: Path, name: str | bytes) -> None:
     path = tmp_path / "one.h5ad"
     writers.write_plain(path)
     with writers.h5py.File(path, "r+") as file:
-        file["obs"].attrs["column-order"] = "depth"
+        file["obs"].attrs["column-order"] = name
     assert obs_columns(str(path)) == ["depth"]
+
+
+@pytest.mark.parametrize("name", ["csr-gzip4", "csr-old-categories", "csr-old-compound"])
+def test_columns_without_an_order_are_all_but_the_index(store_variant: StoreVariant, tmp_path: Path, name: str) -> None:
+    """Nor are the categories of old files, which lie beside the columns, a column."""
+    path = shutil.copyfile(store_variant(name).path, tmp_path / "copy.h5ad")
+    with writers.h5py.File(path, "r+") as file:
+        file["obs"].attrs.pop("column-order", None)
+    columns = {"csr-old-categories": OLD_CATEGORIES, "csr-old-compound": OLD_COMPOUND}.get(name)
+    assert sorted(obs_columns(str(path))) == sorted(columns or store_variant(name).obs.columns)
 
 
 @pytest.mark.filterwarnings("ignore:Writing zarr v2")
