@@ -809,6 +809,10 @@ def test_genes_without_names(tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         del file["var/_index"], file["var"].attrs["_index"]
     assert_refused("StoreError", path, f"{path}: /var has no index", "anndata's write_h5ad")
+    with h5py.File(path, "r+") as file:
+        del file["var"]
+        file["var"] = np.arange(writers.N_VARS)  # without fields
+    assert_refused("StoreError", path, f"{path}: /var has no index", "anndata's write_h5ad")
 
 
 def test_impossible_size_is_refused(tmp_path: Path) -> None:
