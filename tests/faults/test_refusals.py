@@ -749,7 +749,11 @@ def test_missing_matrix_error_lists_the_others(tmp_path: Path) -> None:
     assert_refused("StoreError", path, f"{path}: there is no /X; it has /obs, ", "; choose layer='raw.X'.")
     assert_refused("StoreError", path, "there is no layer 'a', as it has no layers; choose layer='raw.X'.", layer="a")
     with h5py.File(path, "r+") as file:
+        file.move("raw/X", "raw.X")  # as AnnData 0.6 named it
         del file["raw"]
+    assert_refused("StoreError", path, f"{path}: there is no /X; it has /obs, ", "; choose layer='raw.X'.")
+    with h5py.File(path, "r+") as file:
+        file.move("raw.X", "matrix")  # which a loom file has too, beside row_attrs
     assert_refused("StoreError", path, f"{path}: there is no /X; ", "; no other matrix is there: name another file.")
     assert_refused("StoreError", path, f"{path}: there is no raw; ", "; no other matrix is there: ", layer="raw.X")
 
