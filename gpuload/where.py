@@ -433,8 +433,6 @@ def _is_in(found: Any, wanted: frozenset[Any]) -> Any:
     """Return whether values, or one category, are among `wanted`, as judged by ``==``."""
     if not isinstance(found, np.ndarray):
         return found in wanted
-    if found.dtype.kind == "b":
-        return np.isin(found, list(wanted))
     if found.dtype.kind in "iu":  # compared as whole numbers: beside a fraction, NumPy would round large ones
         low, high = np.iinfo(found.dtype).min, np.iinfo(found.dtype).max
         whole = [int(value) for value in wanted if low <= value <= high and value == int(value)]

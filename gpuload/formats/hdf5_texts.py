@@ -158,7 +158,7 @@ def _read_collections(read: Read, offsets: NDArray[np.int64], most: int) -> tupl
         part = whole[offset - first : offset - first + size] or read(offset, size)  # as large as the one before it
         size = int.from_bytes(part[8:16], "little")
         most -= size
-        if not part.startswith(_BEGIN) or size <= _HEADER or size % 8 or most < 0:
+        if not part.startswith(_BEGIN) or size % 8 or most < 0:
             raise _UnusualError
         parts.append((part + _all(read, offset + len(part), max(0, size - len(part))))[:size])
     ends = np.cumsum([len(part) for part in parts])

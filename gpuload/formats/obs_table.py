@@ -128,10 +128,8 @@ def _column(table: pd.DataFrame, name: str, place: NDArray[np.int64]) -> ObsColu
             f"obs_table: column {name!r} holds objects of kind {kind}; expected strings, categories, numbers or "
             "booleans: convert it with astype()."
         )
-    if is_missing:
-        values = values.reset_index(drop=True).reindex(np.where(place < 0, len(table), place))
-    else:
-        values = values.iloc[place]
+    # Of -1, which is no row, there is no value.
+    values = values.reset_index(drop=True).reindex(place) if is_missing else values.iloc[place]
     try:
         return encode(array_of(values), name, "obs_table")
     except StoreError as error:

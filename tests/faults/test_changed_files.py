@@ -20,6 +20,7 @@ from gpuload import formats, opening
 from gpuload.backends import host
 from gpuload.formats import members, obs_table, scdl  # noqa: F401 - what is replaced in them
 from gpuload.formats.arrays import damage_to_metadata
+from gpuload.formats.obs import damage_of
 from gpuload.source import FileSource
 from tests import several
 from tests.mutants import by_gpuload, by_h5py, is_same, write_base
@@ -380,6 +381,14 @@ def test_too_many_open_files_are_not_damage(copy_of: Callable[[str], Path], monk
 def test_a_package_that_cannot_be_imported_is_not_damage() -> None:
     with pytest.raises(ImportError, match="libcublas"), damage_to_metadata("cells.h5ad"):
         raise ImportError("libcublas cannot be loaded")
+
+
+@pytest.mark.parametrize("error", [ImportError("libcublas cannot be loaded"), MemoryError("Unable to allocate")])
+def test_what_is_no_damage_of_a_column_is_raised_as_it_is(error: Exception) -> None:
+    """Of too little memory, `damage_to_metadata` says what may be done."""
+    with pytest.raises(type(error)) as caught, damage_of("cells.h5ad", "cell_line"):
+        raise error
+    assert caught.value is error
 
 
 def test_truncation_during_a_read_raises_a_short_read(

@@ -763,7 +763,11 @@ def test_missing_matrix_error_lists_the_others(tmp_path: Path) -> None:
     assert_refused("StoreError", path, f"{path}: there is no /X; it has /obs, ", "; choose layer='raw.X'.")
     assert_refused("StoreError", path, "there is no layer 'a', as it has no layers; choose layer='raw.X'.", layer="a")
     with h5py.File(path, "r+") as file:
+        file.move("raw/X", "raw.X")  # as AnnData 0.6 named it
         del file["raw"]
+    assert_refused("StoreError", path, f"{path}: there is no /X; it has /obs, ", "; choose layer='raw.X'.")
+    with h5py.File(path, "r+") as file:
+        file.move("raw.X", "matrix")  # which a loom file has too, beside row_attrs
     assert_refused("StoreError", path, f"{path}: there is no /X; ", "; no other matrix is there: name another file.")
     assert_refused("StoreError", path, f"{path}: there is no raw; ", "; no other matrix is there: ", layer="raw.X")
 
@@ -803,6 +807,15 @@ def test_columns_with_invalid_utf8_are_named(copy_of: Callable[[str], Path]) -> 
         gpuload.pack(path, path.with_name("packed.zarr"), obs=[])
 
 
+@pytest.mark.parametrize("order", [5, [3, 4]], ids=["number", "numbers"])
+def test_an_order_of_columns_that_is_no_names(copy_of: Callable[[str], Path], order: Any) -> None:
+    path = copy_of("damaged.h5ad")
+    with h5py.File(path, "r+") as file:
+        file["obs"].attrs["column-order"] = order
+    told = f"{path}: its metadata cannot be read (the column-order of /obs is "
+    assert_refused("CorruptDataError", path, told, "; expected names); restore the file", obs=["depth"])
+
+
 @pytest.mark.parametrize("name", ["data", "indices"])
 def test_arrays_of_unequal_length(tmp_path: Path, name: str) -> None:
     path = broken(tmp_path, name, lambda values: values[:-3])
@@ -813,6 +826,10 @@ def test_genes_without_names(tmp_path: Path) -> None:
     path = write_and_path(tmp_path)
     with h5py.File(path, "r+") as file:
         del file["var/_index"], file["var"].attrs["_index"]
+    assert_refused("StoreError", path, f"{path}: /var has no index", "anndata's write_h5ad")
+    with h5py.File(path, "r+") as file:
+        del file["var"]
+        file["var"] = np.arange(writers.N_VARS)  # without fields
     assert_refused("StoreError", path, f"{path}: /var has no index", "anndata's write_h5ad")
 
 

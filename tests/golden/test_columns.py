@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -112,6 +113,50 @@ def test_index_of_a_compound_table(tmp_path: Path, name: str) -> None:
     assert batch.obs["depth"].tolist() == [7, 5, 9]
 
 
+def test_index_that_no_attribute_names(tmp_path: Path) -> None:
+    path = tmp_path / "old.h5ad"
+    writers.write_plain(path)
+    names = anndata.read_h5ad(path).obs_names.to_list()
+    with writers.h5py.File(path, "r+") as file:
+        del file["obs"].attrs["_index"]
+        file["obs"].move("_index", "index")
+    assert gpuload.obs_names(path).tolist() == names
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [(np.array([b"p", b"q", b"p"]), ["p", "q", "p"]), (np.array([0.5, 1.0, 0.0]), [0.5, 1.0, 0.0])],
+    ids=["text", "numbers"],
+)
+def test_values_beside_the_categories_of_var_are_no_codes(tmp_path: Path, values: Any, expected: list[Any]) -> None:
+    """Files of AnnData 0.6 keep those of obs and of var under one key."""
+    path = tmp_path / "old.h5ad"
+    with writers.h5py.File(path, "w") as file:
+        file["X"] = np.zeros((3, 2), np.float32)
+        file["obs"] = writers.compound({"index": np.array([b"x", b"y", b"z"]), "line": values})
+        file["var"] = writers.compound({"index": np.array([b"g", b"h"])})
+        file["uns/line_categories"] = np.array([b"a", b"b"])
+    assert_columns(path, ["line"], pd.DataFrame({"line": expected}))
+
+
+def test_categories_of_no_cells(tmp_path: Path) -> None:
+    path = tmp_path / "old.h5ad"
+    with writers.h5py.File(path, "w") as file:
+        file["X"] = np.zeros((0, 2), np.float32)
+        file["obs"] = writers.compound({"index": np.array([], "S1"), "line": np.array([], np.int8)})
+        file["var"] = writers.compound({"index": np.array([b"g", b"h"])})
+        file["uns/line_categories"] = np.array([b"a", b"b"])
+    with gpuload.open_loader(path, obs=["line"]) as loader:
+        assert loader.categories["line"].tolist() == ["a", "b"]
+
+
+def test_old_categories_keep_their_order(store_variant: StoreVariant) -> None:
+    stored = store_variant("csr-old-categories")
+    with h5py.File(stored.path) as file:
+        for name in ("stage", "cell_line"):
+            assert read_values(file["obs"], name, "old.h5ad").ordered == stored.obs[name].cat.ordered
+
+
 def test_fixed_length_string_attributes_are_read(tmp_path: Path) -> None:
     """Julia's HDF5.jl writes them this way."""
     path = tmp_path / "fixed.h5ad"
@@ -132,12 +177,23 @@ def test_fixed_length_string_attributes_are_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(next(iter(loader)).X, X.toarray())
 
 
-def test_order_of_a_single_column_may_be_a_scalar(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["depth", np.bytes_("depth")], ids=["text", "bytes"])
+def test_order_of_a_single_column_may_be_a_scalar(tmp_path: Path, name: str | bytes) -> None:
     path = tmp_path / "one.h5ad"
     writers.write_plain(path)
     with writers.h5py.File(path, "r+") as file:
-        file["obs"].attrs["column-order"] = "depth"
+        file["obs"].attrs["column-order"] = name
     assert obs_columns(str(path)) == ["depth"]
+
+
+@pytest.mark.parametrize("name", ["csr-gzip4", "csr-old-categories", "csr-old-compound"])
+def test_columns_without_an_order_are_all_but_the_index(store_variant: StoreVariant, tmp_path: Path, name: str) -> None:
+    """Nor are the categories of old files, which lie beside the columns, a column."""
+    path = shutil.copyfile(store_variant(name).path, tmp_path / "copy.h5ad")
+    with writers.h5py.File(path, "r+") as file:
+        file["obs"].attrs.pop("column-order", None)
+    columns = {"csr-old-categories": OLD_CATEGORIES, "csr-old-compound": OLD_COMPOUND}.get(name)
+    assert sorted(obs_columns(str(path))) == sorted(columns or store_variant(name).obs.columns)
 
 
 @pytest.mark.filterwarnings("ignore:Writing zarr v2")

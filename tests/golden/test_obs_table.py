@@ -12,6 +12,7 @@ import pytest
 from scipy.sparse import random
 
 import gpuload
+from gpuload.formats.obs_table import table_columns
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -201,7 +202,7 @@ def test_arrow_dtypes(files: list[Path], table: pd.DataFrame, where: str) -> Non
     [
         (lambda t: t.to_dict(), "obs_table: it is a dict; expected a pandas.DataFrame with a row for each cell"),
         (lambda t: t.set_index("count", append=True), "obs_table: its index has several levels; set_index() to"),
-        (lambda t: pd.concat([t, t.iloc[:1]]), "obs_table: 'cell-0-0' is twice in its index; keep one row for each"),
+        (lambda t: pd.concat([t, t.iloc[3:4]]), "obs_table: 'cell-0-3' is twice in its index; keep one row for each"),
         (lambda t: t.reset_index(drop=True)[:-1], "obs_table: it has 199 rows but there are 200 cells; pass one for"),
         (lambda t: t.set_axis(np.arange(1, 201)), "obs_table: its index has the row number 200, but the cells are"),
         (lambda t: t.set_axis(np.arange(-1, 199)), "obs_table: its index has the row number -1, but the cells are"),
@@ -224,6 +225,13 @@ def test_invalid_tables_are_refused(files: list[Path], table: pd.DataFrame, chan
     with pytest.raises(gpuload.PlanError) as caught:
         gpuload.open_loader(files, obs_table=change(table), obs=["state"], device="cpu")
     assert str(caught.value).startswith(message)
+
+
+def test_names_in_a_table_beside_no_cells() -> None:
+    table = pd.DataFrame({"state": ["T"]}, index=["cell-0-0"])
+    told = r"^obs_table: none of its 1 names, such as 'cell-0-0', is the name of a cell, such as None; index it by"
+    with pytest.raises(gpuload.PlanError, match=told):
+        table_columns(table, ["state"], 0, lambda: np.empty(0, dtype=object))
 
 
 def numbered_file(path: Path, names: list[str]) -> Path:

@@ -45,6 +45,7 @@ EXPRESSIONS = {
     "passed == True": None,
     "passed != 1": None,
     "passed in [True]": None,
+    "passed in [0, False]": "not passed",
     "n_counts in [1, 2, 3] or n_big > 100": None,
     "n_big == 300 or n_big > -1 and n_big in [-1, 5, 7]": None,
     "n_counts > n_big": None,

@@ -112,3 +112,14 @@ def test_pieces_of_a_contiguous_array_beyond_2_gb() -> None:
         arrays.plain_layout(source, "/X", (n, 8), np.dtype("f4"), at)
     absent = arrays.plain_layout(source, "/X", (n, 8), np.dtype("f4"), None, 3)
     assert (absent.chunk_nbytes.max(), absent.fill_value) == (0, 3)
+
+
+@pytest.mark.parametrize("error", [KeyError, OSError, RuntimeError, ValueError])
+def test_a_group_that_h5py_cannot_look_for_is_not_there(error: type[Exception]) -> None:
+    """It may raise any of these for a damaged file, in which nothing but a hint would be missed."""
+
+    def get(key: str) -> None:
+        raise error(key)
+
+    access = hdf5.Access(SimpleNamespace(name="cells.h5ad"))  # type: ignore[arg-type]
+    assert not access.has_group(SimpleNamespace(get=get), "uns/log1p")

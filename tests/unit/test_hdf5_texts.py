@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import h5py
+import hdf5plugin
 import numpy as np
 import pytest
 
@@ -97,6 +99,26 @@ def test_texts_between_which_others_lie(tmp_path: Path, by_h5py: list[int]) -> N
     assert by_h5py == []
 
 
+def test_texts_that_lie_far_apart(tmp_path: Path, by_h5py: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between them is not read."""
+    given, between = texts(), np.zeros(1 << 19, dtype=np.uint8)
+    with h5py.File(tmp_path / "t.h5", "w") as file:
+        stored = file.create_dataset("texts", (N,), TEXT)
+        for start in range(0, N, 500):
+            stored[start : start + 500] = given[start : start + 500]
+            file.create_dataset(f"between{start}", data=between)
+    n_read, pread = [], os.pread
+
+    def counted(descriptor: int, nbytes: int, offset: int) -> bytes:
+        n_read.append(nbytes)
+        return pread(descriptor, nbytes, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    assert read(tmp_path / "t.h5") == given
+    assert by_h5py == []
+    assert sum(n_read) < between.size
+
+
 def compact() -> Any:
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_layout(h5py.h5d.COMPACT)
@@ -112,6 +134,7 @@ def compact() -> Any:
         (["long" * 256, *texts(N - 1)], {}),
         (texts(100), {}),
         ([f"gene{i}".encode() for i in range(N)], {"dtype": "S8"}),
+        (texts(), {"chunks": (1_000,), **hdf5plugin.BZip2()}),
     ],
 )
 def test_what_is_unusual_is_left_to_h5py(
@@ -128,6 +151,42 @@ def test_texts_that_were_never_written_are_left_to_h5py(tmp_path: Path, by_h5py:
         file["texts"][:1_000] = texts(1_000)
     assert read(tmp_path / "t.h5") == texts(1_000) + [""] * 2_000
     assert by_h5py == [N]
+
+
+def test_more_texts_than_there_are_genes_are_left_to_h5py(
+    tmp_path: Path, by_h5py: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "t.h5", texts())
+    for most, left in ((N, []), (N - 1, [N])):
+        monkeypatch.setattr(hdf5_texts, "_MANY", most)
+        assert read(path) == texts()
+        assert by_h5py == left
+
+
+def test_a_file_in_memory_is_left_to_h5py(tmp_path: Path, by_h5py: list[int]) -> None:
+    with h5py.File(written(tmp_path / "t.h5", texts()), driver="core") as file:
+        assert list(read_texts(file["texts"])) == texts()
+    assert by_h5py == [N]
+
+
+def test_bytes_that_cannot_be_read_are_left_to_h5py(
+    tmp_path: Path, by_h5py: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(offset: int, nbytes: int) -> bytes:
+        raise OSError("not here")
+
+    monkeypatch.setattr(hdf5_texts, "_reader", lambda file: fails)
+    assert read(written(tmp_path / "t.h5", texts())) == texts()
+    assert by_h5py == [N]
+
+
+def test_what_is_wrong_with_a_chunk_is_said_by_h5py(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.h5", texts(), chunks=(N,), compression="gzip")
+    with h5py.File(path) as file:
+        at = file["texts"].id.get_chunk_info(0).byte_offset
+    damaged(path, at, b"damaged")
+    with pytest.raises(OSError, match="filter returned failure"):
+        read(path)
 
 
 def far(path: Path, wait: bool) -> tuple[list[str], int]:
