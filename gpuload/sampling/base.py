@@ -243,8 +243,8 @@ class Strategy(ABC):
         """Whether the rows of a fetch of `per_rank` are shuffled."""
         return True
 
-    def per_rank(self, epoch_seed: int, rank: int, world_size: int) -> NDArray[np.int64]:
-        """Return the blocks of rows that a rank reads, non-empty, shape (n, 2)."""
+    def per_rank(self, key_words: tuple[int, ...], rank: int, world_size: int) -> NDArray[np.int64]:
+        """Return the blocks of rows that a rank reads, non-empty, shape (n, 2); `key_words` as for `order`."""
         raise NotImplementedError
 
 
