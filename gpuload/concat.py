@@ -12,7 +12,7 @@ import numpy as np
 from gpuload.alignment import align
 from gpuload.errors import StoreError
 from gpuload.joined import join_files
-from gpuload.store import ObsColumn, Store, check_whole
+from gpuload.store import ObsColumn, Store, check_exact
 from gpuload.types import kind_of
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def concat_column(name: str, stored: list[ObsColumn], paths: Sequence[str], key:
         if dtype.kind == "f":
             for path, column in zip(paths, stored, strict=True):
                 if column.categories is None and column.values.dtype.kind in "iu":
-                    check_whole(column.values, f"{path}: {key} column {name!r}")
+                    check_exact(column.values, f"{path}: {key} column {name!r}")
             own = [c.values.dtype for c in columns if c.has_value]  # NaN fits any width
             dtype = np.result_type(*own) if np.result_type(*own, np.bool_).kind == "f" else dtype
         return ObsColumn(np.concatenate(values, dtype=dtype, casting="same_kind"))

@@ -151,8 +151,8 @@ class Plan:
     @cached_property
     def _rank_blocks(self) -> list[NDArray[np.int64]]:
         """Blocks that the strategy itself deals to each rank."""
-        (epoch_seed,) = random_keys(1, self.seed, self.epoch, _BLOCKS)
-        return [self.strategy.per_rank(int(epoch_seed), rank, self.world_size) for rank in range(self.world_size)]
+        key_words = (self.seed, self.epoch, _BLOCKS)
+        return [self.strategy.per_rank(key_words, rank, self.world_size) for rank in range(self.world_size)]
 
     @cached_property
     def _left(self) -> _Left:

@@ -86,7 +86,7 @@ class ObsColumn:
         return cls(np.full(n_obs, -1, dtype=np.int32), np.empty(0, dtype=object))
 
 
-def check_whole(values: NDArray[Any], where: str) -> None:
+def check_exact(values: NDArray[Any], where: str) -> None:
     """Raise StoreError if whole numbers to be converted to float64 are too large to be exact."""
     largest = max(int(values.max(initial=0)), int(values.min(initial=0)), key=abs)
     if abs(largest) > MAX_WHOLE:

@@ -152,7 +152,7 @@ def make_tables(
         if group == "obsm":
             form, var_names = Form("dense", resident_dtype(dtype), store.n_vars, store.columns()), store.var_names
         else:
-            check_rows(store, genes, output, own or layer)
+            check_arrays(store, genes, output, own or layer)
             chosen, var_names = (
                 (None, store.var_names) if group == "modalities" else select_genes(genes, store, fills=fills)
             )
@@ -195,7 +195,7 @@ def _warn_of_logarithms(tables: Mapping[str, Table]) -> None:
             return
 
 
-def check_rows(store: Store, genes: Any, output: str, name: str = "X") -> None:
+def check_arrays(store: Store, genes: Any, output: str, name: str = "X") -> None:
     """Raise PlanError for settings that do not apply to cells with arrays; `name` is the matrix's."""
     if len(store.row_shape) == 1:
         return

@@ -25,7 +25,7 @@ from gpuload.formats import open_store
 from gpuload.machine import usable_cores
 from gpuload.outlook import Outlook, Outlooks, cached_nbytes, is_worse, measure_pace, open_part
 from gpuload.plan import DEFAULT_BLOCK_SIZE
-from gpuload.tables import Table, check_rows
+from gpuload.tables import Table, check_arrays
 from gpuload.types import Form
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def tune(paths: Any, wish: Wish, progress: Callable[[float], None] = lambda _: N
     with closing(open_store(paths, layer=wish.layer, obs=labels, join=join)) as store:
         if not store.n_obs:
             raise PlanError(f"{store.paths[0]}: there are no cells to time; pass a file that has some.")
-        check_rows(store, None, wish.output)
+        check_arrays(store, None, wish.output)
         bench = Bench(store, wish)
         turns = _Turns(bench, bench.first_trials(), wish.seconds, progress)
         start = time.perf_counter()

@@ -20,7 +20,7 @@ from gpuload.formats.arrays import as_strings, check_length, member, numbered
 from gpuload.formats.members import keys_of, name_in, shape_of
 from gpuload.formats.obs import column_names, damage_of, index_name, index_pieces, read_index, read_values
 from gpuload.formats.recognise import anndata_groups, file_of, is_soma, obs_columns, open_path
-from gpuload.store import check_whole
+from gpuload.store import check_exact
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -208,7 +208,7 @@ def join(parts: Sequence[Any], where: str) -> Any:
         dtype = np.result_type(*dtypes)
         for part in numbers if dtype.kind == "f" else ():
             if part.dtype.kind in "iu":
-                check_whole(_filled(part, _numpy_dtype(part.dtype), 0), where)
+                check_exact(_filled(part, _numpy_dtype(part.dtype), 0), where)
         return _as_numbers([_uncoded(part) for part in parts], dtype)
     joined = pd.concat([pd.Series(p if _has_value(p) else _missing(len(p))) for p in parts], ignore_index=True)
     return joined.array if pd.api.types.is_extension_array_dtype(joined.dtype) else joined.to_numpy()
@@ -253,7 +253,7 @@ def _numbered(part: pd.Categorical, dtype: np.dtype[Any], where: str) -> pd.Cate
     """Return categories that are numbers with another type; those of float32 as they are written: 0.1."""
     numbers = part.categories.to_numpy(_numpy_dtype(part.categories.dtype))
     if numbers.dtype.kind in "iu" and dtype.kind == "f":
-        check_whole(numbers, where)
+        check_exact(numbers, where)
     names = np.array([float(str(n)) for n in numbers]) if numbers.dtype == np.float32 else numbers
     return pd.Categorical.from_codes(part.codes, pd.Index(names.astype(dtype)), ordered=part.ordered)
 

@@ -15,7 +15,7 @@ import pandas as pd
 from gpuload.errors import CorruptDataError, GpuloadError, StoreError, first_line, shown
 from gpuload.formats.arrays import as_strings, as_text, attrs_of, check_filter, check_stored, member, no_column
 from gpuload.sampling.classes import factorize, has_nul
-from gpuload.store import ObsColumn, check_whole
+from gpuload.store import ObsColumn, check_exact
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -256,7 +256,7 @@ def encode(values: Any, name: str, path: str, key: str = "obs") -> ObsColumn:
     if is_extension and pd.api.types.is_numeric_dtype(values):
         own = values.dtype.numpy_dtype
         if own.kind in "iu":
-            check_whole(values.dropna().to_numpy(dtype=own), f"{path}: {key} column {name!r}")
+            check_exact(values.dropna().to_numpy(dtype=own), f"{path}: {key} column {name!r}")
         dtype = own if own.kind == "f" else np.float64
         return ObsColumn(np.asarray(values.to_numpy(dtype=dtype, na_value=np.nan)))
     array = values if is_extension else np.asarray(values)

@@ -21,7 +21,7 @@ from gpuload.formats.parquet_footer import read_footer
 from gpuload.remote.file import RemoteFile
 from gpuload.remote.source import RemoteSource
 from gpuload.source import FileSource
-from gpuload.store import check_whole
+from gpuload.store import check_exact
 from gpuload.threads import cached_property
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Table:
             self._bring([name])
             column = self._file.read([name], use_threads=False).column(name)
             if pa.types.is_integer(column.type) and column.null_count:
-                check_whole(column.drop_null().to_numpy(), f"{self.path}: column {name!r}")
+                check_exact(column.drop_null().to_numpy(), f"{self.path}: column {name!r}")
             return column.to_pandas(use_threads=False).to_numpy()
 
     def columns(self, names: Sequence[str]) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def join_columns(paths: Sequence[str], name: str, parts: Sequence[Any]) -> Any:
         if pa.types.is_boolean(whole.type) and whole.null_count:
             return pd.array(whole.to_pylist(), dtype="boolean")
         if pa.types.is_integer(whole.type) and whole.null_count:
-            check_whole(whole.drop_null().to_numpy(), f"{first}: obs column {name!r}")
+            check_exact(whole.drop_null().to_numpy(), f"{first}: obs column {name!r}")
         return whole.to_pandas(use_threads=False).to_numpy()
 
 

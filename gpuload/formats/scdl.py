@@ -28,7 +28,7 @@ from gpuload.errors import CorruptDataError, ReadError, StoreError
 from gpuload.formats import arrays
 from gpuload.formats.parquet import opened
 from gpuload.source import FileSource, check_same, closed_on_error, identity_of
-from gpuload.store import CsrMatrix, ObsColumn, Store, check_whole
+from gpuload.store import CsrMatrix, ObsColumn, Store, check_exact
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -217,7 +217,7 @@ def _obs_column(path: str, name: str, n_rows: int) -> ObsColumn:
     values = np.concatenate(parts)
     for part in parts if values.dtype.kind == "f" else ():
         if part.dtype.kind in "iu":
-            check_whole(part, f"{path}: obs column {name!r}")
+            check_exact(part, f"{path}: obs column {name!r}")
     column = encode(values, name, path)
     arrays.check_length(f"{path}: obs column {name!r}", column.values.size, n_rows, "cells")
     return column

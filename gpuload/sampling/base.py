@@ -81,10 +81,10 @@ def check_shares(sampler: str, given: Any) -> None:
     if not isinstance(given, Mapping) or not given:
         raise PlanError(f"{sampler}(shares={shown(given)}): expected 'equal' or {{label: share}}.")
     for label, share in given.items():
-        check_share(sampler, repr(label), share)
+        check_weight(sampler, repr(label), share)
 
 
-def check_share(sampler: str, of: str, share: object) -> None:
+def check_weight(sampler: str, of: str, share: object) -> None:
     """Raise PlanError unless a share of draws is valid; `of` says whose share it is."""
     if not is_number(share) or not 0 < share < float("inf"):
         raise PlanError(f"{sampler}: the share of {of} is {share!r}; expected a finite number above 0.")
@@ -243,8 +243,8 @@ class Strategy(ABC):
         """Whether the rows of a fetch of `per_rank` are shuffled."""
         return True
 
-    def per_rank(self, epoch_seed: int, rank: int, world_size: int) -> NDArray[np.int64]:
-        """Return the blocks of rows that a rank reads, non-empty, shape (n, 2)."""
+    def per_rank(self, key_words: tuple[int, ...], rank: int, world_size: int) -> NDArray[np.int64]:
+        """Return the blocks of rows that a rank reads, non-empty, shape (n, 2); `key_words` as for `order`."""
         raise NotImplementedError
 
 

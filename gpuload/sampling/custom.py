@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -38,7 +39,8 @@ class Custom:
     ----------
     function
         ``function(epoch_seed, rank, world_size) -> blocks``. `epoch_seed` is an integer from 0 to 2**64 - 1 derived
-        from the loader's seed and the epoch, different in every epoch. `blocks` is an integer array of shape (n, 2):
+        from the loader's seed and the epoch, different in every epoch; if the function has a parameter named
+        ``epoch``, that is given the number of the epoch, from 0. `blocks` is an integer array of shape (n, 2):
         half-open ranges of rows over all paths, which may overlap; or of shape (n,): single rows, which may repeat.
         Rows that a `Subset` or ``where=`` does not select are passed over. The function must depend only on its
         arguments: it is called in every process, and again when an epoch is resumed.
@@ -66,6 +68,14 @@ class Custom:
 
     Use it as ``gpuload.open_loader("cells.h5ad", sampler=windows)``.
 
+    A curriculum: cells of the first kinds at first, and more kinds in each epoch:
+
+    >>> kind = np.array([0, 1, 2, 0, 1, 2])  # of each cell
+    >>> def curriculum(epoch_seed, rank, world_size, epoch):
+    ...     return np.flatnonzero(kind <= epoch)[rank::world_size]
+    >>> [curriculum(1, 0, 1, epoch).tolist() for epoch in range(3)]
+    [[0, 3], [0, 1, 3, 4], [0, 1, 2, 3, 4, 5]]
+
     The minibatches of a sampler written for PyTorch, which yields one row number at a time:
 
     >>> def as_drawn(epoch_seed, rank, world_size):
@@ -77,7 +87,7 @@ class Custom:
     Use it as ``sampler=gpuload.Custom(as_drawn, shuffle_fetch=False)``.
     """
 
-    function: Callable[[int, int, int], Any]
+    function: Callable[..., Any]
     shuffle_fetch: bool = True
 
     columns: ClassVar[tuple[str, ...]] = ()
@@ -91,7 +101,11 @@ class Custom:
 
     def over(self, cells: Cells) -> Strategy:
         """Return the function as a strategy, without calling it yet."""
-        return Given(self.function, cells.n_store_rows, cells.chosen, bool(self.shuffle_fetch))
+        try:
+            takes_epoch = "epoch" in inspect.signature(self.function).parameters
+        except (TypeError, ValueError):  # of a function that is not written in Python
+            takes_epoch = False
+        return Given(self.function, cells.n_store_rows, cells.chosen, bool(self.shuffle_fetch), takes_epoch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,21 +120,26 @@ class Given(Strategy):
         The rows of the store that may be used, ascending; None for all.
     is_mixed
         Whether the cells of a fetch are shuffled.
+    takes_epoch
+        Whether the function has a parameter named ``epoch``.
     """
 
-    function: Callable[[int, int, int], Any]
+    function: Callable[..., Any]
     n_store_rows: int
     within: RowList | None = None
     is_mixed: bool = True
+    takes_epoch: bool = False
 
     @property
     def is_per_rank(self) -> bool:
         """True: the function is asked for the rows of each rank."""
         return True
 
-    def per_rank(self, epoch_seed: int, rank: int, world_size: int) -> NDArray[np.int64]:
+    def per_rank(self, key_words: tuple[int, ...], rank: int, world_size: int) -> NDArray[np.int64]:
         """Return a rank's blocks, shape (n, 2), with rows numbered consecutively within `within`."""
-        blocks = as_blocks(self.function(epoch_seed, rank, world_size), rank, self.n_store_rows)
+        (epoch_seed,) = random_keys(1, *key_words)
+        named = {"epoch": key_words[1]} if self.takes_epoch else {}
+        blocks = as_blocks(self.function(int(epoch_seed), rank, world_size, **named), rank, self.n_store_rows)
         if self.within is None:
             return blocks
         there = self.within.rank(blocks)
@@ -147,8 +166,7 @@ class Given(Strategy):
         return {"name": "Custom", "function": function, **({} if self.is_mixed else {"shuffle_fetch": False})}
 
     def _rows(self, key_words: tuple[int, ...]) -> RowList:
-        (epoch_seed,) = random_keys(1, *key_words)
-        return list_of_runs(self.per_rank(int(epoch_seed), 0, 1))
+        return list_of_runs(self.per_rank(key_words, 0, 1))
 
 
 def as_blocks(given: Any, rank: int, n_rows: int) -> NDArray[np.int64]:

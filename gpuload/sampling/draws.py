@@ -17,8 +17,8 @@ from gpuload.sampling.base import (
     check_mask,
     check_number,
     check_rows,
-    check_share,
     check_shares,
+    check_weight,
     digest,
     names_in,
 )
@@ -206,7 +206,7 @@ class Mixture:
     def __post_init__(self) -> None:
         check_num_samples("Mixture", self.num_samples)
         for part, share in self._pairs():
-            check_share("Mixture", os.fspath(part) if isinstance(part, (str, os.PathLike)) else "a mask", share)
+            check_weight("Mixture", os.fspath(part) if isinstance(part, (str, os.PathLike)) else "a mask", share)
 
     def over(self, cells: Cells) -> Strategy:
         """Find the cells of each part; whole files take no memory, masks up to 4 bytes per cell."""

@@ -130,9 +130,9 @@ class Part(Strategy):
         """Whether the cells of a fetch of `per_rank` are shuffled."""
         return self.inner.is_mixed
 
-    def per_rank(self, epoch_seed: int, rank: int, world_size: int) -> NDArray[np.int64]:
+    def per_rank(self, key_words: tuple[int, ...], rank: int, world_size: int) -> NDArray[np.int64]:
         """Return the inner strategy's blocks, mapped to blocks of the enclosing rows."""
-        return self.rows.map_ranges(self.inner.per_rank(epoch_seed, rank, world_size))
+        return self.rows.map_ranges(self.inner.per_rank(key_words, rank, world_size))
 
     def order(self, key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""

@@ -575,6 +575,33 @@ def test_a_gene_mask_must_be_in_the_order_of_the_genes(plain: Stored) -> None:
         gpuload.open_loader(plain.path, genes=mask[::-1])
 
 
+@pytest.mark.parametrize("is_subset", [False, True])
+def test_a_curriculum_is_told_the_epoch(plain: Stored, is_subset: bool) -> None:
+    """Also when it is resumed, or begun by `set_epoch`, and as a keyword only."""
+    told = []
+
+    def first_rows(epoch_seed: int, rank: int, world_size: int, n: int = 10, *, epoch: int) -> Any:
+        told.append(epoch_seed)
+        return np.arange(n * (epoch + 1))[rank::world_size]
+
+    sampler: Any = Subset(np.arange(120), first_rows) if is_subset else first_rows
+    settings: dict[str, Any] = {"sampler": sampler, "batch_size": 4, "device": "cpu"}
+    with gpuload.open_loader(plain.path, **settings) as loader:
+        for epoch in range(3):
+            rows = np.concatenate([batch.rows for batch in loader])
+            assert sorted(rows) == list(range(10 * (epoch + 1)))
+        assert len(set(told)) >= 3, "epoch_seed differs in every epoch"
+        loader.set_epoch(7)
+        batches = iter(loader)
+        passed = [next(batches).rows for _ in range(3)]
+        state = loader.state_dict()
+    with gpuload.open_loader(plain.path, **settings) as loader:
+        loader.load_state_dict(state)
+        assert sorted(np.concatenate([*passed, *(batch.rows for batch in loader)])) == list(range(80))
+    with gpuload.open_loader(plain.path, **settings, rank=1, world_size=2) as loader:
+        assert sorted(np.concatenate([batch.rows for batch in loader])) == [1, 3, 5, 7, 9]
+
+
 def test_custom_rows_all_outside_the_subset_are_refused(plain: Stored) -> None:
     sampler = Subset(np.arange(50, 60), Custom(lambda epoch_seed, rank, world_size: [[3, 9], [70, 80]]))
     with pytest.raises(PlanError) as caught, gpuload.open_loader(plain.path, sampler=sampler, device="cpu") as loader:
