@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from gpuload.checks import as_array, check_index, check_obs_names, is_number, is_whole
+from gpuload.checks import as_array, check_booleans, check_index, check_obs_names, is_number, is_whole
 from gpuload.errors import PlanError, first_line, nearest, shown
 from gpuload.sampling.classes import coded, factorize, joint, names_of
 from gpuload.sampling.rows import row_list
@@ -274,6 +274,7 @@ def check_mask(sampler: str, given: Any, cells: Cells) -> NDArray[np.bool_]:
     """Return a mask over all cells of the store; raise PlanError if it is not one."""
     n_rows = cells.n_store_rows
     mask: NDArray[np.bool_] = as_array(sampler, given)
+    check_booleans(sampler, mask)
     if mask.dtype != bool or mask.ndim != 1:
         raise PlanError(
             f"{sampler}: it was given an array of dtype {mask.dtype} and shape {mask.shape}; expected a mask."

@@ -348,6 +348,23 @@ def test_missing_genes_are_reported_with_some_that_exist(plain: Stored) -> None:
         gpuload.open_loader(plain.path, genes=["gene_001", "gene_0077", "gene_x"])
 
 
+def test_masks_with_a_missing_value_are_refused_as_masks(plain: Stored) -> None:
+    genes = pd.Series([True] * plain.dense.shape[1], dtype="boolean")
+    genes[3] = pd.NA
+    with pytest.raises(
+        gpuload.PlanError, match=r"^genes: 1 of the mask's \d+ values are missing, such as that at 3; fill"
+    ):
+        gpuload.open_loader(plain.path, genes=genes)
+    cells = pd.Series([True] * plain.dense.shape[0], dtype="boolean")
+    cells[5] = pd.NA
+    with pytest.raises(
+        gpuload.PlanError, match=r"^Subset: 1 of the mask's \d+ values are missing, such as that at 5; fill"
+    ):
+        gpuload.open_loader(plain.path, sampler=gpuload.Subset(cells))
+    with gpuload.open_loader(plain.path, genes=genes.fillna(False).astype(bool), device="cpu") as loader:
+        assert loader.n_vars == plain.dense.shape[1] - 1
+
+
 def test_lists_of_genes_are_no_list_of_genes(plain: Stored) -> None:
     with pytest.raises(gpuload.PlanError, match=r"^genes: it was given something that is no array \(.*; pass a flat"):
         gpuload.open_loader(plain.path, genes=[["gene_000"], ["gene_001", "gene_002"]])

@@ -186,7 +186,11 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         (Weighted([1, 1, 1, 1, 1, np.inf]), "Weighted: weights[5]=inf; expected finite numbers of at least 0 (a "),
         (Subset([0, 2, 4], Weighted([1, -1, 1, 1, -2, 1])), "Weighted: weights[4]=-2.0; expected finite numbers of"),
         (Weighted([0] * 6), "Weighted: all weights are 0; at least one must be above 0."),
-        (Subset([1], Weighted([1, 0, 1, 1, 1, 1])), "Weighted: all weights are 0; at least one must be above 0."),
+        (Subset([1], Weighted([0] * 6)), "Weighted: all weights are 0; at least one must be above 0."),
+        (
+            Subset([1, 2], Weighted([1, 0, 0, 1, 1, 1])),
+            "Weighted: all 2 cells that where= or an enclosing Subset keeps have weight 0; keep others, or give some o",
+        ),
         (
             Weighted([1, 0, 1, 1, 1, 1], 6, replace=False),
             "Weighted(num_samples=6, replace=False): only 5 cells have a weight above 0; take fewer, or replace=True.",
@@ -207,6 +211,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
             Subset([0.5]),
             "Subset: it was given an array of dtype float64 and shape (1,); expected row numbers or a mask (of",
         ),
+        (
+            Subset([True, None, False, None, True, False]),
+            "Subset: 2 of the mask's 6 values are missing, such as that at 1; fill them, as mask.fillna(False).astype",
+        ),
         (Subset([True] * 5), "Subset: the mask has 5 entries but there are 6 cells; pass one per cell."),
         (Subset([[True] * 6]), "Subset: it was given an array of dtype bool and shape (1, 6); expected a mask."),
         (Mixture({"three.h5ad": 1}), "Mixture: 'three.h5ad' is not one of the loader's paths; they are 'd/one.h5ad', "),
@@ -220,6 +228,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         (Mixture([([[True], [True, False]], 1)]), "Mixture: it was given something that is no array (setting an"),
         (Mixture([([True], 1)]), "Mixture: the mask has 1 entries but there are 6 cells; pass one per cell."),
         (Mixture([([0] * 6, 1)]), "Mixture: it was given an array of dtype int64 and shape (6,); expected a mask."),
+        (
+            Mixture([(np.array([True] * 6, object), 1)]),
+            "Mixture: the mask holds booleans as objects; pass mask.astype(",
+        ),
         (Mixture([([False] * 6, 1)]), "Mixture: a mask has no cells; leave it out."),
         (Subset([0], Mixture({"e/two.h5ad": 1})), "Mixture: e/two.h5ad has no cells; leave it out."),
         (
