@@ -245,6 +245,14 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join, v
                     "elsewhere with join='outer'."
                 )
                 error.args = (said,)
+        if isinstance(error, StoreError) and error.missing_matrix is not None:
+            other = stores[0].paths[0] if stores else _with_matrix(each[1:], layer)
+            if other is not None:
+                said = (
+                    f"{error.missing_matrix}, which {other} has, and each file needs it; add it to this one too, or "
+                    "leave this one out."
+                )
+                error.args = (said,)
         raise
     finally:
         pool.close()
@@ -257,6 +265,16 @@ def _with_column(each: Sequence[Any], name: str) -> str | None:
         with suppress(GpuloadError):  # the error is about another path
             if isinstance(one, str) and name in obs_columns(one):
                 return one
+    return None
+
+
+def _with_matrix(each: Sequence[Any], layer: str) -> str | None:
+    """Return one of the first few parts that are not far and have a layer or a matrix of obsm, for an error."""
+    for place, one in enumerate(() if _is_far(each) else each[:_N_LOOKED_AT], 1):
+        with suppress(GpuloadError):  # the error is about another part
+            store = _open(one, place, layer, (), (), fill=False)
+            store.close()
+            return store.paths[0]
     return None
 
 

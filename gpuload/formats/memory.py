@@ -192,8 +192,7 @@ def _member(adata: Any, where: str, layer: str) -> tuple[Any, Any, str, str]:
             raise StoreError(f"{where}: there is no raw; {_others(adata)}")
         return adata.raw.X, adata.raw.var, "raw.X", "raw = adata.raw.to_adata(); raw.X = raw.X.tocsr(); adata.raw = raw"
     if layer not in adata.layers:
-        have = "" if _names_of_layers(adata) else ", as it has no layers"
-        raise StoreError(f"{where}: there is no layer {layer!r}{have}; {_others(adata)}")
+        raise arrays.no_layer(where, layer, _names_of_layers(adata), _others(adata))
     name = f"layers[{layer!r}]"
     return adata.layers[layer], adata.var, name, f"adata.{name} = adata.{name}.tocsr()"
 
