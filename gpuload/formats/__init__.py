@@ -18,7 +18,7 @@ from gpuload.errors import CorruptDataError, GpuloadError, StoreError
 from gpuload.folder_source import FolderSource
 from gpuload.formats.addresses import Address, check_given, child_of
 from gpuload.formats.arrays import OBSM, as_strings, no_var, numbered
-from gpuload.formats.memory import is_anndata, is_matrix, open_memory
+from gpuload.formats.memory import is_anndata, is_matrix, is_mudata, not_cells, open_memory
 from gpuload.formats.obs_table import check_obs_table, table_columns
 from gpuload.formats.progress import Progress, each_of, threads_for_parts
 from gpuload.formats.recognise import expand, is_parquet, obs_columns, open_path
@@ -379,6 +379,8 @@ def _of_modality(paths: Any, name: str) -> Any:
         return paths[name]
     parts = _parts(paths)
     for number, part in enumerate(parts):
+        if is_mudata(part):
+            raise not_cells(part, number if len(parts) > 1 else None)
         if not isinstance(part, str):
             raise StoreError(
                 f"<{type(part).__name__} {number}>: it holds one modality, so modality={name!r} is not available; pass "
