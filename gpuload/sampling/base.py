@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -229,6 +230,13 @@ def as_sampler(given: Any) -> Sampler:
     """Return the user's argument as a sampler; a plain function becomes a `gpuload.Custom`."""
     from gpuload.sampling.custom import Custom
 
+    of_torch = sys.modules.get("torch.utils.data")
+    if of_torch is not None and isinstance(given, of_torch.Sampler):
+        raise PlanError(
+            f"sampler={shown(given)}: a sampler of PyTorch belongs to a DataLoader over "
+            "gpuload.torch.IndexedCells(loader); pass it there, or here one such as gpuload.Weighted(weights), or "
+            "gpuload.Custom(function) for an order of your own."
+        )
     if isinstance(given, type) or not (callable(given) or hasattr(given, "over")):
         raise PlanError(
             f"sampler={shown(given)}: expected a sampler such as gpuload.ClassBalanced('cell_type') or "

@@ -455,6 +455,25 @@ def test_sampling_from_no_cells_is_refused(sampler: Any) -> None:
 # --- at the front door
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_a_sampler_of_pytorch_is_refused_and_its_place_named(plain: Stored, within: bool) -> None:
+    data = pytest.importorskip("torch.utils.data")
+
+    class Own(data.Sampler):  # type: ignore[misc, name-defined]
+        def __call__(self) -> None:
+            """Be a function too."""
+
+    words = (
+        r"^sampler=<.*Sampler>: a sampler of PyTorch belongs to a DataLoader over gpuload.torch.IndexedCells\(loader\);"
+        r" .*gpuload.Custom\(function\) for an order of your own\.$"
+    )
+    for sampler in (data.WeightedRandomSampler([1.0] * 9, 9), data.BatchSampler([1, 2], 2, drop_last=False)):
+        with pytest.raises(PlanError, match=words):
+            gpuload.open_loader(plain.path, sampler=Subset([1], sampler) if within else sampler)
+    with pytest.raises(PlanError, match="a sampler of PyTorch belongs to"):
+        gpuload.open_loader(plain.path, sampler=Own())
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
