@@ -233,7 +233,8 @@ def open_loader(
         Fixed categories per column: ``{"cell_type": ["B cell", "T cell"]}``, or ``train.categories`` to use the codes
         of the loader `train`. Otherwise codes are derived from the opened files, so the same code may mean something
         else in other files. Cells in none of the categories get code -1; a warning is logged if all that have a value
-        do. Columns not named here keep their own categories; samplers and `where` use the columns as stored.
+        do, else, at level INFO, how many have another. Columns not named here keep their own categories; samplers and
+        `where` use the columns as stored.
     layer
         ``"X"``, ``"raw.X"``, or the name of a layer. Of several, the first becomes ``batch.X`` and the others
         ``batch.layers[name]``, with the same `genes` (raw.X has its own genes), `output` and `dtype`.
@@ -413,7 +414,9 @@ def open_loader(
             sampler = Subset(wanted.mask(store.obs), sampler)
         strategy = opening.bind(sampler, shuffle, block_size, batch_size, fetch_factor, store, cell_names)
         genes = genes if wanted_genes is None else opening.genes_where(wanted_genes, stores)
-        stores["X"] = replace(store, obs={name: opening.coded(store, name, meant.get(name)) for name in obs}, var=())
+        stores["X"] = replace(
+            store, obs={name: opening.coded(store, name, meant.get(name), strategy) for name in obs}, var=()
+        )
         tables = make_tables(
             stores,
             layers[0],

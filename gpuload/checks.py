@@ -162,6 +162,27 @@ def check_unmasked(name: str, given: Any) -> None:
         raise PlanError(f"{name}: it was given a masked array, whose value {at} is hidden; pass its .filled(value).")
 
 
+def check_booleans(name: str, given: NDArray[Any]) -> None:
+    """Raise PlanError for an array of objects that is meant as a mask: booleans, and perhaps missing values."""
+    if given.dtype != object or given.ndim != 1:
+        return
+    n_booleans, missing = 0, []
+    for at, value in enumerate(given):
+        if isinstance(value, (bool, np.bool_)):
+            n_booleans += 1
+        elif value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and np.isnan(value)):
+            missing.append(at)
+        else:
+            return
+    if n_booleans and missing:
+        raise PlanError(
+            f"{name}: {len(missing)} of the mask's {given.size} values are missing, such as that at {missing[0]}; fill "
+            "them, as mask.fillna(False).astype(bool) does in pandas."
+        )
+    if n_booleans:
+        raise PlanError(f"{name}: the mask holds booleans as objects; pass mask.astype(bool).")
+
+
 def as_array(name: str, given: Any) -> NDArray[Any]:
     """Return values given by the user as an array; raise PlanError if they cannot be one, or are partly masked."""
     check_unmasked(name, given)

@@ -148,9 +148,11 @@ def _of_one_kind(name: str, columns: list[ObsColumn], paths: Sequence[str], key:
         wanted = {"numbers"}  # booleans become 0 and 1
     if len(wanted) > 1:
         odd = next(number for number in there if kinds[number] != kinds[there[0]])
+        both = {kinds[odd], kinds[there[0]]}
+        how = f", as {key}[{name!r}].astype('category') does" if both == {"numbers", "categories of numbers"} else ""
         raise StoreError(
-            f"{paths[odd]}: {key} column {name!r} holds {kinds[odd]}, unlike in {paths[there[0]]}; make the column's "
-            "type the same in all files."
+            f"{paths[odd]}: {key} column {name!r} holds {kinds[odd]}, but {kinds[there[0]]} in {paths[there[0]]}; make "
+            f"the column's type the same in all files{how}."
         )
     (kind,) = wanted
     return [_as_kind(column, kind) for column in columns]

@@ -46,6 +46,9 @@ class StoreError(GpuloadError, ValueError):
     missing_column: str | None = None
     """The column of obs that is requested and not there, if that is why."""
 
+    missing_matrix: str | None = None
+    """The beginning of the sentence, up to the matrix of obsm or the layer that is not there, if that is why."""
+
 
 class ReadError(GpuloadError, OSError):
     """Bytes could not be read: short read, failed call, or a file that changed while it was open."""

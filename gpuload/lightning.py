@@ -7,13 +7,13 @@ processes to start and nothing to replace.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpuload import open_loader
-from gpuload.checks import check_obs_names
+from gpuload.checks import check_obs_names, check_whole
 from gpuload.distributed import is_started_by_lightning
-from gpuload.errors import MissingDependencyError, PlanError
+from gpuload.errors import MissingDependencyError, PlanError, listing, shown
 from gpuload.loader import Loader
 from gpuload.sampling import Subset
 from gpuload.settings import fill_in
@@ -34,25 +34,31 @@ _PARTS = ("train", "val", "test", "predict")
 _PARTS_OF = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 """The parts open in each of the trainer's stages; without a stage, all."""
 
+_Set = Mapping[str, Any] | Loader
+"""What opens one loader, or is one."""
+
 
 class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types without Lightning
     """A LightningDataModule that opens a loader for each part of a data set.
 
-    Each part is a dict of arguments of `gpuload.open_loader` (including ``"paths"``), a `gpuload.Loader`, or None.
-    Loaders given as dicts are opened in each training process at the setup of their stage, and closed at its teardown.
-    Minibatches are dicts of tensors, as yielded by `gpuload.torch.CellDataset`.
+    Each part is a dict of arguments of `gpuload.open_loader` (including ``"paths"``), a `gpuload.Loader`, or None; all
+    but `train` may also be several of these, in a list or tuple. Loaders given as dicts are opened in each training
+    process at the setup of their stage, and closed at its teardown. Minibatches are dicts of tensors, as yielded by
+    `gpuload.torch.CellDataset`.
 
     Parameters
     ----------
     train, val, test, predict
         The parts. Unless set in a dict, `rank` and `world_size` are the trainer's, and `device` is the one that the
         trainer's strategy assigns to this process. By default, all parts except `train` are in file order and use the
-        `categories` of `train` once it has been opened here, so that codes mean the same in all parts.
+        `categories` of `train` once it has been opened here, so that codes mean the same in all parts. Of several,
+        the trainer takes one after the other, and passes each step the number of its own as ``dataloader_idx``.
 
     Raises
     ------
     PlanError
-        A part has another type, a dict lacks ``"paths"``, or the same loader is both `train` and `val`.
+        A part has another type, a dict lacks ``"paths"``, a list is empty, or the same loader is both `train` and
+        `val`.
 
     Notes
     -----
@@ -70,26 +76,21 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
     def __init__(
         self,
         train: Mapping[str, Any] | Loader | None = None,
-        val: Mapping[str, Any] | Loader | None = None,
-        test: Mapping[str, Any] | Loader | None = None,
-        predict: Mapping[str, Any] | Loader | None = None,
+        val: Mapping[str, Any] | Loader | Sequence[Mapping[str, Any] | Loader] | None = None,
+        test: Mapping[str, Any] | Loader | Sequence[Mapping[str, Any] | Loader] | None = None,
+        predict: Mapping[str, Any] | Loader | Sequence[Mapping[str, Any] | Loader] | None = None,
     ) -> None:
         super().__init__()
         given = dict(zip(_PARTS, (train, val, test, predict), strict=True))
-        for part, value in given.items():
-            if value is not None and not isinstance(value, (Mapping, Loader)):
-                raise PlanError(
-                    f"{part}={value!r}: expected a dict of arguments of gpuload.open_loader, a gpuload.Loader or None."
-                )
-            if isinstance(value, Mapping) and "paths" not in value:
-                raise PlanError(f"{part}: 'paths' is missing; name the files, for example {part}={{'paths': [...]}}.")
-        if isinstance(train, Loader) and train is val:
+        sets = {part: _sets_of(part, value) for part, value in given.items()}
+        if isinstance(train, Loader) and any(train is one for one in sets["val"].values()):
             raise PlanError("train and val are the same loader, which can only be iterated once at a time; open two.")
         for part, value in given.items():
             if value is None:  # Lightning skips a part whose method is not overridden
                 name = f"{part}_dataloader"
                 setattr(self, name, getattr(super(), name))
-        self._given = given
+        self._sets = sets
+        self._are_several = {part for part, value in given.items() if isinstance(value, (list, tuple))}
         self._open: dict[str, tuple[dict[str, Any], CellDataset]] = {}
         self._to_load: dict[str, Any] | None = None  # a state loaded before its loader was opened
         self._left: dict[str, Any] | None = None  # the state of a closed training loader
@@ -108,52 +109,60 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
         """
         process = self._process()
         for part in _PARTS_OF.get(str(stage), _PARTS):
-            given = self._given[part]
-            if given is None or (part in self._open and self._open[part][0] == process):
-                continue
-            self._close(part)
-            loader = _loader_of(part, given, process, self._categories)
-            self._open[part] = process, CellDataset(loader)
-            if part == "train":
-                self._categories = dict(loader.categories)
-                state, self._to_load = self._to_load, None
-                if state is not None:
-                    self.train_dataloader().load_state_dict(state)
+            for name, given in self._sets[part].items():
+                if name in self._open and self._open[name][0] == process:
+                    continue
+                self._close(name, given)
+                loader = _loader_of(name, given, process, self._categories)
+                self._open[name] = process, CellDataset(loader)
+                if part == "train":
+                    self._categories = dict(loader.categories)
+                    state, self._to_load = self._to_load, None
+                    if state is not None:
+                        self.train_dataloader().load_state_dict(state)
 
     def teardown(self, stage: str | None = None) -> None:
         """Close the loaders of a stage that `setup` opened; the position in the training epoch is kept."""
         for part in _PARTS_OF.get(str(stage), _PARTS):
-            self._close(part)
+            for name, given in self._sets[part].items():
+                self._close(name, given)
 
     def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002 - Lightning passes it
         """Close all open loaders: Lightning calls no teardown after an exception."""
         self.teardown()
 
-    def loader(self, part: str) -> Loader:
+    def loader(self, part: str, index: int = 0) -> Loader:
         """Return the open loader of a part: ``"train"``, ``"val"``, ``"test"`` or ``"predict"``.
+
+        Parameters
+        ----------
+        index
+            If the part is several loaders: which of them, counted from 0.
 
         Raises
         ------
         PlanError
-            The part is not open, or was not given.
+            The part is not open, was not given, or has no loader of this number.
         """
-        return self._dataset(part).loader
+        datasets = self._datasets(part)
+        return datasets[check_whole("index", index, 0, most=len(datasets) - 1)].loader
 
     def train_dataloader(self) -> _TrainEpochs:
         """Return the training minibatches; each iteration covers the trainer's epoch, or the rest of it."""
-        return _TrainEpochs(self._dataset("train"), self)
+        (dataset,) = self._datasets("train")
+        return _TrainEpochs(dataset, self)
 
-    def val_dataloader(self) -> _Epochs:
-        """Return the validation minibatches."""
-        return _Epochs(self._dataset("val"), self)
+    def val_dataloader(self) -> _Epochs | list[_Epochs]:
+        """Return the validation minibatches; of several loaders, a list of them."""
+        return self._epochs("val")
 
-    def test_dataloader(self) -> _Epochs:
-        """Return the test minibatches."""
-        return _Epochs(self._dataset("test"), self)
+    def test_dataloader(self) -> _Epochs | list[_Epochs]:
+        """Return the test minibatches; of several loaders, a list of them."""
+        return self._epochs("test")
 
-    def predict_dataloader(self) -> _Epochs:
-        """Return the prediction minibatches."""
-        return _Epochs(self._dataset("predict"), self)
+    def predict_dataloader(self) -> _Epochs | list[_Epochs]:
+        """Return the prediction minibatches; of several loaders, a list of them."""
+        return self._epochs("predict")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training epoch, as `Loader.state_dict` does; Lightning saves it in checkpoints."""
@@ -193,21 +202,60 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
             "device": str(device) if device.type == "cuda" else "cpu",
         }
 
-    def _dataset(self, part: str) -> CellDataset:
-        if self._given.get(part) is None:
+    def _datasets(self, part: str) -> list[CellDataset]:
+        names = list(self._sets.get(part, ()))
+        if not names:
             raise PlanError(f"CellDataModule has no {part!r} part; give it one of {', '.join(map(repr, _PARTS))}.")
-        if part not in self._open:
-            raise PlanError(f"{part!r} is not open; call setup() first.")
-        return self._open[part][1]
+        for name in names:
+            if name not in self._open:
+                raise PlanError(f"{name!r} is not open; call setup() first.")
+        return [self._open[name][1] for name in names]
 
-    def _close(self, part: str) -> None:
-        _, dataset = self._open.pop(part, ({}, None))
+    def _epochs(self, part: str) -> _Epochs | list[_Epochs]:
+        epochs = [_Epochs(dataset, self) for dataset in self._datasets(part)]
+        return epochs if part in self._are_several else epochs[0]
+
+    def _close(self, name: str, given: _Set) -> None:
+        _, dataset = self._open.pop(name, ({}, None))
         if dataset is None:
             return
-        if part == "train":
+        if name == "train":
             self._left = dataset.state_dict()
-        if isinstance(self._given[part], Mapping):
+        if isinstance(given, Mapping):
             dataset.loader.close()
+
+
+def _sets_of(part: str, given: Any) -> dict[str, _Set]:
+    """Return what opens each loader of a part, by name: that of the part, or of several ``"val[0]"`` and so on."""
+    if given is None:
+        return {}
+    if part != "train" and isinstance(given, (list, tuple)):
+        if not given:
+            raise PlanError(f"{part}={given!r}: there is nothing to open; name at least one, or pass None.")
+        named = {f"{part}[{number}]": one for number, one in enumerate(given)}
+    else:
+        named = {part: given}
+    for name, one in named.items():
+        if not isinstance(one, (Mapping, Loader)):
+            or_else = " or None" if part == "train" else ", a list of these, or None" if name == part else ""
+            raise PlanError(
+                f"{name}={shown(one)}: expected a dict of arguments of gpuload.open_loader or a gpuload.Loader{or_else}"
+                " (several files are 'paths' of one dict)."
+            )
+        if isinstance(one, Mapping) and "paths" not in one:
+            named_sets = [key for key, value in one.items() if _is_set(value)]
+            if named_sets and part != "train":
+                raise PlanError(
+                    f"{name}: it is a dict of several sets by name ({listing(named_sets, 5)}), but Lightning tells "
+                    f"them apart by number; pass a list, {part}=[{{'paths': ...}}, {{'paths': ...}}], in the order of "
+                    "its dataloader_idx."
+                )
+            raise PlanError(f"{name}: 'paths' is missing; name the files, for example {part}={{'paths': [...]}}.")
+    return named
+
+
+def _is_set(value: Any) -> bool:
+    return isinstance(value, Loader) or (isinstance(value, Mapping) and "paths" in value)
 
 
 def _loader_of(

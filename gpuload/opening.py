@@ -16,7 +16,7 @@ from gpuload.checks import as_array, check_bool, check_order
 from gpuload.concat import concat_column
 from gpuload.errors import PlanError, StoreError, listing, shown
 from gpuload.plan import DEFAULT_BLOCK_SIZE, chunks_per_block
-from gpuload.sampling import Cells, Subset, block_size_of, plain
+from gpuload.sampling import Cells, Subset, block_size_of, plain, selected
 from gpuload.store import ObsColumn
 from gpuload.types import ITEMSIZES, kind_of
 
@@ -165,10 +165,11 @@ def check_categories(categories: Any, obs: tuple[str, ...]) -> dict[str, NDArray
     return found
 
 
-def coded(store: Store, name: str, categories: NDArray[np.object_] | None) -> ObsColumn:
+def coded(store: Store, name: str, categories: NDArray[np.object_] | None, strategy: Strategy) -> ObsColumn:
     """Return a column of obs, recoded to `categories` if given.
 
-    A warning is logged if it has values, but none of these. Booleans without a missing value, and a column without any
+    A warning is logged if it has values, but none of these; at level INFO, how many of the cells that Subsets leave
+    have others, which may be meant. Booleans without a missing value, and a column without any
     value, are stored as numbers in some files, and as categories in others.
     """
     column = store.obs[name]
@@ -200,7 +201,30 @@ def coded(store: Store, name: str, categories: NDArray[np.object_] | None) -> Ob
             store.paths[0],
             listing(column.categories.tolist(), 5),
         )
+    elif _log.isEnabledFor(logging.INFO):  # else the cells are not gone through
+        _say_of_others(name, column, categories, strategy)
     return found
+
+
+def _say_of_others(name: str, column: ObsColumn, categories: NDArray[np.object_], strategy: Strategy) -> None:
+    """Log how many of the cells that Subsets leave have a category that is not among those given, if any has."""
+    if column.categories is None:
+        return
+    given, rows = set(categories.tolist()), selected(strategy, column.values.size)[0]
+    counts = np.zeros(column.categories.size + 1, dtype=np.int64)
+    for _, part in rows.slices():
+        counts += np.bincount(column.values[part] + 1, minlength=counts.size)
+    theirs = zip(column.categories.tolist(), counts[1:].tolist(), strict=True)
+    others = {category: n for category, n in theirs if n and category not in given}
+    if others:
+        _log.info(
+            "categories[%r]: %d of %d cells have a category that is not among the %d given, so they get code -1: %s.",
+            name,
+            sum(others.values()),
+            rows.n_rows,
+            categories.size,
+            listing(list(others), 5),
+        )
 
 
 def warn_of_repeats(paths: Any) -> None:

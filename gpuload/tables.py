@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload.alignment import nearest_gene
-from gpuload.checks import as_array, check_choice, check_index, check_names, check_order
+from gpuload.checks import as_array, check_booleans, check_choice, check_index, check_names, check_order
 from gpuload.errors import PlanError, listing, shown
 from gpuload.threads import cached_property
 from gpuload.types import Form, Transform, resident_dtype
@@ -241,6 +241,7 @@ def select_genes(
             "names of genes given by number)."
         )
     else:
+        check_booleans("genes", wanted)
         chosen = _find_genes([str(g) for g in wanted], store, fills=fills)
     if not chosen.size:
         raise PlanError("genes selects no gene; expected at least one.")

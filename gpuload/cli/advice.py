@@ -161,11 +161,11 @@ def _choose(
         wanted = f"{BLOCKS_PER_FETCH} or more blocks a fetch, or all (give --label to judge by a label's mix)"
     else:
         least = f"{100 * min_entropy:g} % of true random order's {text.bits(random_bits)} bits"
-        wanted = f"a {label} entropy in minibatches of at least {least}"
+        wanted = f"minibatches whose {label} entropy is at least {least}"
     good = [c for c in candidates if c.mixes(min_entropy * random_bits)]
     if not good:
         best = candidates[0] if label is None else max(candidates, key=lambda c: c.entropy_bits)
-        return best, f"no candidate reaches {wanted}; the most mixed one has {_cost(best)}."
+        return best, f"no candidate has {wanted}; the most mixed one has {_cost(best)}."
     fastest = max(c.cells_per_s for c in good)
     alike = [c for c in good if not c.cells_per_s < (1 - SAME) * fastest]
     default = DEFAULT_BLOCK_SIZE, candidates[0].fetch_factor

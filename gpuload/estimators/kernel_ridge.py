@@ -10,8 +10,9 @@ from gpuload.checks import check_index, check_unmasked, is_number, is_whole
 from gpuload.errors import PlanError
 from gpuload.estimators.arrays import Engine, to_host
 from gpuload.estimators.base import Estimator
-from gpuload.estimators.passes import BATCH_SIZE, Passes, as_array, checked_finite, chosen_rows
+from gpuload.estimators.passes import BATCH_SIZE, Passes, as_array, checked_finite
 from gpuload.loader import Loader
+from gpuload.sampling import selected
 from gpuload.scores import mean_r2
 
 if TYPE_CHECKING:
@@ -282,12 +283,11 @@ def _checked_targets(y: ArrayLike, n_rows: int, X: Any) -> NDArray[np.float32]:
 def _check_order(name: str, given: Any, X: Any) -> None:
     """Raise PlanError for values that are partly masked, or whose pandas index has the rows of X in another order."""
     if isinstance(X, Loader):
-        chosen = chosen_rows(X)
-        if chosen is None:
-            check_index(name, given, X.obs_names, "cell", "loader.obs_names()")
-            return
+        chosen = selected(X.strategy, X.n_obs)[0]
         rows = chosen.slice(0, chosen.n_rows)
-        if not (hasattr(given, "index") and not callable(given.index) and np.array_equal(given.index, rows)):
+        if rows.size == X.n_obs:
+            check_index(name, given, X.obs_names, "cell", "loader.obs_names()")
+        elif not (hasattr(given, "index") and not callable(given.index) and np.array_equal(given.index, rows)):
             check_index(name, given, lambda: X.obs_names()[rows], "cell", "loader.obs_names()[rows]")
         return
     check_unmasked(name, given)

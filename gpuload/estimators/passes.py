@@ -13,8 +13,7 @@ import numpy as np
 from gpuload.checks import check_unmasked
 from gpuload.errors import PlanError, first_line
 from gpuload.loader import Loader
-from gpuload.sampling.rows import row_list
-from gpuload.sampling.subset import Part
+from gpuload.sampling import selected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.estimators.arrays import Engine
-    from gpuload.sampling.rows import RowList
 
 BATCH_SIZE = 2048
 """Rows made dense at a time: larger matrix products are no more efficient."""
@@ -69,8 +67,8 @@ class Passes:
                 raise PlanError(
                     f"X: its loader has cells of rank {X.rank} of {X.world_size}; open it with rank=0, world_size=1."
                 )
-            self._chosen = chosen_rows(X)
-            self.n_rows = X.n_obs if self._chosen is None else self._chosen.n_rows
+            self._chosen = selected(X.strategy, X.n_obs)[0]
+            self.n_rows = self._chosen.n_rows
             if X.epoch_n_obs != self.n_rows:
                 raise _incomplete(X.epoch_n_obs, self.n_rows)
             self._X = X
@@ -150,7 +148,7 @@ class Passes:
                 if (batch := next(batches, None)) is None:
                     break
                 part = self._dense(batch.X)
-            rows = batch.rows if self._chosen is None else self._chosen.rank(batch.rows)
+            rows = self._chosen.rank(batch.rows)
             is_seen[rows] = True
             yield rows, part
         if not is_seen.all():  # the epoch has the right size, so some rows are missing if others occurred twice
@@ -161,16 +159,6 @@ class Passes:
         if hasattr(X, "toarray"):
             return X.toarray()
         return self._engine.of_bits(X) if self.is_bfloat16 else X
-
-
-def chosen_rows(loader: Loader) -> RowList | None:
-    """Return the rows of the cells that ``where=`` and `gpuload.Subset` leave, ascending; None: all."""
-    chosen, strategy = None, loader.strategy
-    while isinstance(strategy, Part):
-        own = strategy.rows
-        chosen = own if chosen is None else row_list(chosen.take(own.slice(0, own.n_rows)))
-        strategy = strategy.inner
-    return chosen
 
 
 def _names_of(X: Any) -> NDArray[np.str_] | None:

@@ -18,7 +18,7 @@ from gpuload.errors import CorruptDataError, GpuloadError, PlanError, StoreError
 from gpuload.folder_source import FolderSource
 from gpuload.formats.addresses import Address, check_given, child_of
 from gpuload.formats.arrays import OBSM, as_strings, no_var, numbered
-from gpuload.formats.memory import is_anndata, is_matrix, open_memory
+from gpuload.formats.memory import is_anndata, is_matrix, is_mudata, not_cells, open_memory
 from gpuload.formats.obs_table import check_obs_table, table_columns
 from gpuload.formats.progress import Progress, each_of, threads_for_parts
 from gpuload.formats.recognise import expand, is_parquet, obs_columns, open_path
@@ -247,6 +247,14 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join, v
                     "elsewhere with join='outer'."
                 )
                 error.args = (said,)
+        if isinstance(error, StoreError) and error.missing_matrix is not None:
+            other = stores[0].paths[0] if stores else _with_matrix(each[1:], layer)
+            if other is not None:
+                said = (
+                    f"{error.missing_matrix}, which {other} has, and each file needs it; add it to this one too, or "
+                    "leave this one out."
+                )
+                error.args = (said,)
         raise
     finally:
         pool.close()
@@ -259,6 +267,16 @@ def _with_column(each: Sequence[Any], name: str) -> str | None:
         with suppress(GpuloadError):  # the error is about another path
             if isinstance(one, str) and name in obs_columns(one):
                 return one
+    return None
+
+
+def _with_matrix(each: Sequence[Any], layer: str) -> str | None:
+    """Return one of the first few parts that are not far and have a layer or a matrix of obsm, for an error."""
+    for place, one in enumerate(() if _is_far(each) else each[:_N_LOOKED_AT], 1):
+        with suppress(GpuloadError):  # the error is about another part
+            store = _open(one, place, layer, (), (), fill=False)
+            store.close()
+            return store.paths[0]
     return None
 
 
@@ -363,6 +381,8 @@ def _of_modality(paths: Any, name: str) -> Any:
         return paths[name]
     parts = _parts(paths)
     for number, part in enumerate(parts):
+        if is_mudata(part):
+            raise not_cells(part, number if len(parts) > 1 else None)
         if not isinstance(part, str):
             raise StoreError(
                 f"<{type(part).__name__} {number}>: it holds one modality, so modality={name!r} is not available; pass "

@@ -282,10 +282,21 @@ def check_plain_matrix(where: str, layer: str, obs: Sequence[str], cure: str) ->
 def no_obsm(where: str, layer: str, names: Iterable[str]) -> StoreError:
     """Return the error for a missing matrix of obsm, listing those that exist."""
     have = ", ".join(repr(str(name)) for name in names)
-    return StoreError(
-        f"{where}: there is no obsm {layer.removeprefix(OBSM)!r}; "
+    name = layer.removeprefix(OBSM)
+    error = StoreError(
+        f"{where}: there is no obsm {name!r}; "
         + (f"its obsm has {have}. Choose one of them." if have else "it has no obsm. Leave obsm= out.")
     )
+    error.missing_matrix = f"{where}: there is no obsm {name!r}"
+    return error
+
+
+def no_layer(where: str, layer: str, layers: Sequence[str], cure: str) -> StoreError:
+    """Return the error for a missing layer of an AnnData."""
+    have = "" if layers else ", as it has no layers"
+    error = StoreError(f"{where}: there is no layer {layer!r}{have}; {cure}")
+    error.missing_matrix = f"{where}: there is no layer {layer!r}"
+    return error
 
 
 def other_matrices(layers: Sequence[str], others: Sequence[str]) -> str:

@@ -163,8 +163,7 @@ def keys_of(file: Any, layer: str, path: str) -> tuple[str, str]:
     if file.get(key) is None and (
         arrays.member(file, "layers", path) is None or arrays.member(file, key, path) is None
     ):
-        have = "" if _layers(file) else ", as it has no layers"
-        raise StoreError(f"{path}: there is no layer {layer!r}{have}; {_others(file)}")
+        raise arrays.no_layer(path, layer, _layers(file), _others(file))
     return key, "var"
 
 

@@ -36,6 +36,12 @@ def is_anndata(cells: object) -> bool:
     return anndata is not None and isinstance(cells, anndata.AnnData)
 
 
+def is_mudata(cells: object) -> bool:
+    """Return whether something is a MuData, without importing mudata."""
+    mudata = sys.modules.get("mudata")
+    return mudata is not None and isinstance(cells, mudata.MuData)
+
+
 def is_matrix(cells: object) -> bool:
     """Return whether something is a SciPy sparse matrix or array, or a NumPy array that is not a list of paths."""
     sparse = sys.modules.get("scipy.sparse")
@@ -74,17 +80,25 @@ def open_memory(cells: Any, place: int | None, *, layer: str, obs: Sequence[str]
             return _open_backed(cells, where, layer, obs, var)
         return _open_anndata(cells, where, layer, obs, var)
     if not is_matrix(cells):
-        cure = "; of a data frame of genes, pass anndata.AnnData(frame)" if hasattr(cells, "iloc") else ""
-        cure = "; of an AnnCollection, pass its adatas, a list" if hasattr(cells, "adatas") else cure
-        raise PlanError(
-            f"paths{'' if place is None else f'[{place}]'}={shown(cells)}: expected a path, an AnnData, a SciPy CSR "
-            f"matrix or a NumPy array{cure}."
-        )
+        raise not_cells(cells, place)
     arrays.check_plain_matrix(where, layer, obs, "pass an AnnData")
     if var:
         raise arrays.no_var(where, var)
     matrix, sources = _matrix(cells, where, "", "X = X.tocsr()")
     return Store((matrix,), (where,), arrays.numbered(matrix.n_vars), {}, sources)
+
+
+def not_cells(cells: Any, place: int | None) -> PlanError:
+    """Return the error for an object that is no cells in memory, at a position in a list or given alone."""
+    cure = "; of a data frame of genes, pass anndata.AnnData(frame)" if hasattr(cells, "iloc") else ""
+    cure = "; of an AnnCollection, pass its adatas, a list" if hasattr(cells, "adatas") else cure
+    if is_mudata(cells):
+        cure = "; of a MuData, pass its mdata.mod, a dict of AnnDatas"
+        cure += "" if place is None else ", or of several, {'rna': [mdata.mod['rna'], ...], ...}"
+    return PlanError(
+        f"paths{'' if place is None else f'[{place}]'}={shown(cells)}: expected a path, an AnnData, a SciPy CSR "
+        f"matrix or a NumPy array{cure}."
+    )
 
 
 def _kind(value: object) -> str:
@@ -194,8 +208,7 @@ def _member(adata: Any, where: str, layer: str) -> tuple[Any, Any, str, str]:
             raise StoreError(f"{where}: there is no raw; {_others(adata)}")
         return adata.raw.X, adata.raw.var, "raw.X", "raw = adata.raw.to_adata(); raw.X = raw.X.tocsr(); adata.raw = raw"
     if layer not in adata.layers:
-        have = "" if _names_of_layers(adata) else ", as it has no layers"
-        raise StoreError(f"{where}: there is no layer {layer!r}{have}; {_others(adata)}")
+        raise arrays.no_layer(where, layer, _names_of_layers(adata), _others(adata))
     name = f"layers[{layer!r}]"
     return adata.layers[layer], adata.var, name, f"adata.{name} = adata.{name}.tocsr()"
 

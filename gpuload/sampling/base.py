@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from gpuload.checks import as_array, check_index, check_obs_names, is_number, is_whole
+from gpuload.checks import as_array, check_booleans, check_index, check_obs_names, is_number, is_whole
 from gpuload.errors import PlanError, first_line, nearest, shown
 from gpuload.sampling.classes import coded, factorize, joint, names_of
 from gpuload.sampling.rows import row_list
@@ -264,6 +265,13 @@ def as_sampler(given: Any) -> Sampler:
     """Return the user's argument as a sampler; a plain function becomes a `gpuload.Custom`."""
     from gpuload.sampling.custom import Custom
 
+    of_torch = sys.modules.get("torch.utils.data")
+    if of_torch is not None and isinstance(given, of_torch.Sampler):
+        raise PlanError(
+            f"sampler={shown(given)}: a sampler of PyTorch belongs to a DataLoader over "
+            "gpuload.torch.IndexedCells(loader); pass it there, or here one such as gpuload.Weighted(weights), or "
+            "gpuload.Custom(function) for an order of your own."
+        )
     if isinstance(given, type) or not (callable(given) or hasattr(given, "over")):
         raise PlanError(
             f"sampler={shown(given)}: expected a sampler such as gpuload.ClassBalanced('cell_type') or "
@@ -309,6 +317,7 @@ def check_mask(sampler: str, given: Any, cells: Cells) -> NDArray[np.bool_]:
     """Return a mask over all cells of the store; raise PlanError if it is not one."""
     n_rows = cells.n_store_rows
     mask: NDArray[np.bool_] = as_array(sampler, given)
+    check_booleans(sampler, mask)
     if mask.dtype != bool or mask.ndim != 1:
         raise PlanError(
             f"{sampler}: it was given an array of dtype {mask.dtype} and shape {mask.shape}; expected a mask."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import as_array
+from gpuload.checks import as_array, check_booleans
 from gpuload.errors import PlanError
 from gpuload.order import MappedOrder
 from gpuload.sampling.base import Strategy, as_sampler, check_mask, digest
@@ -72,6 +72,7 @@ class Subset:
             return check_mask("Subset", self.rows, cells)
         if not given.size:
             return np.zeros(n_rows, dtype=bool)
+        check_booleans("Subset", given)
         if given.ndim != 1 or given.dtype.kind not in "iu":
             raise PlanError(
                 f"Subset: it was given an array of dtype {given.dtype} and shape {given.shape}; expected row numbers "

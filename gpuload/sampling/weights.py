@@ -45,7 +45,7 @@ def check_weights(given: Any, cells: Cells) -> NDArray[Any]:
     if weights.size != cells.n_store_rows:
         raise PlanError(f"Weighted: {weights.size} weights for {cells.n_store_rows} cells; pass one per cell.")
     cells.check_index("Weighted", given)
-    total_is_zero = True
+    total_is_zero, of_all = True, weights
     weights = cells.take(weights)
     for start, part in _slices(weights):
         bad = np.flatnonzero(~((part >= 0) & (part < np.inf)))
@@ -56,6 +56,11 @@ def check_weights(given: Any, cells: Cells) -> NDArray[Any]:
                 "never drawn)."
             )
         total_is_zero &= not (part >= _MIN_WEIGHT).any()
+    if total_is_zero and count_above_0(of_all):
+        raise PlanError(
+            f"Weighted: all {weights.size} cells that where= or an enclosing Subset keeps have weight 0; keep others, "
+            "or give some of these a weight above 0."
+        )
     if total_is_zero:
         raise PlanError("Weighted: all weights are 0; at least one must be above 0.")
     return weights

@@ -463,6 +463,15 @@ def test_advice_keeps_the_fetch_small_and_the_minibatch_mixed(run, path):
     assert any(c["entropy_bits"] < 0.5 * advice["random_entropy_bits"] for c in advice["candidates"])
 
 
+def test_advice_names_a_label_of_any_name(run, tmp_path):
+    obs = pd.DataFrame({"age group": ["young"] * 600 + ["old"] * 600}, index=[f"c{i}" for i in range(1_200)])
+    cells = anndata.AnnData(np.ones((1_200, 2), np.float32), obs)
+    cells.write_h5ad(tmp_path / "cells.h5ad")
+    code, out, _ = run("inspect", tmp_path / "cells.h5ad", "--label", "age group", "--min-entropy", "0.5")
+    assert code == 0
+    assert "the cheapest with minibatches whose age group entropy is at least 50 % of true random order's " in out
+
+
 def test_inspect_counts_cells_without_a_value(run, tmp_path):
     obs = pd.DataFrame({"type": ["B", None, "T", None], "depth": [1.5, np.nan, 2.0, 3.0], "plate": [1, 2, 3, 4]})
     cells = anndata.AnnData(np.ones((4, 2), np.float32), obs=obs.set_axis(list("abcd")))

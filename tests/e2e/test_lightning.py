@@ -114,17 +114,19 @@ def test_each_iteration_uses_the_trainers_epoch(front, plain, train):
 )
 def test_codes_mean_the_same_in_all_parts(front, tmp_path, named):
     anndata = pytest.importorskip("anndata")
-    given = {}
+    given: dict[str, Any] = {}
     for part, kinds in (("train", ["T", "B"]), ("val", ["NK", "T"])):
         adata = anndata.AnnData(np.eye(2, dtype=np.float32), {"kind": kinds})
         adata.obs["kind"] = adata.obs["kind"].astype("category")
         adata.write_h5ad(tmp_path / f"{part}.h5ad")
         given[part] = {"paths": tmp_path / f"{part}.h5ad", **named}
-    module = attached(front.CellDataModule(**given, test=given["val"], predict={**given["val"], "categories": {}}))
+    test = [{**given["val"], "categories": {}}, given["val"]]
+    module = attached(front.CellDataModule(**given, test=test, predict=test[0]))
     module.teardown("fit")
     for part, wanted in (("train", [0, 1]), ("val", [-1, 1]), ("test", [-1, 1]), ("predict", [0, 1])):
         module.setup({"train": "fit", "val": "validate"}.get(part, part))
-        (batch,) = getattr(module, f"{part}_dataloader")()
+        batches = getattr(module, f"{part}_dataloader")()
+        (batch,) = batches[1] if part == "test" else batches
         assert sorted(batch["kind"].tolist()) == wanted
         module.teardown()
 
@@ -190,6 +192,60 @@ def test_the_order_of_other_parts_can_be_chosen(front, plain, train):
     assert shuffled != some.tolist()
     assert sorted(shuffled) == some.tolist()
     module.teardown()
+
+
+@pytest.mark.parametrize("part", ["val", "test", "predict"])
+@pytest.mark.parametrize("several", [list, tuple])
+def test_a_part_of_several_loaders_is_a_list_in_its_order(front, plain, train, part, several, no_leaks):
+    far = {**train, "sampler": gpuload.Subset(np.arange(3, 40)), "rank": 0, "world_size": 1}
+    with gpuload.open_loader(plain.path, **{**SETTINGS, "batch_size": 5}, shuffle=False) as given:
+        module = attached(front.CellDataModule(train, **{part: several([train, far, given])}), None, world_size=2)
+        batches = getattr(module, f"{part}_dataloader")()
+        assert isinstance(batches, list)
+        wanted = [epoch_of(plain.path, 0, shuffle=False, rank=0, world_size=2)]
+        wanted += [epoch_of(plain.path, 0, shuffle=False, sampler=far["sampler"])]
+        wanted += [epoch_of(plain.path, 0, shuffle=False, batch_size=5)]
+        for epoch in (0, 3):
+            module.trainer.current_epoch = epoch
+            for one in batches:
+                next(iter(one))  # as in Lightning's sanity check
+            assert [rows(one) for one in batches] == wanted
+            assert [len(one) for one in batches] == list(map(len, wanted))
+        assert not any(hasattr(one, "state_dict") for one in batches)
+        opened = [module.loader(part, index) for index in range(3)]
+        assert [(one.rank, one.world_size) for one in opened] == [(0, 2), (0, 1), (0, 1)]
+        assert opened[0] is module.loader(part)
+        assert opened[2] is given
+        with pytest.raises(gpuload.PlanError, match=r"^index=3: expected a whole number from 0 to 2\.$"):
+            module.loader(part, 3)
+        module.teardown()
+        for one in opened[:2]:
+            with pytest.raises(gpuload.PlanError, match="the loader was closed"):
+                iter(one)
+        with pytest.raises(gpuload.PlanError, match=rf"'{part}\[0\]' is not open; call setup"):
+            getattr(module, f"{part}_dataloader")()
+        assert len(list(given)) == len(wanted[2])
+
+
+def test_a_part_of_one_loader_in_a_list_is_a_list(front, plain, train):
+    module = attached(front.CellDataModule(train, [train]), "validate")
+    (batches,) = module.val_dataloader()
+    assert rows(batches) == epoch_of(plain.path, 0, shuffle=False)
+    module.teardown()
+
+
+def test_a_set_that_cannot_be_opened_leaves_none_open_after_teardown(front, train, tmp_path, no_leaks):
+    module = front.CellDataModule(train, [train, {**train, "paths": tmp_path / "later.npy", "obs": []}])
+    with pytest.raises(gpuload.ReadError):
+        attached(module)
+    first = module.loader("train")
+    np.save(tmp_path / "later.npy", np.eye(3, dtype=np.float32))
+    attached(module)
+    assert module.loader("train") is first
+    assert [len(one) for one in module.val_dataloader()][1] == 1
+    module.on_exception(KeyboardInterrupt())
+    with pytest.raises(gpuload.PlanError, match="the loader was closed"):
+        iter(first)
 
 
 def test_lightning_sees_which_parts_exist(front, train):
@@ -387,7 +443,24 @@ def test_teardown_leaves_a_given_loader_open(front, plain, train):
     ("parts", "message"),
     [
         ({"train": "cells.h5ad"}, r"train='cells.h5ad': expected a dict of arguments of gpuload.open_loader"),
+        ({"train": [{"paths": "a"}, {"paths": "b"}]}, r"^train=\[.*\]: .* or a gpuload.Loader or None \(several files"),
+        ({"val": "cells.h5ad"}, r"^val='cells.h5ad': .* or a gpuload.Loader, a list of these, or None \(several files"),
+        ({"val": ["a", "b"]}, r"^val\[0\]='a': .* or a gpuload.Loader \(several files are 'paths' of one dict\)\.$"),
+        (
+            {"test": [{"paths": "a"}, None]},
+            r"^test\[1\]=None: expected a dict of arguments of gpuload.open_loader or a",
+        ),
+        ({"predict": []}, r"^predict=\[\]: there is nothing to open; name at least one, or pass None\.$"),
         ({"val": {"batch_size": 3}}, r"val: 'paths' is missing; name the files"),
+        (
+            {"val": [{"paths": "a"}, {"batch_size": 3}]},
+            r"^val\[1\]: 'paths' is missing; name the files, for example val=",
+        ),
+        (
+            {"val": {"iid": {"paths": "a"}, "ood": {"paths": "b"}}},
+            r"^val: it is a dict of several sets by name \('iid', 'ood'\), but .*; pass a list, val=\[{'paths': ",
+        ),
+        ({"train": {"iid": {"paths": "a"}, "ood": {"paths": "b"}}}, r"^train: 'paths' is missing; name the files"),
     ],
 )
 def test_an_invalid_part_is_refused(front, parts, message):
@@ -401,6 +474,11 @@ def test_train_and_val_cannot_share_a_loader(front, plain):
         pytest.raises(gpuload.PlanError, match=r"the same loader.*open two"),
     ):
         front.CellDataModule(loader, loader)
+    with (
+        gpuload.open_loader(plain.path) as loader,
+        pytest.raises(gpuload.PlanError, match=r"the same loader.*open two"),
+    ):
+        front.CellDataModule(loader, [{"paths": plain.path}, loader])
 
 
 def test_missing_part_is_named(front, train):
@@ -583,6 +661,42 @@ def test_validation_test_and_predict_yield_rows_in_order(
     trainer.test(model, module)
     assert model.others["test"] == in_order
     assert [r.tolist() for r in trainer.predict(model, module)] == in_order
+
+
+@in_lightning
+def test_several_validation_sets_are_numbered_and_a_run_with_them_resumes(
+    front, Model, make_trainer, pl, train, plain, uninterrupted, tmp_path, no_leaks
+):
+    class Numbered(Model):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            self.others["val"].append((dataloader_idx, batch["rows"].tolist()))
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+            return dataloader_idx, batch["rows"].tolist()
+
+    n_vars, n_steps = plain.dense.shape[1], len(uninterrupted) // N_EPOCHS
+    far = {**train, "sampler": gpuload.Subset(np.arange(3, 40))}
+    first, second = (epoch_of(plain.path, 0, shuffle=False, sampler=one.get("sampler")) for one in (train, far))
+    each = [(0, batch) for batch in first] + [(1, batch) for batch in second]
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    options = {"max_epochs": N_EPOCHS, "val_check_interval": n_steps // 2}
+    model, module = Numbered(n_vars), front.CellDataModule(train, *(3 * [[train, far]]))
+    trainer = make_trainer(callbacks=[saver], enable_checkpointing=True, **options)
+    trainer.fit(model, module)
+    tried = [(0, batch) for batch in first[:2]] + [(1, batch) for batch in second[:2]]
+    assert model.others["val"] == tried + 2 * N_EPOCHS * each
+    assert model.seen == uninterrupted
+    model.others["val"].clear()
+    trainer.test(model, module)
+    assert model.others["val"] == each
+    assert [*chain(*trainer.predict(model, module))] == each
+    for step in (1, n_steps // 2, n_steps, n_steps + 1):
+        model, module = Numbered(n_vars), front.CellDataModule(train, [train, far])
+        make_trainer(**options).fit(model, module, ckpt_path=tmp_path / f"step={step}.ckpt")
+        assert model.seen == uninterrupted[step:], step
+        assert model.others["val"][-len(each) :] == each
 
 
 @in_lightning

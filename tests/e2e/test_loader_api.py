@@ -104,6 +104,31 @@ def test_categories_of_no_cell_are_warned_of(two: tuple[Path, Path], caplog: pyt
     assert "no cell is in any of the 0 given (none), so all get code -1" in record.getMessage()
 
 
+def test_cells_of_other_categories_are_told_at_level_info(
+    two: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told(path: Path, given: list[str], **settings: Any) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "gpuload"):
+            codes_of(path, categories={"kind": given}, device="cpu", **settings)
+        return "\n".join(record.getMessage() for record in caplog.records if record.levelno == logging.INFO)
+
+    cure = "have a category that is not among the 2 given, so they get code -1"
+    assert told(two[1], ["NK", "T"]) == f"categories['kind']: 2 of 4 cells {cure}: 'B', 'monocyte'."
+    assert told(two[1], ["NK", "T"], where="kind != 'B'") == f"categories['kind']: 1 of 3 cells {cure}: 'monocyte'."
+    within: dict[str, Any] = {"where": "kind != 'NK'", "sampler": gpuload.Subset([0, 1, 3])}
+    assert told(two[1], ["NK", "T"], **within) == f"categories['kind']: 1 of 2 cells {cure}: 'B'."
+    assert not told(two[1], ["NK", "T"], sampler=gpuload.Subset([0, 3]))  # the others are never seen
+    assert not told(two[1], ["NK", "T", "monocyte", "B"])
+    assert not told(two[1], ["C", "T"])  # all: a warning says so
+    anndata = pytest.importorskip("anndata")
+    obs = pd.DataFrame({"kind": [f"type {i % 7}" for i in range(21)]}, index=[f"c{i}" for i in range(21)])
+    anndata.AnnData(np.ones((21, 2), np.float32), obs).write_h5ad(tmp_path / "many.h5ad")
+    assert told(tmp_path / "many.h5ad", ["type 0", "T"]) == (
+        f"categories['kind']: 18 of 21 cells {cure}: 'type 1', 'type 2', 'type 3', 'type 4', 'type 5' and 1 more."
+    )
+
+
 def test_categories_are_not_warned_of_where_no_cell_has_a_value(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -346,6 +371,23 @@ def test_missing_genes_are_reported_with_some_that_exist(plain: Stored) -> None:
     words = r"^genes: 'gene_0077' is not a gene of \S+ \(2 of 3 are not\); did you mean 'gene_007'\? The genes are"
     with pytest.raises(gpuload.PlanError, match=words):
         gpuload.open_loader(plain.path, genes=["gene_001", "gene_0077", "gene_x"])
+
+
+def test_masks_with_a_missing_value_are_refused_as_masks(plain: Stored) -> None:
+    genes = pd.Series([True] * plain.dense.shape[1], dtype="boolean")
+    genes[3] = pd.NA
+    with pytest.raises(
+        gpuload.PlanError, match=r"^genes: 1 of the mask's \d+ values are missing, such as that at 3; fill"
+    ):
+        gpuload.open_loader(plain.path, genes=genes)
+    cells = pd.Series([True] * plain.dense.shape[0], dtype="boolean")
+    cells[5] = pd.NA
+    with pytest.raises(
+        gpuload.PlanError, match=r"^Subset: 1 of the mask's \d+ values are missing, such as that at 5; fill"
+    ):
+        gpuload.open_loader(plain.path, sampler=gpuload.Subset(cells))
+    with gpuload.open_loader(plain.path, genes=genes.fillna(False).astype(bool), device="cpu") as loader:
+        assert loader.n_vars == plain.dense.shape[1] - 1
 
 
 def test_lists_of_genes_are_no_list_of_genes(plain: Stored) -> None:

@@ -121,6 +121,25 @@ def test_no_obsm_at_all(tmp_path: Path) -> None:
     assert refusal(cells, obsm="X_pca") == "<AnnData>: there is no obsm 'X_pca'; it has no obsm. Leave obsm= out."
 
 
+@pytest.mark.parametrize("lacking", [0, 1, 2])
+@pytest.mark.parametrize("form", ["file", "memory"])
+@pytest.mark.parametrize("join", [None, "outer"])
+def test_a_matrix_that_only_some_files_lack(
+    tmp_path: Path, lacking: int, form: str, join: str | None, no_leaks: None
+) -> None:
+    parts = [part(seed, genes=GENES) for seed in range(3)]
+    del parts[lacking].obsm["X_pca"], parts[lacking].layers["spliced"]
+    given: list[Any] = list(write(tmp_path, parts)) if form == "file" else parts
+    names = [str(path) for path in given] if form == "file" else [f"<AnnData {place}>" for place in range(3)]
+    other = names[0] if lacking else names[1]
+    cure = f"which {other} has, and each file needs it; add it to this one too, or leave this one out."
+    settings = {} if join is None else {"join": join}
+    assert refusal(given, obsm="X_pca", **settings) == f"{names[lacking]}: there is no obsm 'X_pca', {cure}"
+    assert refusal(given, layer="spliced", **settings) == f"{names[lacking]}: there is no layer 'spliced', {cure}"
+    assert refusal(given, obsm="nope").startswith(f"{names[0]}: there is no obsm 'nope'; its obsm has ")
+    assert refusal(given, layer="nope").startswith(f"{names[0]}: there is no layer 'nope'; choose one of its layers, ")
+
+
 def test_data_frame_in_obsm_is_refused(tmp_path: Path, path: Path) -> None:
     cure = "adata.obsm['table'] = adata.obsm['table'].to_numpy(), or keep its columns in obs."
     assert refusal(path, obsm="table") == (

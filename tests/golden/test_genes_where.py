@@ -224,7 +224,8 @@ def test_columns_that_files_lack_or_have_in_another_form(tmp_path: Path) -> None
     parts[1].var["kind"] = [1.0, 2.0, 3.0]
     paths = write(tmp_path, parts)
     assert_refused("StoreError", paths, f"{paths[1]}: var has no column 'flag'; it has 'kind'.", genes="flag")
-    assert_refused("StoreError", paths, f"{paths[1]}: var column 'kind' holds numbers, unlike", genes="kind == 'k'")
+    said = f"{paths[1]}: var column 'kind' holds numbers, but text in {paths[0]}; make"
+    assert_refused("StoreError", paths, said, genes="kind == 'k'")
 
 
 @pytest.mark.parametrize(

@@ -452,27 +452,31 @@ def test_compatible_column_types_are_joined(columns: Any, dtype: str, expected: 
 
 
 @pytest.mark.parametrize(
-    ("columns", "odd", "kind", "first"),
+    ("columns", "odd", "kind", "first", "other"),
     [
-        (([1], ["a"]), 1, "text", 0),
-        ((["1", "2"], pd.Categorical([1, 2])), 1, "categories of numbers", 0),
-        ((pd.Categorical([1, 2]), ["1", "2"], ["3"]), 1, "text", 0),
-        ((pd.Categorical([1, 2]), [1, 2]), 1, "numbers", 0),
-        ((["a"], [1.5]), 1, "numbers", 0),
-        (([np.nan], np.empty(0), [1], MISSING, ["a"]), 4, "text", 2),
-        ((MISSING, ["a"], [1]), 2, "numbers", 1),
-        ((pd.Categorical([1, 0]), pd.Categorical([True, False])), 1, "booleans", 0),
-        ((TRUTHS, ["a"]), 1, "text", 0),
-        ((TRUTHS, [1]), 1, "numbers", 0),
-        ((["a"], [True]), 1, "booleans", 0),
+        (([1], ["a"]), 1, "text", 0, "numbers"),
+        ((["1", "2"], pd.Categorical([1, 2])), 1, "categories of numbers", 0, "text"),
+        ((pd.Categorical([1, 2]), ["1", "2"], ["3"]), 1, "text", 0, "categories of numbers"),
+        ((pd.Categorical([1, 2]), [1, 2]), 1, "numbers", 0, "categories of numbers"),
+        (([1, 2], pd.Categorical([1, 2])), 1, "categories of numbers", 0, "numbers"),
+        ((["a"], [1.5]), 1, "numbers", 0, "text"),
+        (([np.nan], np.empty(0), [1], MISSING, ["a"]), 4, "text", 2, "numbers"),
+        ((MISSING, ["a"], [1]), 2, "numbers", 1, "text"),
+        ((pd.Categorical([1, 0]), pd.Categorical([True, False])), 1, "booleans", 0, "categories of numbers"),
+        ((TRUTHS, ["a"]), 1, "text", 0, "booleans"),
+        ((TRUTHS, [1]), 1, "numbers", 0, "booleans"),
+        ((["a"], [True]), 1, "booleans", 0, "text"),
     ],
 )
-def test_incompatible_column_types_are_refused(columns: Any, odd: int, kind: str, first: int) -> None:
+def test_incompatible_column_types_are_refused(columns: Any, odd: int, kind: str, first: int, other: str) -> None:
     cells = [of(column, number) for number, column in enumerate(columns)]
     with pytest.raises(gpuload.StoreError) as caught:
         gpuload.open_loader(cells, obs="x", device="cpu")
-    words = f"<AnnData {odd}>: obs column 'x' holds {kind}, unlike in <AnnData {first}>; make the column's type the "
-    assert str(caught.value).startswith(words)
+    how = ", as obs['x'].astype('category') does" if {kind, other} == {"numbers", "categories of numbers"} else ""
+    assert str(caught.value) == (
+        f"<AnnData {odd}>: obs column 'x' holds {kind}, but {other} in <AnnData {first}>; make the column's type the "
+        f"same in all files{how}."
+    )
 
 
 def test_columns_of_files_without_cells() -> None:

@@ -231,6 +231,27 @@ def test_modalities_match_mudata(zarr_format: int, tmp_path: Path) -> None:
         assert list(loader.var_names) == list(part.var_names)
 
 
+def test_a_mudata_in_memory_is_refused_and_its_mod_is_read() -> None:
+    mudata = library("mudata")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adatas = parts()
+        adatas["prot"] = adatas["prot"][: adatas["rna"].n_obs].copy()
+        adatas["rna"] = adatas["rna"][: adatas["prot"].n_obs].copy()
+        adatas["prot"].obs_names = adatas["rna"].obs_names
+        whole = mudata.MuData(adatas)
+    words = r"^paths=<MuData of shape .*>: expected a path, .*; of a MuData, pass its mdata.mod, a dict of AnnDatas\.$"
+    for settings in ({}, {"modality": "rna"}, {"modality": ["rna", "prot"]}):
+        with pytest.raises(gpuload.StoreError, match=words):
+            gpuload.open_loader(whole, device="cpu", **settings)
+        several = r"^paths\[0\]=<MuData of .*, a dict of AnnDatas, or of several, {'rna': \[mdata.mod\['rna'\], ...\], "
+        with pytest.raises(gpuload.StoreError, match=several):
+            gpuload.open_loader([whole, whole], device="cpu", **settings)
+    loader, batch = rows(whole.mod, modality=["prot", "rna"])
+    assert list(loader.var_names) == list(whole["prot"].var_names)
+    assert set(batch.modalities) == {"rna"}
+
+
 @pytest.mark.parametrize("folder", ["mod", "ms", "mod/mod"])
 def test_a_folder_that_is_only_named_like_a_group_of_modalities(folder: str, tmp_path: Path) -> None:
     path = tmp_path / folder / "cells.zarr"

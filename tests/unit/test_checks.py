@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -10,7 +11,7 @@ import pytest
 
 from gpuload import PlanError, errors
 from gpuload.alignment import nearest_gene
-from gpuload.checks import check_seed, check_whole, parse_nbytes
+from gpuload.checks import check_booleans, check_seed, check_whole, parse_nbytes
 
 
 @pytest.mark.parametrize(
@@ -155,3 +156,27 @@ def test_errors_survive_pickling(error: errors.GpuloadError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy)) == (type(error), str(error))
     assert getattr(copy, "package", None) == getattr(error, "package", None)
+
+
+@pytest.mark.parametrize(
+    ("mask", "first"),
+    [
+        (pd.Series([True, pd.NA, False], dtype="boolean"), 1),
+        (pd.array([None, True, False], dtype="boolean"), 0),
+        (pd.Series([True, False, float("nan")], dtype=object), 2),
+        ([False, None, np.True_], 1),
+    ],
+)
+def test_a_mask_with_a_missing_value_is_refused_as_such(mask: Any, first: int) -> None:
+    words = rf"^it: 1 of the mask's 3 values are missing, such as that at {first}; fill them, as mask.fillna\(False\)"
+    with pytest.raises(PlanError, match=words):
+        check_booleans("it", np.asarray(mask))
+
+
+def test_booleans_as_objects_are_refused_and_other_values_pass() -> None:
+    with pytest.raises(PlanError, match=r"^it: the mask holds booleans as objects; pass mask.astype\(bool\)\.$"):
+        check_booleans("it", np.array([True, False], dtype=object))
+    for values in ([None, None], ["a", None], [True, "a"], [], [1, None]):
+        check_booleans("it", np.array(values, dtype=object))
+    check_booleans("it", np.array([True]))
+    check_booleans("it", np.array([[True, None]], dtype=object))

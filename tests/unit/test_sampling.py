@@ -186,7 +186,11 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         (Weighted([1, 1, 1, 1, 1, np.inf]), "Weighted: weights[5]=inf; expected finite numbers of at least 0 (a "),
         (Subset([0, 2, 4], Weighted([1, -1, 1, 1, -2, 1])), "Weighted: weights[4]=-2.0; expected finite numbers of"),
         (Weighted([0] * 6), "Weighted: all weights are 0; at least one must be above 0."),
-        (Subset([1], Weighted([1, 0, 1, 1, 1, 1])), "Weighted: all weights are 0; at least one must be above 0."),
+        (Subset([1], Weighted([0] * 6)), "Weighted: all weights are 0; at least one must be above 0."),
+        (
+            Subset([1, 2], Weighted([1, 0, 0, 1, 1, 1])),
+            "Weighted: all 2 cells that where= or an enclosing Subset keeps have weight 0; keep others, or give some o",
+        ),
         (
             Weighted([1, 0, 1, 1, 1, 1], 6, replace=False),
             "Weighted(num_samples=6, replace=False): only 5 cells have a weight above 0; take fewer, or replace=True.",
@@ -207,6 +211,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
             Subset([0.5]),
             "Subset: it was given an array of dtype float64 and shape (1,); expected row numbers or a mask (of",
         ),
+        (
+            Subset([True, None, False, None, True, False]),
+            "Subset: 2 of the mask's 6 values are missing, such as that at 1; fill them, as mask.fillna(False).astype",
+        ),
         (Subset([True] * 5), "Subset: the mask has 5 entries but there are 6 cells; pass one per cell."),
         (Subset([[True] * 6]), "Subset: it was given an array of dtype bool and shape (1, 6); expected a mask."),
         (Mixture({"three.h5ad": 1}), "Mixture: 'three.h5ad' is not one of the loader's paths; they are 'd/one.h5ad', "),
@@ -220,6 +228,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         (Mixture([([[True], [True, False]], 1)]), "Mixture: it was given something that is no array (setting an"),
         (Mixture([([True], 1)]), "Mixture: the mask has 1 entries but there are 6 cells; pass one per cell."),
         (Mixture([([0] * 6, 1)]), "Mixture: it was given an array of dtype int64 and shape (6,); expected a mask."),
+        (
+            Mixture([(np.array([True] * 6, object), 1)]),
+            "Mixture: the mask holds booleans as objects; pass mask.astype(",
+        ),
         (Mixture([([False] * 6, 1)]), "Mixture: a mask has no cells; leave it out."),
         (Subset([0], Mixture({"e/two.h5ad": 1})), "Mixture: e/two.h5ad has no cells; leave it out."),
         (
@@ -441,6 +453,25 @@ def test_sampling_from_no_cells_is_refused(sampler: Any) -> None:
 
 
 # --- at the front door
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_sampler_of_pytorch_is_refused_and_its_place_named(plain: Stored, within: bool) -> None:
+    data = pytest.importorskip("torch.utils.data")
+
+    class Own(data.Sampler):  # type: ignore[misc, name-defined]
+        def __call__(self) -> None:
+            """Be a function too."""
+
+    words = (
+        r"^sampler=<.*Sampler>: a sampler of PyTorch belongs to a DataLoader over gpuload.torch.IndexedCells\(loader\);"
+        r" .*gpuload.Custom\(function\) for an order of your own\.$"
+    )
+    for sampler in (data.WeightedRandomSampler([1.0] * 9, 9), data.BatchSampler([1, 2], 2, drop_last=False)):
+        with pytest.raises(PlanError, match=words):
+            gpuload.open_loader(plain.path, sampler=Subset([1], sampler) if within else sampler)
+    with pytest.raises(PlanError, match="a sampler of PyTorch belongs to"):
+        gpuload.open_loader(plain.path, sampler=Own())
 
 
 @pytest.mark.parametrize(
