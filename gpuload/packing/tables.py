@@ -13,6 +13,7 @@ from gpuload.formats import SOURCE_FILE, frames
 from gpuload.formats.arrays import no_column
 from gpuload.formats.obs import index_pieces, read_values
 from gpuload.formats.recognise import anndata_groups, obs_columns
+from gpuload.packing.choice import of_part
 from gpuload.packing.names import read_names
 from gpuload.packing.zarr_files import TABLE_CHUNK, start_table, write_column, write_group
 
@@ -92,8 +93,39 @@ def var_of(member: str) -> str:
     return "raw/var" if member.startswith("raw/") else "var"
 
 
+def joined_column(files: Sequence[str], name: str, layer: str, chosen: NDArray[np.int64] | None) -> Any:
+    """Return a column of obs of all files; or only its chosen rows, of which categories that none has are removed.
+
+    That is done file by file, as anndata does if cells are removed from each; but ordered categories stay ordered
+    where files are left with different ones.
+    """
+    where, first, parts = f"{files[0]}: obs column {name!r}", 0, []
+    for file in files:
+        part = frames.cell_column(file, name, layer)
+        parts.append(of_part(part, first, chosen))
+        first += len(part)
+    if chosen is None:
+        return frames.join(parts, where)
+    values = frames.join([_in_use(part) for part in parts], where)
+    if isinstance(values, pd.Categorical) and any(getattr(part, "ordered", False) for part in parts):
+        whole = _in_use(frames.join(parts, where))
+        return whole if whole.ordered else values
+    return values
+
+
+def _in_use(values: Any) -> Any:
+    """Return values without categories that none of them has."""
+    return values.remove_unused_categories() if isinstance(values, pd.Categorical) else values
+
+
 def write_obs(
-    folder: str, files: Sequence[str], layer: str, names: Sequence[str], store: Store, order: NDArray[np.int64]
+    folder: str,
+    files: Sequence[str],
+    layer: str,
+    names: Sequence[str],
+    store: Store,
+    order: NDArray[np.int64],
+    chosen: NDArray[np.int64] | None = None,
 ) -> None:
     """Write the obs of the target, one column at a time, and compare each with what reads back.
 
@@ -102,7 +134,9 @@ def write_obs(
     files, layer
         The sources, one by one, and the matrix of them that is packed.
     order : (n_obs,) int64
-        For each row of the target, its row in the sources.
+        For each row of the target, its number among the cells that are packed.
+    chosen : (n_obs,) int64
+        The rows of the sources that these are; None: all.
 
     Raises
     ------
@@ -113,16 +147,15 @@ def write_obs(
     """
     obs = os.path.join(folder, "obs")
     columns = [*names, SOURCE_FILE, SOURCE_ROW]
-    cells = read_names(files, layer, order)
+    cells = read_names(files, layer, order, chosen)
     start_table(obs, columns, cells, frames.name_of_index(files), f"{files[0]}: obs")
     if not cells.are(_written_names(folder)):
         raise _not_as_written(folder, "index")
     del cells  # it is as large as a column
     for name in columns:
-        values = _provenance(name, store, order)
+        values = _provenance(name, store, order, chosen)
         if values is None:
-            parts = [frames.cell_column(path, name, layer) for path in files]
-            values = frames.join(parts, f"{files[0]}: obs column {name!r}")[order]
+            values = joined_column(files, name, layer, chosen)[order]
         write_column(os.path.join(obs, name), values, f"{files[0]}: obs column {name!r}")
         if not _is_same(values, _written_column(folder, name)):
             raise _not_as_written(folder, f"column {name!r}")
@@ -190,14 +223,15 @@ def source_rows(store: Store, start: int, stop: int, file_rows: Sequence[int]) -
     return np.asarray(first[file] + row)
 
 
-def _provenance(name: str, store: Store, order: NDArray[np.int64]) -> Any:
+def _provenance(name: str, store: Store, order: NDArray[np.int64], chosen: NDArray[np.int64] | None) -> Any:
     """Return a column with the origin of rows; None for any other."""
     if name not in (SOURCE_FILE, SOURCE_ROW):
         return None
+    rows = order if chosen is None else chosen[order]
     first = np.cumsum(store.file_rows) - np.array(store.file_rows)
-    file = np.searchsorted(first, order, side="right") - 1
+    file = np.searchsorted(first, rows, side="right") - 1
     if name == SOURCE_ROW:
-        return order - first[file]
+        return rows - first[file]
     names = [os.fsencode(path).decode(errors="backslashreplace") for path in store.paths]
     return pd.Categorical.from_codes(file, names)
 
