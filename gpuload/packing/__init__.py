@@ -75,7 +75,8 @@ def pack(
     arithmetic on counts in AnnData: ``adata.X.astype("float32")``); column numbers in uint16 for up to 65,536 genes.
     obs keeps all columns, plus ``source_file`` and ``source_row`` with the origin of each row; if files have cell
     names in common, the file's number is appended to all names. var is that of the first file; for joined genes it has
-    the columns common to all files, and a gene's values are those of the first file that has it.
+    the columns common to all files, and a gene's values are those of the first file that has it. A warning names the
+    columns of var on which the files do not agree.
 
     Everything is read back and compared with the sources before the target appears, by one rename. Work in progress is
     kept beside it, in ``<target>.packing``; after any interruption the same call resumes there.

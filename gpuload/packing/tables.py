@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from gpuload.errors import CorruptDataError, StoreError
+from gpuload.errors import CorruptDataError, GpuloadError, StoreError
 from gpuload.formats import SOURCE_FILE, frames
 from gpuload.formats.arrays import no_column
 from gpuload.formats.obs import index_pieces, read_values
@@ -18,7 +20,7 @@ from gpuload.packing.names import read_names
 from gpuload.packing.zarr_files import TABLE_CHUNK, start_table, write_column, write_group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -31,8 +33,16 @@ SOURCE_ROW = "source_row"
 WITH_GENES = ("X", "raw/X")
 """Matrices of the target that have genes of their own; layers have those of X."""
 
+_N_NAMED = 10
+"""Columns that a warning names."""
+
+_log = logging.getLogger("gpuload")
+
 _EMPTY = ("layers", "obsm", "obsp", "uns", "varm", "varp")
 _DICT = {"encoding-type": "dict", "encoding-version": "0.1.0"}
+
+_Var = tuple[str, "Mapping[str, Any]", "NDArray[np.int64] | None"]
+"""A file, the columns of its var, and the number of each of its genes in the target, -1 if it is not there."""
 
 
 def chosen_columns(files: Sequence[str], wanted: Sequence[str] | None, join: Join) -> list[str]:
@@ -177,7 +187,7 @@ def write_var(folder: str, member: str, files: Sequence[str], layer: str, store:
     """Write the var of a matrix of the target: that of the first file.
 
     For joined genes it has the columns common to all files, and a gene's values are those of the first file that has
-    it.
+    it. A warning names the columns in which other files differ.
 
     Raises
     ------
@@ -185,7 +195,12 @@ def write_var(folder: str, member: str, files: Sequence[str], layer: str, store:
         A column's type cannot be packed.
     """
     var = os.path.join(folder, var_of(member))
-    columns = frames.gene_columns(files[0], layer) if store.alignment is None else _joined(files, layer, store)
+    others: Iterable[_Var]
+    if store.alignment is None:
+        columns, others = frames.gene_columns(files[0], layer), _var_of_others(files, layer)
+    else:
+        columns, others = _joined(files, layer, store)
+    own = dict(columns)
     if store.var_ids is not None:
         columns.setdefault("gene_ids", store.var_ids)
     name = frames.name_of_index(files, layer)
@@ -193,21 +208,70 @@ def write_var(folder: str, member: str, files: Sequence[str], layer: str, store:
     for name, values in columns.items():
         cure = "Make it one type in all files, or remove it from them."
         write_column(os.path.join(var, name), values, f"{files[0]}: var column {name!r}", cure)
+    _warn_of_others(var_of(member), own, others)
 
 
-def _joined(files: Sequence[str], layer: str, store: Store) -> dict[str, Any]:
-    """Return the columns of var common to all files, for the joined genes."""
+def _joined(files: Sequence[str], layer: str, store: Store) -> tuple[dict[str, Any], Iterable[_Var]]:
+    """Return the columns of var common to all files, for the joined genes, and those of the files but the first."""
     parts = [frames.gene_columns(path, layer) for path in files]
     names = [name for name in parts[0] if all(name in part for part in parts)]
     if not names:
-        return {}
+        return {}, []
     place: dict[str, int] = {}
-    for row, gene in enumerate(gene for path in files for gene in frames.gene_names(path, layer)):
+    genes = [frames.gene_names(path, layer) for path in files]
+    for row, gene in enumerate(gene for own in genes for gene in own):
         place.setdefault(gene, row)
     rows = np.array([place[gene] for gene in store.var_names], dtype=np.int64)
-    return {
+    columns = {
         name: frames.join([part[name] for part in parts], f"{files[0]}: var column {name!r}")[rows] for name in names
     }
+    number = {gene: k for k, gene in enumerate(store.var_names)}
+    numbers = [np.array([number.get(gene, -1) for gene in own], dtype=np.int64) for own in genes]
+    return columns, zip(files[1:], parts[1:], numbers[1:], strict=True)
+
+
+def _var_of_others(files: Sequence[str], layer: str) -> Iterator[_Var]:
+    """Yield the columns of var of the files but the first, which have its genes."""
+    for path in files[1:]:
+        with suppress(GpuloadError):  # they are not packed
+            yield path, frames.gene_columns(path, layer), None
+
+
+def _warn_of_others(table: str, columns: Mapping[str, Any], others: Iterable[_Var]) -> None:
+    """Log a warning that names the columns of a var that other files have with other values, or lack."""
+    unlike: dict[str, str] = {}
+    for path, part, number in others:
+        for name in columns.keys() - unlike.keys():
+            own, other = columns[name], part.get(name)
+            if other is not None and number is not None:
+                own, other = own[number[number >= 0]], other[number >= 0]
+            if other is None or _differ(own, other):
+                unlike[name] = path
+        if len(unlike) == len(columns):
+            break
+    if unlike:
+        named = [f"{name!r} (differs in {unlike[name]})" for name in columns if name in unlike]
+        _log.warning(
+            "%s: the files do not agree on %s%s; each gene keeps the value of the first file that has it. Compute such "
+            "columns anew from the packed cells.",
+            table,
+            ", ".join(named[:_N_NAMED]),
+            f", and {len(named) - _N_NAMED} more" if len(named) > _N_NAMED else "",
+        )
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Return whether two columns of as many values differ; missing values are alike."""
+    if one.shape != other.shape:
+        return True
+    try:
+        both = frames.join([one, other], "")
+    except StoreError:
+        return True
+    both = both.codes if isinstance(both, pd.Categorical) else both
+    one, other = both[: len(one)], both[len(one) :]
+    is_missing = pd.isna(one)
+    return bool((is_missing != pd.isna(other)).any() or (one[~is_missing] != other[~is_missing]).any())
 
 
 def _not_as_written(folder: str, what: str) -> CorruptDataError:
