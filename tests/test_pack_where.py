@@ -32,7 +32,7 @@ WHERE = "plate in ['0', '2', '5'] and depth > -0.5"
 
 def holds(obs: pd.DataFrame) -> NDArray[np.bool_]:
     """Return for which cells `WHERE` holds."""
-    return (obs["plate"].isin(["0", "2", "5"]) & (obs["depth"] > -0.5)).to_numpy()
+    return np.asarray(obs["plate"].isin(["0", "2", "5"]) & (obs["depth"] > -0.5))
 
 
 def without(path: Path, is_kept: NDArray[np.bool_]) -> Path:
@@ -137,6 +137,19 @@ def test_names_of_other_cells_do_not_count(tmp_path: Path) -> None:
     gpuload.pack(paths, tmp_path / "some.zarr", keep_order=True, obs="number", where="number > 3")
     wanted = [f"{number}_{i}" for number in range(2) for i in range(4, 40)]
     assert read(tmp_path / "some.zarr").obs_names.tolist() == wanted
+
+
+def test_categories_are_united_of_what_is_left(tmp_path: Path) -> None:
+    paths, kept = [], [np.arange(30) % 3 != 1, np.arange(30) % 3 != 2]
+    for number, names in enumerate((["x", "y", "z"], ["z", "y", "x"])):
+        adata = cells(30, 20, number)
+        label = pd.Categorical.from_codes(np.arange(30) % 3, names)
+        adata.obs = pd.DataFrame({"label": label, "is_kept": kept[number]}, index=adata.obs_names)
+        paths.append(written(adata, tmp_path / f"{number}.h5ad"))
+    for name, settings in (("shuffled", {}), ("grouped", {"group_by": "label"})):
+        (tmp_path / name).mkdir()
+        found = assert_as_without(paths, tmp_path / name, kept, "is_kept", **settings)
+        assert found.obs["label"].cat.categories.tolist() == ["x", "z", "y"]
 
 
 def test_ordered_categories_stay_ordered(tmp_path: Path) -> None:
