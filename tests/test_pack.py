@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import warnings
@@ -675,10 +676,14 @@ def test_plain_array_is_packed(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* names are not unique:UserWarning")
-def test_10x_cells_keep_their_barcodes(tmp_path: Path) -> None:
+def test_10x_cells_keep_their_barcodes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     form = FORMS["tenx-3"](tmp_path)
     gpuload.pack(form.path, tmp_path / "out.zarr", keep_order=True)
     assert ad.read_zarr(tmp_path / "out.zarr").obs_names.tolist() == form.obs["barcode"]
+    shutil.copy(form.path, tmp_path / "again.h5")
+    gpuload.pack([form.path, tmp_path / "again.h5"], tmp_path / "both.zarr")
+    assert "gene_ids" in ad.read_zarr(tmp_path / "both.zarr").var
+    assert not caplog.messages, "the files agree on it"
 
 
 def test_blocks_of_a_packed_store_are_as_mixed_as_random_cells(tmp_path: Path) -> None:

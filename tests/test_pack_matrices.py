@@ -477,14 +477,23 @@ def test_var_columns_that_differ_are_named_once(tmp_path: Path, caplog: pytest.L
         "highly_variable": [True, False] * 3,
         "mean": np.arange(6) / 2,
         "only": list("abcdef"),
+        "wide": np.arange(6),
         "kind": pd.Categorical([1, 2, 3] * 2),
         "gap": [0.5, np.nan, 1.5, 2, 3, 4],
     }
     two = {name: values for name, values in one.items() if name != "only"}
     two |= {"chromosome": pd.Categorical(list("xyxyxy"), categories=["z", "y", "x"]), "narrow": np.arange(6.0)}
-    three = {**two, "highly_variable": [True] * 6, "kind": pd.Categorical(list("abcabc")), "gap": np.arange(6.0)}
+    three = {
+        **two,
+        "highly_variable": [True] * 6,
+        "kind": pd.Categorical(list("abcabc")),
+        "gap": [0.5, 1, 1.5, 2, 3, 4],
+    }
     four = {**three, "mean": np.arange(6) / 3}
     paths = files_of_var(tmp_path, one, two, three, four, {**four, "same": np.zeros(6)})
+    with h5py.File(paths[1], "r+") as file:
+        del file["var/wide"]
+        file["var/wide"] = np.stack([np.arange(6)] * 2, axis=1)
     with h5py.File(paths[4], "r+") as file:
         del file["var/mean"]
         file["var/mean"] = np.arange(5)  # damage in a table that is not packed is no obstacle
@@ -492,8 +501,8 @@ def test_var_columns_that_differ_are_named_once(tmp_path: Path, caplog: pytest.L
     (message,) = caplog.messages
     assert message == (
         "var: the files do not agree on 'highly_variable' (differs in {2}), 'mean' (differs in {3}), 'only' (differs "
-        "in {1}), 'kind' (differs in {2}), 'gap' (differs in {2}); each gene keeps the value of the first file that "
-        "has it. Compute such columns anew from the packed cells."
+        "in {1}), 'wide' (differs in {1}), 'kind' (differs in {2}), 'gap' (differs in {2}); each gene keeps the value "
+        "of the first file that has it. Compute such columns anew from the packed cells."
     ).format(*paths)
     pd.testing.assert_frame_equal(read(tmp_path / "out.zarr").var, ad.read_h5ad(paths[0]).var, check_index_type=False)
 

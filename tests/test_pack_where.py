@@ -216,6 +216,10 @@ def test_a_file_may_be_named(tmp_path: Path) -> None:
         str(paths[1]): 0,
         str(paths[2]): 20,
     }
+    again = gpuload.pack(
+        tmp_path / "out.zarr", tmp_path / "again.zarr", where=f"source_file == {str(paths[0])!r}", obs=[]
+    )
+    assert again.n_obs == 20, "the column that is stored counts"
     collection = tmp_path / "collection.zarr"
     root = zarr.open_group(str(collection), mode="w")
     root.attrs["encoding-type"] = "annbatch-preshuffled"

@@ -11,7 +11,7 @@ import numpy as np
 
 from gpuload.concat import concat_column
 from gpuload.formats import SOURCE_FILE, frames
-from gpuload.formats.obs import damage_of, encode
+from gpuload.formats.obs import encode
 from gpuload.formats.recognise import obs_columns
 from gpuload.store import ObsColumn
 
@@ -54,8 +54,4 @@ def _column(files: Sequence[str], layer: str, name: str) -> ObsColumn:
     if is_made(files, name):
         paths, n_rows = zip(*(part for file in files for part in frames.cells_by_part(file, layer)), strict=True)
         return ObsColumn(np.repeat(np.arange(len(paths), dtype=np.int32), n_rows), np.array(paths, dtype=object))
-    columns = []
-    for file in files:
-        with damage_of(file, name):
-            columns.append(encode(frames.cell_column(file, name, layer), name, file))
-    return concat_column(name, columns, files)
+    return concat_column(name, [encode(frames.cell_column(file, name, layer), name, file) for file in files], files)

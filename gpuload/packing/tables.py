@@ -268,7 +268,6 @@ def _differ(one: Any, other: Any) -> bool:
         both = frames.join([one, other], "")
     except StoreError:
         return True
-    both = both.codes if isinstance(both, pd.Categorical) else both
     one, other = both[: len(one)], both[len(one) :]
     is_missing = pd.isna(one)
     return bool((is_missing != pd.isna(other)).any() or (one[~is_missing] != other[~is_missing]).any())
