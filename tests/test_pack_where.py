@@ -15,6 +15,7 @@ import gpuload
 from gpuload.cli import main
 from gpuload.packing import passes
 from tests import several
+from tests.other_forms import FORMS
 from tests.test_pack import MEMORY, cells, written
 from tests.test_pack_faults import contents, fail
 from tests.test_pack_matrices import LAYERS, OBSM, full, named, read
@@ -229,6 +230,24 @@ def test_a_file_may_be_named(tmp_path: Path) -> None:
     assert gpuload.pack(collection, tmp_path / "one.zarr", where=where).n_obs == 21
     with gpuload.open_loader(collection, where=where, device="cpu", batch_size=7) as loader:
         assert loader.epoch_n_obs == 21
+
+
+@pytest.mark.parametrize("name", ["tenx-3", "mudata-few", "scdl", "soma-narrow", "parquet-tahoe"])
+def test_a_condition_means_what_it_means_to_the_loader(name: str, tmp_path: Path) -> None:
+    if name.startswith(("scdl", "parquet")):
+        pytest.importorskip("pyarrow")
+    (tmp_path / "in").mkdir()
+    form = FORMS[name](tmp_path / "in")
+    assert form.obs
+    for column, values in form.obs.items():
+        value = next(value for value in values if not pd.isna(value))
+        where = f"`{column}` == {value!r}"
+        with gpuload.open_loader(form.path, layer=form.layer, where=where, batch_size=1, device="cpu") as loader:
+            rows = sorted(row for batch in loader for row in batch.rows)
+            first = dict(zip(loader.store.paths, loader.store.file_start, strict=False))
+        gpuload.pack(form.path, tmp_path / "out.zarr", layer=form.layer, where=where, obs=[], overwrite=True)
+        obs = read(tmp_path / "out.zarr").obs
+        assert sorted(obs["source_file"].astype(str).map(first) + obs["source_row"]) == rows
 
 
 @pytest.mark.parametrize(
