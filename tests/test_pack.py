@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import warnings
@@ -682,10 +683,14 @@ def test_plain_array_is_packed(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* names are not unique:UserWarning")
-def test_10x_cells_keep_their_barcodes(tmp_path: Path) -> None:
+def test_10x_cells_keep_their_barcodes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     form = FORMS["tenx-3"](tmp_path)
     gpuload.pack(form.path, tmp_path / "out.zarr", keep_order=True)
     assert ad.read_zarr(tmp_path / "out.zarr").obs_names.tolist() == form.obs["barcode"]
+    shutil.copy(form.path, tmp_path / "again.h5")
+    gpuload.pack([form.path, tmp_path / "again.h5"], tmp_path / "both.zarr")
+    assert "gene_ids" in ad.read_zarr(tmp_path / "both.zarr").var
+    assert not caplog.messages, "the files agree on it"
 
 
 def test_blocks_of_a_packed_store_are_as_mixed_as_random_cells(tmp_path: Path) -> None:
@@ -737,26 +742,33 @@ def test_any_amount_of_memory_is_accepted(tmp_path: Path) -> None:
 def test_a_job_is_sent_without_the_order(tmp_path: Path) -> None:
     n, folder = 100_000, str(tmp_path)
     origin = jobs.Origin(("in.h5ad",), "X", None, "X", folder, folder)
-    jobs.write_order(folder, np.arange(n)[::-1].copy())
+    jobs.write_order(folder, np.arange(n)[::-1].copy(), np.arange(n) * 2)
     jobs.write_offsets(origin, np.arange(n))
     job = jobs.Job(origin, "csr", n, 9, n * (n - 1) // 2, False, "lz4", 1, 1, 1, (0, n))
-    assert (job.order[0], job.place[0], job.offsets[1]) == (n - 1, n - 1, n - 1)
+    assert job.chosen is not None
+    assert (job.chosen[1], job.order[0], job.place[0], job.offsets[1]) == (2, n - 1, n - 1, n - 1)
     sent = pickle.dumps(job)
     assert len(sent) < 10_000
     assert pickle.loads(sent).offsets[-1] == job.n_elements
 
 
-def test_an_order_is_there_only_with_its_inverse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run killed between the two files goes on with both or none."""
+@pytest.mark.parametrize("chosen", [None, np.array([2, 3, 7])])
+def test_an_order_is_there_only_with_its_inverse(
+    chosen: NDArray[np.int64] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run killed between the files, which also say what rows are chosen, goes on with all or none."""
+    left = 1 if chosen is None else 2
 
-    def stop(path: str, pieces: Any) -> None:
-        raise KeyboardInterrupt
+    def write(*given: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        write_whole(*given)
 
-    monkeypatch.setattr(
-        jobs, "write_whole", lambda *given: (write_whole(*given), monkeypatch.setattr(jobs, "write_whole", stop))
-    )
+    monkeypatch.setattr(jobs, "write_whole", write)
     with pytest.raises(KeyboardInterrupt):
-        jobs.write_order(str(tmp_path), np.arange(3))
+        jobs.write_order(str(tmp_path), np.arange(3), chosen)
     assert not jobs.has_order(str(tmp_path))
 
 

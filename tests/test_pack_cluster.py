@@ -136,6 +136,17 @@ def test_worker_opens_each_file_once_per_pass(here: Here, opened: Counter[str], 
     assert contents(tmp_path / "there.zarr") == contents(tmp_path / "here.zarr")
 
 
+def test_workers_read_the_chosen_cells(here: Here, tmp_path: Path, no_leaks: None) -> None:
+    adata = cells(3_000, 200)
+    adata.layers["double"] = (adata.X * 2).tocsc()
+    source = written(adata, tmp_path / "in.h5ad")
+    settings: dict[str, Any] = {"memory": MEMORY, "where": "passed", "layer": ["X", "double"]}
+    gpuload.pack(source, tmp_path / "there.zarr", scheduler="here", **settings)
+    assert here.n_runs == 6
+    gpuload.pack(source, tmp_path / "here.zarr", **settings)
+    assert contents(tmp_path / "there.zarr") == contents(tmp_path / "here.zarr")
+
+
 def test_worker_closes_all_files_when_a_task_fails(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:

@@ -553,17 +553,20 @@ def test_wrong_value_is_detected(source: Path, tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "out.zarr").exists()
 
 
-def test_swapped_rows_are_detected(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", [None, "passed"])
+def test_swapped_rows_are_detected(
+    where: str | None, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = tables._provenance
 
-    def swapped(name: str, store: Any, order: Any) -> Any:
+    def swapped(name: str, store: Any, order: Any, chosen: Any) -> Any:
         order = order.copy()
         order[[0, 1]] = order[[1, 0]]
-        return plain(name, store, order)
+        return plain(name, store, order, chosen)
 
     monkeypatch.setattr(tables, "_provenance", swapped)
     with pytest.raises(gpuload.CorruptDataError, match="do not read back as those of the sources, so nothing was"):
-        gpuload.pack(source, tmp_path / "out.zarr")
+        gpuload.pack(source, tmp_path / "out.zarr", where=where)
     assert not os.listdir(tmp_path)
 
 

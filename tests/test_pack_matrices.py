@@ -453,6 +453,86 @@ def test_var_columns_of_mixed_types_are_refused(tmp_path: Path) -> None:
         gpuload.pack(paths, tmp_path / "out.zarr", join="outer")
 
 
+def files_of_var(tmp_path: Path, *columns: dict[str, Any], genes: Any = None) -> list[Path]:
+    """Return files whose var has the given columns; with the given genes, if those are not gene_0 to gene_5."""
+    paths = []
+    for number, own in enumerate(columns):
+        names = [f"gene_{i}" for i in range(6)] if genes is None else genes[number]
+        adata = cells(20, len(names), number)
+        adata.var = pd.DataFrame(own, index=pd.Index(names, dtype=object))
+        adata.obs_names = [f"{number}_{i}" for i in range(20)]
+        paths.append(written(adata, tmp_path / f"{number}.h5ad"))
+    return paths
+
+
+def test_var_columns_that_differ_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import h5py
+
+    one: dict[str, Any] = {
+        "same": np.arange(6),
+        "nan": [0.5, np.nan, 1.5, 2, 3, 4],
+        "narrow": np.arange(6, dtype=np.float32),
+        "chromosome": pd.Categorical(list("xyxyxy")),
+        "text": pd.array([f"text {i}" if i else None for i in range(6)], dtype="string"),
+        "highly_variable": [True, False] * 3,
+        "mean": np.arange(6) / 2,
+        "only": list("abcdef"),
+        "wide": np.arange(6),
+        "kind": pd.Categorical([1, 2, 3] * 2),
+        "gap": [0.5, np.nan, 1.5, 2, 3, 4],
+    }
+    two = {name: values for name, values in one.items() if name != "only"}
+    two |= {"chromosome": pd.Categorical(list("xyxyxy"), categories=["z", "y", "x"]), "narrow": np.arange(6.0)}
+    three = {
+        **two,
+        "highly_variable": [True] * 6,
+        "kind": pd.Categorical(list("abcabc")),
+        "gap": [0.5, 1, 1.5, 2, 3, 4],
+    }
+    four = {**three, "mean": np.arange(6) / 3}
+    paths = files_of_var(tmp_path, one, two, three, four, {**four, "same": np.zeros(6)})
+    with h5py.File(paths[1], "r+") as file:
+        del file["var/wide"]
+        file["var/wide"] = np.stack([np.arange(6)] * 2, axis=1)
+    with h5py.File(paths[4], "r+") as file:
+        del file["var/mean"]
+        file["var/mean"] = np.arange(5)  # damage in a table that is not packed is no obstacle
+    gpuload.pack(paths, tmp_path / "out.zarr", obs="plate")
+    (message,) = caplog.messages
+    assert message == (
+        "var: the files do not agree on 'highly_variable' (differs in {2}), 'mean' (differs in {3}), 'only' (differs "
+        "in {1}), 'wide' (differs in {1}), 'kind' (differs in {2}), 'gap' (differs in {2}); each gene keeps the value "
+        "of the first file that has it. Compute such columns anew from the packed cells."
+    ).format(*paths)
+    pd.testing.assert_frame_equal(read(tmp_path / "out.zarr").var, ad.read_h5ad(paths[0]).var, check_index_type=False)
+
+
+def test_var_columns_that_agree_are_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    texts = pd.array([f"text {i}" if i else None for i in range(6)], dtype="string")
+    one: dict[str, Any] = {"text": texts, "nan": [np.nan, 1, 2, 3, 4, 5], "highly_variable": [True, False] * 3}
+    paths = files_of_var(tmp_path, one, {**one, "of one": np.arange(6)})
+    gpuload.pack(paths, tmp_path / "out.zarr", obs="plate")
+    gpuload.pack(paths[0], tmp_path / "one.zarr")
+    assert not caplog.messages
+
+
+def test_var_columns_of_joined_genes_are_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    columns: list[dict[str, Any]] = [
+        {"id": [1, 2, 3], "score": [1, 2, 3], "only": [0, 0, 0]},
+        {"id": [4, 3, 2], "score": [4.0, 3.5, 2.0]},
+        {"id": [4, 1], "score": [0, 1]},
+    ]
+    genes = [["a", "b", "c"], ["d", "c", "b"], ["d", "a"]]
+    paths = files_of_var(tmp_path, *columns, genes=genes)
+    gpuload.pack(paths, tmp_path / "list.zarr", join=["a", "b"], obs="plate")
+    assert not caplog.messages, "the genes that differ are not packed"
+    gpuload.pack(paths, tmp_path / "out.zarr", join="outer", obs="plate")
+    gpuload.pack(paths, tmp_path / "list2.zarr", join=["d", "b"], obs="plate")
+    named = [f"var: the files do not agree on 'score' (differs in {paths[k]}); each gene keeps" for k in (1, 2)]
+    assert [message.startswith(of) for message, of in zip(caplog.messages, named, strict=True)] == [True, True]
+    assert read(tmp_path / "out.zarr").var["score"].tolist() == [1, 2, 3, 4]
+
+
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adatas = parts(2)
     paths = [str(path) for path in several.write(tmp_path / "in", adatas)]

@@ -23,6 +23,7 @@ examples:
   gpuload pack atlas.h5ad by_line.zarr --group-by cell_line --codec zstd
   gpuload pack atlas.h5ad both.zarr --layer X --layer spliced --obsm X_pca
   gpuload pack studies/ atlas.zarr --join inner
+  gpuload pack plates/ passed.zarr --where "passed and pct_mito < 0.1"
   gpuload pack plates/ atlas.zarr --memory 16GiB --scheduler tcp://10.0.0.1:8786
 """
 
@@ -40,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--obsm", action="append", metavar="NAME", help="obsm matrix to pack as well; repeatable")
     settings.add_join_argument(parser)
     parser.add_argument("--obs", action="append", metavar="COL", help="obs column to keep; repeatable (default: all)")
+    parser.add_argument(
+        "--where", metavar="TEXT", help="pack only cells for which this condition on obs columns holds (default: all)"
+    )
     order = parser.add_argument_group("order").add_mutually_exclusive_group()
     order.add_argument("--group-by", metavar="COL", help="group rows by this obs column, shuffled within each group")
     order.add_argument("--keep-order", action="store_true", help="keep the row order of the sources")
@@ -80,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
             obsm=args.obsm or (),
             join=settings.join_of(args),
             obs=args.obs,
+            where=args.where,
             group_by=args.group_by,
             keep_order=args.keep_order,
             seed=args.seed,

@@ -134,16 +134,20 @@ def cell_column(path: str, name: str, layer: str) -> Any:
                 _check_length(_n_values(part), group, path, layer, f"{name_in(group, 'obs')}/{name}", 0)
             return join(parts, f"{path}: obs column {name!r}")
     if name not in obs_columns(path):
-        return _missing(_n_cells(path, layer))
+        return _missing(sum(n for _, n in cells_by_part(path, layer)))
     if is_soma(path):
         return soma.cell_column(file_of(path), name)
     return _decoded(_opened(path, layer, (name,)).obs[name])
 
 
-def _n_cells(path: str, layer: str) -> int:
+def cells_by_part(path: str, layer: str) -> list[tuple[str, int]]:
+    """Return the path of each data set of a collection, and its number of cells; of anything else, of the whole."""
     with anndata_groups(path) as groups:
         shapes = [shape_of(group, layer, path) for group in groups]
-    return sum(shape[0] for shape in shapes) if shapes and all(shapes) else _opened(path, layer).n_obs
+        if shapes and all(shapes):
+            return list(zip(_paths_of(groups, path), (shape[0] for shape in shapes), strict=True))
+    store = _opened(path, layer)
+    return list(zip(store.paths, store.file_rows, strict=True))
 
 
 def gene_columns(path: str, layer: str) -> dict[str, Any]:

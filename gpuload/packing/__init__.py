@@ -31,7 +31,8 @@ from gpuload.checks import (
     check_whole,
     parse_nbytes,
 )
-from gpuload.errors import PlanError, ReadError, shown
+from gpuload.errors import PlanError, ReadError, StoreError, shown
+from gpuload.where import parse as parse_where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from gpuload.formats import Join
     from gpuload.packing.work import Packed
+    from gpuload.where import Where
 
 CODECS = ("lz4", "zstd", "none")
 
@@ -61,6 +63,7 @@ def pack(
     obsm: str | Sequence[str] | None = (),
     join: str | Sequence[str] | None = None,
     obs: str | Sequence[str] | None = None,
+    where: str | None = None,
     group_by: str | None = None,
     keep_order: bool = False,
     seed: int = 0,
@@ -80,7 +83,8 @@ def pack(
     arithmetic on counts in AnnData: ``adata.X.astype("float32")``); column numbers in uint16 for up to 65,536 genes.
     obs keeps all columns, plus ``source_file`` and ``source_row`` with the origin of each row; if files have cell
     names in common, the file's number is appended to all names. var is that of the first file; for joined genes it has
-    the columns common to all files, and a gene's values are those of the first file that has it.
+    the columns common to all files, and a gene's values are those of the first file that has it. A warning names the
+    columns of var on which the files do not agree.
 
     Everything is read back and compared with the sources before the target appears, by one rename. Work in progress is
     kept beside it, in ``<target>.packing``; after any interruption the same call resumes there.
@@ -103,6 +107,12 @@ def pack(
         some files have are missing values in the others.
     obs
         Columns of obs to keep, one or several; None keeps all.
+    where
+        Pack only the cells for which a condition on columns of obs holds, ``"passed and pct_mito < 0.1"``, as if there
+        were no others; it is written as for `open_loader`. The columns need not be in `obs`. The target equals that of
+        files from which AnnData has removed the other cells, and categories that none has any more; except that
+        ``source_row`` is the row in the file as it is, and ordered categories stay ordered though files are left with
+        different ones. Of matrices by rows, only what holds these cells is read.
     group_by
         A column of obs: rows are grouped by its labels and shuffled within each group; rows without a label come last.
     keep_order
@@ -117,8 +127,8 @@ def pack(
         least as many.
     memory
         Bytes, or text such as ``"2GiB"``: limit on memory for cells. On top come row offsets and the order (more with
-        several matrices), the largest column of obs, and the names of all cells as UTF-8: 40 to 100 bytes per cell with
-        names of 20 characters, some of which are mapped files.
+        several matrices), the largest column of obs, or all that `where` names, and the names of all cells as UTF-8: 40
+        to 100 bytes per cell with names of 20 characters, some of which are mapped files.
     num_threads
         Threads for decoding and encoding; None takes one per core available to this process.
     overwrite
@@ -147,6 +157,7 @@ def pack(
     layers, join = check_names("layer", layer, least=1), check_join(join)
     obsm = check_names("obsm", () if obsm is None else obsm)
     obs = None if obs is None else check_obs_names("obs", obs)
+    condition = None if where is None else parse_where(where)
     check_bool("overwrite", overwrite)
     seed, block_size = check_seed(seed), check_whole("block_size", block_size, 1)
     memory_nbytes = _check_settings(group_by, keep_order, codec, memory, num_threads)
@@ -163,24 +174,25 @@ def pack(
         workplace.remove_remains(folder)
     workplace.check_target(target, files, overwrite=overwrite)
     settings: dict[str, Any] = {"layer": layers, "obsm": obsm, "join": join, "obs": None if obs is None else list(obs)}
-    settings |= {"group_by": group_by, "seed": seed, "keep_order": keep_order, "codec": codec}
+    settings |= {"where": where, "group_by": group_by, "seed": seed, "keep_order": keep_order, "codec": codec}
     settings |= {"block_size": block_size, "memory": memory_nbytes}
     told = progress or (lambda _: None)
     with ExitStack() as stack:
         stack.enter_context(workplace.translated(target))
         stamps = [_stamp(path) for path in files]
         plan = json.dumps({"version": 3, "sources": stamps, **settings}).encode()
-        columns, labels = chosen_columns(files, obs, join), _labels(files, layers[0], group_by, join)
+        columns, chosen = chosen_columns(files, obs, join), _chosen(files, layers[0], condition, join)
+        labels = _labels(files, layers[0], group_by, join, chosen)
         client = None if scheduler is None else stack.enter_context(connect(scheduler))
         own = stack.enter_context(workplace.at_work(folder, target, plan))
         workplace.check_target(target, files, overwrite=overwrite)  # it may have been put back
-        wanted = Wanted(files, layers, obsm, join, codec, block_size, memory_nbytes, num_threads)
+        wanted = Wanted(files, layers, obsm, join, codec, block_size, memory_nbytes, num_threads, chosen)
         with workplace.discarded_if_refused(folder), ExitStack() as opened:
             matrices, lengths = open_matrices(wanted, own, opened)
             n_obs = matrices[0].job.n_obs
             workplace.check_disk(folder, sum(m.nbytes() for m in matrices) + 2 * n_obs * _TABLE_NBYTES)
             if not jobs.has_order(own):
-                jobs.write_order(own, jobs.draw_order(n_obs, seed, labels, is_kept=keep_order))
+                jobs.write_order(own, jobs.draw_order(n_obs, seed, labels, is_kept=keep_order), chosen)
             for matrix in matrices:
                 own_lengths, origin = lengths.pop(0), matrix.job.origin
                 workplace.begin_matrix(origin.own)
@@ -261,15 +273,31 @@ def _files_below(folder: str) -> Iterator[str]:
         seen.update(there.values())
 
 
-def _labels(files: Sequence[str], layer: str, group_by: str | None, join: Join) -> NDArray[np.int64] | None:
-    """Return the labels of all rows as numbers, -1 if missing: (n_obs,)."""
+def _chosen(files: Sequence[str], layer: str, where: Where | None, join: Join) -> NDArray[np.int64] | None:
+    """Return the rows for which a condition holds, ascending: (n_obs,); None if there is none."""
+    if where is None:
+        return None
+    from gpuload.opening import explain_missing_column
+    from gpuload.packing.choice import is_made, rows_where
+    from gpuload.packing.tables import check_columns
+
+    try:
+        check_columns(files, [name for name in where.columns if not is_made(files, name)], join)
+    except StoreError as error:
+        explain_missing_column(error, None, (), None, where)
+        raise
+    return rows_where(files, layer, where)
+
+
+def _labels(
+    files: Sequence[str], layer: str, group_by: str | None, join: Join, chosen: NDArray[np.int64] | None
+) -> NDArray[np.int64] | None:
+    """Return the labels of the rows that are packed as numbers, -1 if missing: (n_obs,)."""
     if group_by is None:
         return None
-    from gpuload.formats import frames
-    from gpuload.packing.tables import check_columns
+    from gpuload.packing.tables import check_columns, joined_column
     from gpuload.sampling.classes import factorize
 
     check_columns(files, [group_by], join)
-    parts = [frames.cell_column(file, group_by, layer) for file in files]
-    labels, _ = factorize(frames.join(parts, f"{files[0]}: obs column {group_by!r}"))
+    labels, _ = factorize(joined_column(files, group_by, layer, chosen))
     return np.asarray(labels, dtype=np.int64)

@@ -189,7 +189,7 @@ def _sources(run: str, job: Job, num_threads: int | None) -> RowReader:
     """Return this worker's reader of the sources."""
     origin = job.origin
     settings: dict[str, Any] = {"join": origin.join, "num_threads": num_threads, "is_wide": job.is_wide}
-    return _kept(run, "sources", lambda: RowReader.of(origin.paths, origin.layer, **settings))
+    return _kept(run, "sources", lambda: RowReader.of(origin.paths, origin.layer, **settings, chosen=job.chosen))
 
 
 def _kept(run: str, what: str, make: Callable[[], T]) -> T:

@@ -77,13 +77,13 @@ class Job:
     kind
         ``"csr"`` or ``"dense"``.
     n_obs, n_vars, n_elements
-        Shape of the target; elements are stored values.
+        Shape of the target; elements are stored values. Its `n_obs` cells are all, or the chosen ones, of the sources.
     is_wide
         Whether values are read as float64, because float32 may not hold them all.
     chunk, shard, bucket
         Size of each in elements; a shard holds whole chunks, a bucket whole shards.
     slices : (n_slices + 1,)
-        Boundaries of the slices, in rows of the sources.
+        Boundaries of the slices, in cells of the sources, counted without those that are not packed.
     """
 
     origin: Origin
@@ -129,13 +129,19 @@ class Job:
         return os.path.join(self.result, self.origin.member)
 
     @cached_property
+    def chosen(self) -> NDArray[np.int64] | None:
+        """The rows of the sources that are packed, ascending: (n_obs,), on disk; None: all."""
+        path = _file(self.origin.folder, "chosen")
+        return _load(path) if os.path.exists(path) else None
+
+    @cached_property
     def order(self) -> NDArray[np.int64]:
-        """For each row of the target, its row in the sources: (n_obs,), on disk."""
+        """For each row of the target, its number among the cells that are packed: (n_obs,), on disk."""
         return _load(_file(self.origin.folder, "order"))
 
     @cached_property
     def place(self) -> NDArray[np.int64]:
-        """For each row of the sources, its row in the target: (n_obs,), on disk."""
+        """For each cell that is packed, in the order of the sources, its row in the target: (n_obs,), on disk."""
         return _load(_file(self.origin.folder, "place"))
 
     @cached_property
@@ -149,7 +155,8 @@ class Job:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is loaded on use."""
-        return {name: value for name, value in vars(self).items() if name not in ("order", "place", "offsets")}
+        loaded = ("chosen", "order", "place", "offsets")
+        return {name: value for name, value in vars(self).items() if name not in loaded}
 
 
 def has_order(folder: str) -> bool:
@@ -157,8 +164,10 @@ def has_order(folder: str) -> bool:
     return os.path.exists(_file(folder, "order"))
 
 
-def write_order(folder: str, order: NDArray[np.int64]) -> None:
-    """Write an order of the rows to disk."""
+def write_order(folder: str, order: NDArray[np.int64], chosen: NDArray[np.int64] | None = None) -> None:
+    """Write an order of the rows to disk, and which of the sources they are; see `Job`."""
+    if chosen is not None:
+        _save(_file(folder, "chosen"), chosen)
     place = np.empty_like(order)
     place[order] = np.arange(order.size)
     _save(_file(folder, "place"), place)
@@ -179,7 +188,7 @@ def read_lengths(origin: Origin) -> NDArray[np.int64] | None:
 
 
 def write_offsets(origin: Origin, lengths: NDArray[np.int64]) -> None:
-    """Write the offsets of the ordered rows to disk; `lengths` are the elements of each row of the sources."""
+    """Write the offsets of the ordered rows to disk; `lengths` are the elements of each cell that is packed."""
     ends = np.cumsum(lengths[_load(_file(origin.folder, "order"))])
     _save(_file(origin.own, "offsets"), np.concatenate([[0], ends]))
 
@@ -193,22 +202,26 @@ def plan_job(
     cells: int,
     memory: int,
     is_wide: bool,
+    chosen: NDArray[np.int64] | None = None,
 ) -> Job:
     """Split the work into tasks that fit into memory.
 
     Parameters
     ----------
     lengths : (n_obs,) int64
-        Number of elements of each row of the sources in the target.
+        Number of elements, in the target, of each cell that is packed.
     cells
         Rows per chunk (on average, if sparse).
+    chosen
+        The rows of the store that are packed; None: all.
 
     Raises
     ------
     PlanError
         The memory does not even hold the longest row.
     """
-    n_elements, n_vars, reading = int(lengths.sum()), store.n_vars, np.maximum(lengths, row_lengths(store))
+    n_obs, n_elements, n_vars = lengths.size, int(lengths.sum()), store.n_vars
+    reading = np.maximum(lengths, row_lengths(store, chosen))
     nbytes = element_nbytes(n_vars, is_wide=is_wide)
     room = memory // (8 * nbytes)  # two slices or buckets at a time, each held about three times
     longest = int(reading.max(initial=0))
@@ -217,7 +230,7 @@ def plan_job(
             f"memory={memory} bytes: a row of {longest} values alone needs {8 * nbytes * longest}; allow more."
         )
     unit = max(1, n_vars) if store.kind == "dense" else 1
-    chunk = max(1, round(cells * n_elements / max(1, store.n_obs)))
+    chunk = max(1, round(cells * n_elements / max(1, n_obs)))
     if store.kind == "dense":
         chunk = max(cells, ALIGNMENT // (4 * unit)) * unit  # at least a page, which is read anyway
     chunk = max(unit, min(chunk, room // unit * unit))
@@ -227,7 +240,7 @@ def plan_job(
     bucket = max(1, room // shard) * shard
     slice_elements = min(room, max(MIN_SLICE, int(reading.sum()) // MAX_SLICES))
     slices = cut_rows(np.concatenate([[0], np.cumsum(reading)]), slice_elements)
-    return Job(origin, store.kind, store.n_obs, n_vars, n_elements, is_wide, codec, chunk, shard, bucket, slices)
+    return Job(origin, store.kind, n_obs, n_vars, n_elements, is_wide, codec, chunk, shard, bucket, slices)
 
 
 def index_dtype_of(n_vars: int) -> np.dtype[Any]:
@@ -240,11 +253,13 @@ def element_nbytes(n_vars: int, *, is_wide: bool) -> int:
     return (8 if is_wide else 4) + index_dtype_of(n_vars).itemsize
 
 
-def row_lengths(store: Store) -> NDArray[np.int64]:
-    """Return the number of stored values of each row, (n_obs,): all columns if the matrix is dense."""
+def row_lengths(store: Store, chosen: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """Return the number of stored values of each row, or of those chosen: all columns if the matrix is dense."""
     if store.kind == "dense":
-        return np.repeat([m.n_vars for m in store.matrices], store.file_rows).astype(np.int64)
-    return np.concatenate([np.diff(m.indptr) for m in store.matrices])  # type: ignore[union-attr]
+        lengths = np.repeat([m.n_vars for m in store.matrices], store.file_rows).astype(np.int64)
+    else:
+        lengths = np.concatenate([np.diff(m.indptr) for m in store.matrices])  # type: ignore[union-attr]
+    return lengths if chosen is None else lengths[chosen]
 
 
 def cut_rows(offsets: NDArray[np.int64], n_elements: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ _SAMPLE_ROWS = 1_000
 """Rows from which the disk space needed is estimated."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
     """What is to be packed, and how.
 
@@ -46,6 +46,8 @@ class Wanted:
         Layers, ``"X"`` and ``"raw.X"`` among them; the first becomes X.
     join
         How to join genes that differ between files; as for `formats.open_store`.
+    chosen
+        The rows of the files to pack, ascending; None: all.
     """
 
     files: Sequence[str]
@@ -56,6 +58,7 @@ class Wanted:
     cells: int
     memory: int
     num_threads: int | None
+    chosen: NDArray[np.int64] | None
 
     def places(self) -> dict[str, str]:
         """Return the place of each matrix in the target, and its name in `formats.open_store`."""
@@ -96,7 +99,7 @@ def open_matrices(wanted: Wanted, folder: str, stack: ExitStack) -> tuple[list[M
     list of Matrix
         The matrices.
     list of (n_obs,) int64
-        Number of elements of each row of the sources, for each matrix.
+        Number of elements of each cell that is packed, for each matrix.
 
     Raises
     ------
@@ -111,7 +114,8 @@ def open_matrices(wanted: Wanted, folder: str, stack: ExitStack) -> tuple[list[M
         own = folder if not number else os.path.join(folder, f"matrix-{number:06}")
         sources = tuple(_by_rows(wanted, layer, own))
         origin = Origin(sources, layer, None if layer.startswith(OBSM) else wanted.join, member, folder, own)
-        reader = stack.enter_context(RowReader.of(sources, layer, join=origin.join, num_threads=wanted.num_threads))
+        reading = RowReader.of(sources, layer, join=origin.join, num_threads=wanted.num_threads, chosen=wanted.chosen)
+        reader = stack.enter_context(reading)
         names = dict(zip(sources, wanted.files, strict=True))
         store = replace(reader.store, paths=tuple(names.get(path, path) for path in reader.store.paths))
         if len(store.row_shape) > 1:
@@ -134,6 +138,7 @@ def open_matrices(wanted: Wanted, folder: str, stack: ExitStack) -> tuple[list[M
             cells=wanted.cells,
             memory=wanted.memory,
             is_wide=reader.is_wide,
+            chosen=wanted.chosen,
         )
         matrices.append(Matrix(job, layer, reader, store))
     return matrices, lengths
@@ -171,13 +176,13 @@ def _check_fit(first: Matrix, member: str, layer: str, store: Store) -> None:
 
 
 def _lengths(reader: RowReader, origin: Origin, memory: int) -> NDArray[np.int64]:
-    """Return the elements that each row of the sources has in the target, (n_obs,)."""
+    """Return the elements that each cell that is packed has in the target, (n_obs,)."""
     store = reader.store
-    stored = row_lengths(store)
+    stored = row_lengths(store, reader.chosen)
     if store.alignment is None:
         return stored
     if store.kind == "dense":
-        return np.full(store.n_obs, store.n_vars, dtype=np.int64)
+        return np.full(stored.size, store.n_vars, dtype=np.int64)
     maps = store.alignment.maps
     if maps is not None and not (maps < 0).any():
         return stored

@@ -9,6 +9,7 @@ import numpy as np
 
 from gpuload.backends.native.runs import copy_runs, have_common
 from gpuload.formats import frames
+from gpuload.packing.choice import of_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -30,7 +31,7 @@ class CellNames:
     file_start : (n_files + 1,) int64
         The first name of each source, and the end.
     order : (n,) int64
-        For each name, its row in the sources.
+        For each name, its number among the cells that are packed, in the order of the sources.
     has_numbers
         Whether the number of its source is appended to each name: ``"AAACCTG-1-0"``.
     """
@@ -68,16 +69,19 @@ class CellNames:
         return at == len(self)
 
 
-def read_names(files: Sequence[str], layer: str, order: NDArray[np.int64]) -> CellNames:
-    """Return the names of the cells of a matrix, of all files.
+def read_names(
+    files: Sequence[str], layer: str, order: NDArray[np.int64], chosen: NDArray[np.int64] | None = None
+) -> CellNames:
+    """Return the names of the cells of a matrix, of all files; or only of the rows that are chosen.
 
     If files have names in common, the file's number is appended to all names.
     """
-    utf8, lengths, n_rows = bytearray(), [], [0]
+    utf8, lengths, n_rows, first = bytearray(), [], [0], 0
     for path in files:
         n_rows.append(n_rows[-1])
         for piece in frames.cell_name_pieces(path, layer):
-            names = [name.encode() for name in piece]
+            names = [name.encode() for name in of_part(piece, first, chosen)]
+            first += piece.size
             utf8 += b"".join(names)
             lengths.append(np.fromiter(map(len, names), np.int32, len(names)))
             n_rows[-1] += len(names)

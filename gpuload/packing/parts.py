@@ -97,7 +97,7 @@ def make_part(job: Job, reader: RowReader, number: int) -> Part:
     rows = reader.read(start, stop)
     judged = rows.judge()
     reader.check_exact(rows, judged, start)
-    summary = Summary(rows.digest(np.arange(start, stop)), judged)
+    summary = Summary(rows.digest(reader.stored_rows(start, stop)), judged)
     source, dest, length, piece_edges = _pieces(job, rows, start, stop)
     ends = np.cumsum(length)
     element_edges = np.concatenate([[0], ends])[piece_edges]

@@ -14,6 +14,7 @@ from gpuload.backends.native.runs import count_mapped, digest_rows, judge_values
 from gpuload.errors import StoreError
 from gpuload.formats import open_store
 from gpuload.machine import usable_cores
+from gpuload.order import merge_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,6 +117,8 @@ class RowReader:
         Threads that decode, and as many that encode; None takes one per core.
     is_wide
         Whether to read values as float64; None: if float32 may not hold all of them.
+    chosen
+        The rows of the store to read, ascending: the reader's rows are these, and there are no others. None: all.
     """
 
     def __init__(
@@ -124,8 +127,10 @@ class RowReader:
         *,
         num_threads: int | None,
         is_wide: bool | None = None,
+        chosen: NDArray[np.int64] | None = None,
     ) -> None:
         self.store = store
+        self.chosen = chosen
         self.is_wide = any(map(_needs_float64, _dtypes(self.store))) if is_wide is None else is_wide
         self._backend = CpuBackend(num_threads=num_threads, values="float64" if self.is_wide else "float32")
         self.pool = ThreadPoolExecutor(num_threads or usable_cores(), thread_name_prefix="gpuload-pack")
@@ -140,10 +145,11 @@ class RowReader:
         join: Join = None,
         is_wide: bool | None = None,
         obs: Sequence[str] = (),
+        chosen: NDArray[np.int64] | None = None,
     ) -> RowReader:
         """Return a reader of files that are opened for it; see `formats.open_store`."""
         store = open_store(list(paths), layer=layer, obs=obs, join=join)
-        return cls(store, num_threads=num_threads, is_wide=is_wide)
+        return cls(store, num_threads=num_threads, is_wide=is_wide, chosen=chosen)
 
     def read(self, start: int, stop: int) -> Rows:
         """Return rows start..stop.
@@ -185,8 +191,14 @@ class RowReader:
         reads = tuple(read for read in recipe.reads if read.target == "indices")
         return self._backend.load(replace(recipe, reads=reads)).result().flat("indices")
 
+    def stored_rows(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Return which rows of the store rows start..stop are."""
+        return np.arange(start, stop) if self.chosen is None else np.array(self.chosen[start:stop])  # not a mapped file
+
     def _recipe(self, start: int, stop: int) -> Recipe:
         ranges = np.array([[start, stop]], dtype=np.int64)
+        if self.chosen is not None:
+            ranges = merge_ranges(self.stored_rows(start, stop)[:, None] + np.array([0, 1]))
         for source in self.store.sources_of(ranges):
             source.check_unchanged()
         return self.store.recipe(ranges)
@@ -195,7 +207,8 @@ class RowReader:
         """Raise StoreError if one of the rows, from `start` on, holds integers that float64 may have rounded."""
         if judged.largest < _EXACT:
             return
-        edges = rows.indptr[np.clip(self.store.file_start - start, 0, rows.indptr.size - 1)]
+        first = self.store.file_start if self.chosen is None else np.searchsorted(self.chosen, self.store.file_start)
+        edges = rows.indptr[np.clip(first - start, 0, rows.indptr.size - 1)]
         for path, dtype, (low, high) in zip(self.store.paths, _dtypes(self.store), pairwise(edges), strict=True):
             if dtype.kind in "iu" and np.any(np.abs(rows.values[low:high]) >= _EXACT):
                 raise StoreError(

@@ -148,7 +148,7 @@ class Work:
         folder = first.job.result
         tables.start_target(folder, [matrix.job.origin.member for matrix in self.matrices])
         order = np.asarray(first.job.order)
-        tables.write_obs(folder, self.files, first.layer, self.columns, first.store, order)
+        tables.write_obs(folder, self.files, first.layer, self.columns, first.store, order, first.job.chosen)
         for matrix in self.matrices:
             member = matrix.job.origin.member
             if member in tables.WITH_GENES:
