@@ -164,21 +164,26 @@ def make_tables(
         tables[name] = Table(store, form, var_names)
     _warn_of_logarithms(tables)
     if fills:
-        _warn_of_missing_genes(tables["X"])
+        _warn_of_missing_genes({name: table for name, table in tables.items() if name.startswith(("X", "layers/"))})
     return tables
 
 
-def _warn_of_missing_genes(table: Table) -> None:
-    """Warn of genes that no file has."""
-    columns, n_cols = table.form.columns, table.form.n_cols
-    missing = np.zeros(0, np.int64) if columns is None else np.setdiff1d(np.arange(n_cols), columns)
-    if missing.size:
-        _log.warning(
-            "missing_genes='zero': %d of %d genes are in no file, and 0 in all cells: %s.",
-            missing.size,
-            n_cols,
-            listing(table.var_names[missing].tolist(), 5),
-        )
+def _warn_of_missing_genes(tables: Mapping[str, Table]) -> None:
+    """Warn of genes that no file has; of a layer, which may be raw.X with genes of its own, if they are others."""
+    told: list[list[str]] = [[]]
+    for name, table in tables.items():
+        columns, n_cols = table.form.columns, table.form.n_cols
+        missing = np.zeros(0, np.int64) if columns is None else np.setdiff1d(np.arange(n_cols), columns)
+        names = table.var_names[missing].tolist()
+        if names not in told:
+            told.append(names)
+            _log.warning(
+                "missing_genes='zero': %d of %d genes are in no file%s, and 0 in all cells: %s.",
+                missing.size,
+                n_cols,
+                "" if name == "X" else f" ({name})",
+                listing(names, 5),
+            )
 
 
 def _warn_of_logarithms(tables: Mapping[str, Table]) -> None:

@@ -443,6 +443,21 @@ def test_genes_that_no_file_has_are_zero(
     assert caplog.messages.count(warned) == 1
 
 
+def test_a_layer_with_other_genes_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cells = part(0, genes=["a", "b", "c"])
+    cells.raw = cells
+    (path,) = write(tmp_path, [cells[:, ["a", "b"]].copy()])
+    settings: dict[str, Any] = {"genes": ["c", "a", "x"], "layer": ["X", "spliced", "raw.X"], "missing_genes": "zero"}
+    with gpuload.open_loader(path, shuffle=False, **settings, **SMALL) as loader:
+        batch = next(iter(loader))
+    assert not batch.X[:, [0, 2]].any()
+    np.testing.assert_array_equal(batch.layers["raw.X"], np.c_[dense(cells[:9, ["c", "a"]].X), np.zeros(9)])
+    assert [message for message in caplog.messages if "missing_genes" in message] == [
+        "missing_genes='zero': 2 of 3 genes are in no file, and 0 in all cells: 'c', 'x'.",
+        "missing_genes='zero': 1 of 3 genes are in no file (layers/raw.X), and 0 in all cells: 'x'.",
+    ]
+
+
 def test_genes_that_are_no_error_only_if_some_are_there(tmp_path: Path) -> None:
     paths = write(tmp_path, [part(0, genes=["a", "b"]), part(1, genes=["b", "c"])])
     zero: dict[str, Any] = {"missing_genes": "zero", **SMALL}
