@@ -104,14 +104,14 @@ def check_missing_genes(missing_genes: Any, genes: Any, join: Any) -> bool:
     check_choice("missing_genes", missing_genes, ("error", "zero"))
     if missing_genes == "error":
         return False
-    if not any(_is_names(given) for given in (genes, join)):
+    if not any(_is_names(name, given) for name, given in (("genes", genes), ("join", join))):
         raise PlanError("missing_genes='zero': it is for genes given by name; pass a list as genes= or join=.")
     return True
 
 
-def _is_names(given: Any) -> bool:
+def _is_names(name: str, given: Any) -> bool:
     """Return whether a setting may be a list of names; no condition, no way to join, and no mask."""
-    return given is not None and not isinstance(given, str) and as_array("genes", given).dtype != bool
+    return given is not None and not isinstance(given, str) and as_array(name, given).dtype != bool
 
 
 def make_tables(
@@ -272,9 +272,14 @@ def _find_genes(names: list[str], store: Store, *, fills: bool) -> NDArray[np.in
         if name not in known and place.setdefault(name, i) != i:
             repeated.add(name)
     unknown = [n for n in names if n not in place]
-    has_all = store.alignment is None or store.alignment.join == "outer"  # else some file may have the gene
-    if unknown and not (fills and has_all and len(unknown) < len(names)):
-        raise _unknown_genes(unknown, len(names), store)
+    joined = store.alignment
+    has_all = joined is None or joined.join == "outer"  # else some file may have the gene
+    if fills and has_all and len(unknown) < len(names):
+        refused = [] if joined is None else [name for name in unknown if name in joined.ids]
+    else:
+        refused = unknown
+    if refused:
+        raise _unknown_genes(refused, len(names), store)
     for i, name in enumerate(unknown):
         place.setdefault(name, -1 - i)
     unclear = [n for n in names if n in repeated]
