@@ -262,7 +262,7 @@ def open_loader(
     missing_genes
         What to do about names in a list, `genes` or `join`, that are genes of no file: ``"error"``, or ``"zero"``,
         which delivers them as 0, for example to a model that was trained on other files. At least one must be a gene; a
-        warning names some of the others.
+        warning names some of the others. With ``join="inner"``, genes that only some files have are refused.
     where
         Filter on obs columns: ``"cell_type == 'T cell' and pct_mito < 0.1"``. Supports ==, !=, <, <=, >, >=, in, and,
         or, not, isna(column) and notna(column); quote a column whose name is not a Python identifier in backticks.

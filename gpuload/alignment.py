@@ -51,12 +51,15 @@ class Alignment:
         all tables equal `var_names`.
     starts : (n_tables,) int64
         Where each table's map begins in `maps`.
+    ids
+        Other names that the tables' genes have, by which they are not joined.
     """
 
     var_names: NDArray[np.object_]
     maps: NDArray[np.int32] | None
     starts: NDArray[np.int64]
     join: str | tuple[str, ...]
+    ids: frozenset[str] = frozenset()
 
 
 def check_join(join: object, *, fills: bool = False) -> str | tuple[str, ...] | None:
@@ -88,7 +91,12 @@ def nearest_gene(name: str, names: Sequence[str]) -> str | None:
     return next((one for one in names if one.casefold() == folded), None) or nearest(name, names)
 
 
-def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str | tuple[str, ...]) -> Alignment:
+def align(
+    names: Sequence[NDArray[np.object_]],
+    paths: Sequence[str],
+    join: str | tuple[str, ...],
+    ids: frozenset[str] = frozenset(),
+) -> Alignment:
     """Join tables of genes by name.
 
     Parameters
@@ -97,6 +105,8 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
         ``"inner"``: genes in all tables, in the order of the first; ``"outer"``: genes in any, in order of first
         appearance; or a list of genes, each in at least one table, or, if `Filled`, one of them. A warning is logged if
         Ensembl ids of different tables differ only in their versions: they are different names.
+    ids
+        Other names that genes of the tables have: they are not filled.
 
     Raises
     ------
@@ -113,7 +123,7 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
     which = [number_of[id(own)] for own in names]
     tables = [np.frombuffer(numbered, dtype=np.int32) for numbered in numbers]
     if isinstance(join, tuple):
-        _check_known(known, paths, join)
+        _check_known(known, paths, join, ids)
         for name in join:  # those in no table are numbered too
             known.setdefault(name, len(known))
     all_names = np.array(list(known), dtype=object)
@@ -126,9 +136,9 @@ def align(names: Sequence[NDArray[np.object_]], paths: Sequence[str], join: str 
     place[chosen] = np.arange(chosen.size, dtype=np.int32)
     maps = [place[table] for table in tables]
     if all(np.array_equal(table, chosen) for table in tables):
-        return Alignment(all_names[chosen], None, np.zeros(len(names), dtype=np.int64), join)
+        return Alignment(all_names[chosen], None, np.zeros(len(names), dtype=np.int64), join, ids)
     sizes = np.array([one.size for one in maps], dtype=np.int64)
-    return Alignment(all_names[chosen], np.concatenate(maps), (np.cumsum(sizes) - sizes)[which], join)
+    return Alignment(all_names[chosen], np.concatenate(maps), (np.cumsum(sizes) - sizes)[which], join, ids)
 
 
 def _check_once(table: NDArray[np.int32], names: NDArray[np.object_], path: str) -> None:
@@ -143,10 +153,17 @@ def _check_once(table: NDArray[np.int32], names: NDArray[np.object_], path: str)
         )
 
 
-def _check_known(known: dict[str, int], paths: Sequence[str], join: tuple[str, ...]) -> None:
-    """Raise StoreError if a given gene is in no file, or, if they may be filled, none is."""
+def _check_known(known: dict[str, int], paths: Sequence[str], join: tuple[str, ...], ids: frozenset[str]) -> None:
+    """Raise StoreError if a given gene is in no file; of those that may be filled, if none is, or one is an id."""
     unknown = [name for name in join if name not in known]
-    if not unknown or (isinstance(join, Filled) and len(unknown) < len(join)):
+    if isinstance(join, Filled) and len(unknown) < len(join):
+        unknown = [name for name in unknown if name in ids]
+        if unknown:
+            raise StoreError(
+                f"join: {unknown[0]!r} is the id of a gene, and files are joined by names; give its name, as in "
+                f"{paths[0]}."
+            )
+    if not unknown:
         return
     near = nearest_gene(unknown[0], list(known))
     guess = f"did you mean {near!r}? If not, leave" if near else "leave"

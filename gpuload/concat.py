@@ -64,7 +64,8 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
     if join is None or join == UNCOMPARED:
         return whole
     genes, paths = zip(*((s.var_names, path) for s in stores for path in s.paths), strict=True)
-    alignment = align(genes, paths, join)
+    ids = frozenset().union(*(s.var_ids.tolist() for s in stores if s.var_ids is not None))
+    alignment = align(genes, paths, join, ids)
     if alignment.maps is None:
         return whole
     return replace(whole, var_names=alignment.var_names, var_ids=None, alignment=alignment)

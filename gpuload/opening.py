@@ -169,8 +169,8 @@ def coded(store: Store, name: str, categories: NDArray[np.object_] | None, strat
     """Return a column of obs, recoded to `categories` if given.
 
     A warning is logged if it has values, but none of these; at level INFO, how many of the cells that Subsets leave
-    have others, which may be meant. Booleans without a missing value, and a column without any
-    value, are stored as numbers in some files, and as categories in others.
+    have others, which may be meant. Booleans without a missing value, and a column without any value, are stored as
+    numbers in some files, and as categories in others.
     """
     column = store.obs[name]
     if categories is None:

@@ -252,6 +252,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 @contextmanager
 def saving(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Give a file to write to, which then replaces `path`; raise ReadError if it cannot be written."""
+    if os.path.exists(path) and not os.path.isfile(path):  # such as a device, which would be replaced
+        raise ReadError(f"{os.fspath(path)}: cannot be written: it is no regular file. Choose another place.")
     try:
         with replacing(path) as beside, beside.open("wb") as file:
             yield file
@@ -268,6 +270,7 @@ def loading_npz(
     Raise what `refusal` makes of any other error, also of those of the with-block: a damaged file can make NumPy,
     zipfile and zlib raise almost anything.
     """
+    path = os.fspath(path)
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             yield arrays

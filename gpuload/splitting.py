@@ -432,7 +432,7 @@ def _opened(
         return
     store = cells if isinstance(cells, Store) else cells.store
     for setting, is_given in (
-        ("layer", layer != "X"),
+        ("layer", check_names("layer", layer) != ("X",)),
         ("modality", bool(modality)),
         ("storage_options", storage_options is not None),
     ):

@@ -104,14 +104,14 @@ def check_missing_genes(missing_genes: Any, genes: Any, join: Any) -> bool:
     check_choice("missing_genes", missing_genes, ("error", "zero"))
     if missing_genes == "error":
         return False
-    if not any(_is_names(given) for given in (genes, join)):
+    if not any(_is_names(name, given) for name, given in (("genes", genes), ("join", join))):
         raise PlanError("missing_genes='zero': it is for genes given by name; pass a list as genes= or join=.")
     return True
 
 
-def _is_names(given: Any) -> bool:
+def _is_names(name: str, given: Any) -> bool:
     """Return whether a setting may be a list of names; no condition, no way to join, and no mask."""
-    return given is not None and not isinstance(given, str) and as_array("genes", given).dtype != bool
+    return given is not None and not isinstance(given, str) and as_array(name, given).dtype != bool
 
 
 def make_tables(
@@ -164,21 +164,26 @@ def make_tables(
         tables[name] = Table(store, form, var_names)
     _warn_of_logarithms(tables)
     if fills:
-        _warn_of_missing_genes(tables["X"])
+        _warn_of_missing_genes({name: table for name, table in tables.items() if name.startswith(("X", "layers/"))})
     return tables
 
 
-def _warn_of_missing_genes(table: Table) -> None:
-    """Warn of genes that no file has."""
-    columns, n_cols = table.form.columns, table.form.n_cols
-    missing = np.zeros(0, np.int64) if columns is None else np.setdiff1d(np.arange(n_cols), columns)
-    if missing.size:
-        _log.warning(
-            "missing_genes='zero': %d of %d genes are in no file, and 0 in all cells: %s.",
-            missing.size,
-            n_cols,
-            listing(table.var_names[missing].tolist(), 5),
-        )
+def _warn_of_missing_genes(tables: Mapping[str, Table]) -> None:
+    """Warn of genes that no file has; of a layer, which may be raw.X with genes of its own, if they are others."""
+    told: list[list[str]] = [[]]
+    for name, table in tables.items():
+        columns, n_cols = table.form.columns, table.form.n_cols
+        missing = np.zeros(0, np.int64) if columns is None else np.setdiff1d(np.arange(n_cols), columns)
+        names = table.var_names[missing].tolist()
+        if names not in told:
+            told.append(names)
+            _log.warning(
+                "missing_genes='zero': %d of %d genes are in no file%s, and 0 in all cells: %s.",
+                missing.size,
+                n_cols,
+                "" if name == "X" else f" ({name})",
+                listing(names, 5),
+            )
 
 
 def _warn_of_logarithms(tables: Mapping[str, Table]) -> None:
@@ -267,9 +272,14 @@ def _find_genes(names: list[str], store: Store, *, fills: bool) -> NDArray[np.in
         if name not in known and place.setdefault(name, i) != i:
             repeated.add(name)
     unknown = [n for n in names if n not in place]
-    has_all = store.alignment is None or store.alignment.join == "outer"  # else some file may have the gene
-    if unknown and not (fills and has_all and len(unknown) < len(names)):
-        raise _unknown_genes(unknown, len(names), store)
+    joined = store.alignment
+    has_all = joined is None or joined.join == "outer"  # else some file may have the gene
+    if fills and has_all and len(unknown) < len(names):
+        refused = [] if joined is None else [name for name in unknown if name in joined.ids]
+    else:
+        refused = unknown
+    if refused:
+        raise _unknown_genes(refused, len(names), store)
     for i, name in enumerate(unknown):
         place.setdefault(name, -1 - i)
     unclear = [n for n in names if n in repeated]

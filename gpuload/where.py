@@ -391,7 +391,7 @@ class _Compiler:
             fits = {"text": "text", "a boolean": "booleans", "a number": "numbers"}[kind] == found
             if not fits and not (found == "booleans" and value in (0, 1) and kind == "a number"):
                 raise PlanError(f"{where}, and {value!r} is {kind}; compare it with what it holds.")
-            if kind == "a number" and sign not in ("==", "!=") and not _ascend(column):
+            if kind != "text" and sign not in ("==", "!=") and not _ascend(column):
                 raise PlanError(f"{where}, in an order of their own that is not ascending; use ==, != or in.")
             if kind != "text":
                 continue
@@ -458,7 +458,7 @@ def _is_missing(column: Column, rows: slice) -> NDArray[np.bool_]:
 
 
 def _ascend(column: Column) -> bool:
-    """Return whether numbers are ordered by size, as all are but some ordered categories."""
+    """Return whether numbers or booleans are ordered by size, as all are but some ordered categories."""
     return not column.is_ordered or column.categories is None or list(column.categories) == sorted(column.categories)
 
 

@@ -274,8 +274,11 @@ def join_columns(paths: Sequence[str], name: str, parts: Sequence[Any]) -> Any:
             chunks.append(pa.nulls(part if isinstance(part, int) else len(part), wanted))
             continue
         column = part
-        if pa.types.is_dictionary(column.type) and column.type.index_type != pa.int32():
-            column = column.cast(pa.dictionary(pa.int32(), column.type.value_type))
+        plain = (
+            pa.dictionary(pa.int32(), column.type.value_type) if pa.types.is_dictionary(column.type) else column.type
+        )
+        if column.type != plain:  # another width, or ordered
+            column = column.cast(plain)
         if column.type != wanted:
             raise StoreError(
                 f"{path}: column {name!r} holds {column.type} but that of {first} holds {wanted}; make the column's "

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -671,6 +672,39 @@ def test_positions_are_taken_as_they_are_however_they_lie_in_memory(
             np.testing.assert_array_equal(X.indptr, expected.indptr)
             X = X.toarray()
         np.testing.assert_array_equal(X, stored.dense[positions])
+
+
+def test_a_new_consumer_stream_is_not_used_before_it_waits(
+    open_fake: Callable[..., Opened], plain: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor by another thread, which finds that the stream is no longer the old one."""
+    opened = open_fake(plain.path, **SMALL)
+    device, backend = opened.device, opened.loader._backend
+    streams, waited, used = [device.stream() for _ in range(2)], threading.Event(), []
+    record, stream_wait = device.record, device.stream_wait
+
+    def slow_record(stream: Any) -> Any:
+        time.sleep(0.05)  # the other thread asks meanwhile
+        return record(stream)
+
+    def wait(stream: Any, event: Any) -> None:
+        stream_wait(stream, event)
+        waited.set()
+
+    def use() -> None:
+        backend._consumer_stream()
+        used.append(waited.is_set())
+
+    opened.loader.use_stream(streams[0].number)
+    monkeypatch.setattr(device, "record", slow_record)
+    monkeypatch.setattr(device, "stream_wait", wait)
+    backend._chosen_stream = streams[1]
+    threads = [threading.Thread(target=use) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert used == [True] * 3
 
 
 def test_a_new_consumer_stream_waits_for_work_on_the_old_one(

@@ -20,7 +20,7 @@ from gpuload.formats import open_store
 from gpuload.joined import JoinedSource
 from gpuload.tune import Bench, Wish
 from tests.in_pairs import in_pairs
-from tests.other_forms import write_parquet
+from tests.other_forms import write_parquet, write_tenx
 from tests.several import dense, part, write, write_zarr
 
 if TYPE_CHECKING:
@@ -441,6 +441,43 @@ def test_genes_that_no_file_has_are_zero(
         assert batch.X.shape[1] == 6
     warned = "missing_genes='zero': 2 of 6 genes are in no file, and 0 in all cells: 'elsewhere', 'nowhere'."
     assert caplog.messages.count(warned) == 1
+
+
+@pytest.mark.parametrize("n_files", [1, 2])
+def test_genes_known_by_another_name_are_not_zero(tmp_path: Path, n_files: int) -> None:
+    """Of a single 10x file genes may be named by their ids; files are joined by names."""
+    paths = []
+    for number in range(n_files):
+        paths.append(tmp_path / f"{number}.h5")
+        write_tenx(paths[-1], {"matrix": csr_matrix(np.eye(6, dtype=np.float32)[:, :3])}, {})
+        with h5py.File(paths[-1], "r+") as file:
+            file["matrix/features/name"][...] = [b"A", b"B", f"C{number}".encode()]
+    settings: dict[str, Any] = {"missing_genes": "zero", "shuffle": False, **SMALL}
+    names = ["A", "ENSG00000000001"]
+    told = r"'ENSG00000000001' is (the id of a gene|not a gene of any)"
+    for join in (names, "outer"):
+        given: dict[str, Any] = {"join": join} if join is names else {"join": join, "genes": names}
+        if n_files == 1 and join == "outer":
+            with gpuload.open_loader(paths, **given, **settings) as loader:
+                np.testing.assert_array_equal(next(iter(loader)).X, np.eye(6)[:, :2])
+            continue
+        with pytest.raises(gpuload.GpuloadError, match=told):
+            gpuload.open_loader(paths, **given, **settings)
+
+
+def test_a_layer_with_other_genes_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cells = part(0, genes=["a", "b", "c"])
+    cells.raw = cells
+    (path,) = write(tmp_path, [cells[:, ["a", "b"]].copy()])
+    settings: dict[str, Any] = {"genes": ["c", "a", "x"], "layer": ["X", "spliced", "raw.X"], "missing_genes": "zero"}
+    with gpuload.open_loader(path, shuffle=False, **settings, **SMALL) as loader:
+        batch = next(iter(loader))
+    assert not batch.X[:, [0, 2]].any()
+    np.testing.assert_array_equal(batch.layers["raw.X"], np.c_[dense(cells[:9, ["c", "a"]].X), np.zeros(9)])
+    assert [message for message in caplog.messages if "missing_genes" in message] == [
+        "missing_genes='zero': 2 of 3 genes are in no file, and 0 in all cells: 'c', 'x'.",
+        "missing_genes='zero': 1 of 3 genes are in no file (layers/raw.X), and 0 in all cells: 'x'.",
+    ]
 
 
 def test_genes_that_are_no_error_only_if_some_are_there(tmp_path: Path) -> None:

@@ -538,3 +538,21 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     told = capsys.readouterr().out
     assert "parquet" in told
     assert main(["bench", form.path, "--batch-size", "8", "--seconds", "0.1"]) == 0
+
+
+@pytest.mark.parametrize("index", ["int8", "int32"])
+def test_ordered_dictionaries_are_categories(tmp_path: Path, index: str) -> None:
+    """As pandas writes ordered categories; their order is not read."""
+    path = tmp_path / "cells.parquet"
+    write_parquet(path, counts(5), {"stage": ["b", "a", None, "b", "a"]})
+    table = pq.read_table(path)
+    kind = pa.dictionary(getattr(pa, index)(), pa.string(), ordered=True)
+    codes = pa.array([0, 1, None, 0, 1], getattr(pa, index)())
+    stage = pa.DictionaryArray.from_arrays(codes, pa.array(["b", "a"]), ordered=True)
+    assert stage.type == kind
+    pq.write_table(table.set_column(table.column_names.index("stage"), "stage", stage), path)
+    with gpuload.open_loader(path, obs="stage", shuffle=False) as loader:
+        assert loader.categories["stage"].tolist() == ["a", "b"]
+        assert next(iter(loader)).obs["stage"].tolist() == [1, 0, -1, 1, 0]
+    with pytest.raises(gpuload.PlanError, match="'stage' holds text, which has no order"):
+        gpuload.open_loader(path, where="stage >= 'a'")

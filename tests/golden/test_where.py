@@ -166,6 +166,10 @@ def test_ordered_numbers_compare_by_size(tmp_path: Path) -> None:
             np.testing.assert_array_equal(next(iter(loader)).rows, rows)
     with pytest.raises(gpuload.PlanError, match="'down' holds numbers, in an order of their own that is not ascending"):
         gpuload.open_loader(path, where="down > 1")
+    truths = pd.Categorical([False, True, False], categories=[True, False], ordered=True)
+    cells = anndata.AnnData(np.eye(3, dtype=np.float32), pd.DataFrame({"is_late": truths}, index=list("xyz")))
+    with pytest.raises(gpuload.PlanError, match="'is_late' holds booleans, in an order of their own"):
+        gpuload.open_loader(cells, where="is_late < False")
 
 
 def test_columns_in_backticks(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -860,6 +861,11 @@ def test_a_path_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(gpuload.ReadError) as caught:
         TruncatedSVD.load(nowhere)
     assert str(caught.value) == f"{nowhere}: cannot be read: No such file or directory. Check the path."
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(gpuload.ReadError, match="pipe: cannot be written: it is no regular file"):
+        svd.save(pipe)  # which would be replaced
+    assert pipe.is_fifo()
     with pytest.raises(gpuload.ReadError, match=r": cannot be read: Is a directory\. Check the path\.$"):
         TruncatedSVD.load(tmp_path)
 

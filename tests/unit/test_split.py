@@ -167,6 +167,7 @@ def test_settings_that_open_files_are_refused_with_a_loader(
 ) -> None:
     split, given = gpuload.split(paths, HALVES), {setting: value}
     with gpuload.open_loader(paths) as loader:
+        assert gpuload.split(loader, HALVES, layer=["X"]) == split
         for call in (
             lambda: gpuload.split(loader, HALVES, **given),
             lambda: gpuload.subsample(loader.store, 5, **given),

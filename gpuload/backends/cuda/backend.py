@@ -153,7 +153,8 @@ class CudaBackend:
         if self._stream == stream:
             return stream
         with self._switching:  # another thread may be taking cells
-            before, self._stream = self._stream, stream
+            before = self._stream
             if before is not None and before != stream:
                 self._device.stream_wait(stream, self._device.record(before))
+            self._stream = stream  # only now: others that come with this stream do not wait here
         return stream
