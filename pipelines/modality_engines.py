@@ -30,6 +30,14 @@ LEAST = {"n_gene_components": 1, "n_protein_components": 1, "n_rounds": 0, "n_la
 SOLVERS = ("auto", "exact", "nystrom")
 
 
+def _some_only(n_read: int, n_obs: int) -> gpuload.PlanError:
+    """Return the error for settings that do not read each cell once."""
+    return gpuload.PlanError(
+        f"genes: their settings read {n_read:,} of {n_obs:,} cells; leave out where=, drop_last=, ranks, and a sampler "
+        "that leaves out or repeats cells."
+    )
+
+
 class Engine:
     """Ours: apart from the scores, nothing as long as the matrix is held in memory."""
 
@@ -63,6 +71,8 @@ class Engine:
         """Return the SVD's scores of all cells, its components, and the names of the genes."""
         # in random order, since the SVD begins with some of the cells, and neighbours in a file are often of one kind
         with self.open(settings, dtype="bfloat16", shuffle=True, block_size="chunk") as cells:
+            if cells.epoch_n_obs != cells.n_obs:  # estimators take some cells, but here they are found by row number
+                raise _some_only(cells.epoch_n_obs, cells.n_obs)
             svd = self.svd(min(self.params["n_gene_components"], cells.n_vars, cells.n_obs))
             scores = svd.fit_transform(cells)
             return np.asarray(scores, dtype=np.float32), np.asarray(svd.components_, dtype=np.float32), cells.var_names
@@ -127,10 +137,7 @@ class SklearnEngine(Engine):
         del batches
         order = np.argsort(rows, kind="stable")
         if not np.array_equal(rows[order], np.arange(n_obs)):
-            raise gpuload.PlanError(
-                f"genes: their settings read {np.unique(rows).size:,} of {n_obs:,} cells; leave out where=, "
-                "drop_last=, ranks, and a sampler that leaves out or repeats cells."
-            )
+            raise _some_only(np.unique(rows).size, n_obs)
         if (order != np.arange(n_obs)).any():  # else a copy for nothing
             X = X[order]
         if not np.isfinite(X.data).all():

@@ -242,10 +242,10 @@ def test_a_mudata_in_memory_is_refused_and_its_mod_is_read() -> None:
         whole = mudata.MuData(adatas)
     words = r"^paths=<MuData of shape .*>: expected a path, .*; of a MuData, pass its mdata.mod, a dict of AnnDatas\.$"
     for settings in ({}, {"modality": "rna"}, {"modality": ["rna", "prot"]}):
-        with pytest.raises(gpuload.StoreError, match=words):
+        with pytest.raises(gpuload.PlanError, match=words):
             gpuload.open_loader(whole, device="cpu", **settings)
         several = r"^paths\[0\]=<MuData of .*, a dict of AnnDatas, or of several, {'rna': \[mdata.mod\['rna'\], ...\], "
-        with pytest.raises(gpuload.StoreError, match=several):
+        with pytest.raises(gpuload.PlanError, match=several):
             gpuload.open_loader([whole, whole], device="cpu", **settings)
     loader, batch = rows(whole.mod, modality=["prot", "rna"])
     assert list(loader.var_names) == list(whole["prot"].var_names)
