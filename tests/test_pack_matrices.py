@@ -476,7 +476,7 @@ def test_var_columns_that_differ_are_named_once(tmp_path: Path, caplog: pytest.L
         "text": pd.array([f"text {i}" if i else None for i in range(6)], dtype="string"),
         "highly_variable": [True, False] * 3,
         "mean": np.arange(6) / 2,
-        "only": list("abcdef"),
+        "only": pd.Categorical(list("abcdef")),
         "wide": np.arange(6),
         "kind": pd.Categorical([1, 2, 3] * 2),
         "gap": [0.5, np.nan, 1.5, 2, 3, 4],
