@@ -357,13 +357,13 @@ def open_loader(
     block_size = opening.block_size_for(sampler, block_size)
     check_choice("output", output, ("dense", "csr"))
     dtype = opening.check_dtype(dtype, output)
-    layers, obsm = check_names("layer", layer, least=1), check_names("obsm", () if obsm is None else obsm)
+    layers, obsm = check_names("layer", layer, least=1), check_names("obsm", obsm)
     modalities = check_modalities(modality, paths)
     transform = check_transform(transform, layers, modalities[1:])
     join = check_join(join, fills=check_missing_genes(missing_genes, genes, join))
     wanted = None if where is None else parse_where(where)
     wanted_genes = parse_where(genes, "genes") if isinstance(genes, str) else None
-    obs = check_obs_names("obs", () if obs is None else obs)
+    obs = check_obs_names("obs", obs)
     meant = opening.check_categories(categories, obs)
     from gpuload.backends import open_backend
     from gpuload.formats import open_matrices, read_obs_names

@@ -90,8 +90,11 @@ def check_names(
     Parameters
     ----------
     given
-        The value given: one string, or several in an order that is the same in every process, so not a set.
+        The value given: one string, or several in an order that is the same in every process, so not a set. None is
+        none, if there may be none.
     """
+    if given is None and not least:
+        return ()
     said = f"{sampler}({name}={shown(given)})" if sampler else f"{name}={shown(given)}"
     check_order(said, given, f"{what}, or a list of names{also}")
     are_several = hasattr(given, "__iter__") and hasattr(given, "__len__")

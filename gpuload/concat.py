@@ -64,8 +64,8 @@ def concat(stores: Sequence[Store], join: str | tuple[str, ...] | None = None, c
     if join is None or join == UNCOMPARED:
         return whole
     genes, paths = zip(*((s.var_names, path) for s in stores for path in s.paths), strict=True)
-    ids = frozenset().union(*(s.var_ids.tolist() for s in stores if s.var_ids is not None))
-    alignment = align(genes, paths, join, ids)
+    ids = {id(s.var_ids): s.var_ids for s in stores if s.var_ids is not None}  # of most files the same array
+    alignment = align(genes, paths, join, frozenset().union(*(own.tolist() for own in ids.values())))
     if alignment.maps is None:
         return whole
     return replace(whole, var_names=alignment.var_names, var_ids=None, alignment=alignment)
@@ -211,8 +211,8 @@ def concat_column(name: str, stored: list[ObsColumn], paths: Sequence[str], key:
             dtype = np.result_type(*own) if np.result_type(*own, np.bool_).kind == "f" else dtype
         return ObsColumn(np.concatenate(values, dtype=dtype, casting="same_kind"))
     known = [(c.categories, c.is_ordered) for c in columns if c.categories is not None and c.categories.size]
-    is_ordered = bool(known) and all(is_ordered for _, is_ordered in known)
-    order = united_order(names for names, _ in known) if is_ordered else None
+    are_ordered = bool(known) and all(is_ordered for _, is_ordered in known)
+    order = united_order(names for names, _ in known) if are_ordered else None
     place: dict[object, int] = {category: code for code, category in enumerate(order or ())}
     codes = np.empty(sum(c.values.size for c in columns), dtype=np.int32)
     last, at = None, 0

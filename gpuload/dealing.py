@@ -170,10 +170,8 @@ def draw_of_each(codes: NDArray[np.integer[Any]], rows: NDArray[np.int64], n: in
     mixed = hash64(rows.astype(np.uint64) ^ key)
     by_group = np.lexsort((mixed, codes))
     counts = np.bincount(codes + 1)
-    starts, n_drawn = (
-        np.cumsum(counts)[:-1],
-        np.minimum(counts[1:], min(n, codes.size)),
-    )  # the cells without a group come first
+    starts = np.cumsum(counts)[:-1]  # the cells without a group come first
+    n_drawn = np.minimum(counts[1:], min(n, codes.size))
     places = np.arange(n_drawn.sum()) + np.repeat(starts - (np.cumsum(n_drawn) - n_drawn), n_drawn)
     return np.sort(by_group[places])
 

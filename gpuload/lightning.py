@@ -265,8 +265,7 @@ def _loader_of(
     if isinstance(given, Mapping):
         wanted = dict(given)
         if part != "train" and "categories" not in (settled := fill_in(open_loader, wanted)):
-            obs = settled.get("obs")
-            names = check_obs_names("obs", () if obs is None else obs)
+            names = check_obs_names("obs", settled.get("obs"))
             wanted["categories"] = {name: categories[name] for name in names if name in categories}
         sampler = wanted.get("sampler")
         if part != "train" and (sampler is None or (isinstance(sampler, Subset) and sampler.inner is None)):

@@ -322,7 +322,7 @@ class Loader:
     def obs_names(self) -> NDArray[np.object_]:
         """Read the names (barcodes) of all cells, by row number: ``loader.obs_names()[batch.rows]`` are a minibatch's.
 
-        They are read at each call, and not held, since those of 100 million cells take some 8 GB.
+        They are read at each call, and not held.
 
         Returns
         -------

@@ -245,7 +245,7 @@ def knockdown(
     apply it to log-normalised counts. Perturbations whose target is not among the genes are not kept, and a warning
     names some. Sums are float64.
     """
-    match = check_obs_names("match", () if match is None else match)
+    match = check_obs_names("match", match)
     if not isinstance(column, str) or not column:
         raise PlanError(f"column={shown(column)}: expected the name of an obs column.")
     if not isinstance(layer, str):

@@ -432,7 +432,7 @@ def _opened(
         return
     store = cells if isinstance(cells, Store) else cells.store
     for setting, is_given in (
-        ("layer", check_names("layer", layer) != ("X",)),
+        ("layer", check_names("layer", layer, least=1) != ("X",)),
         ("modality", bool(modality)),
         ("storage_options", storage_options is not None),
     ):

@@ -66,7 +66,7 @@ class Table:
 
 def check_modalities(given: Any, paths: Any) -> tuple[str, ...]:
     """Return the names of the requested modalities, or of all in a mapping if none are given; or raise PlanError."""
-    names = () if given is None else check_names("modality", given)
+    names = check_names("modality", given)
     return names or (check_names("paths", list(paths), least=1) if isinstance(paths, Mapping) else ())
 
 

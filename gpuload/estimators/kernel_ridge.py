@@ -284,10 +284,11 @@ def _check_order(name: str, given: Any, X: Any) -> None:
     """Raise PlanError for values that are partly masked, or whose pandas index has the rows of X in another order."""
     if isinstance(X, Loader):
         chosen = selected(X.strategy, X.n_obs)[0]
-        rows = chosen.slice(0, chosen.n_rows)
-        if rows.size == X.n_obs:
+        if chosen.n_rows == X.n_obs:
             check_index(name, given, X.obs_names, "cell", "loader.obs_names()")
-        elif not (hasattr(given, "index") and not callable(given.index) and np.array_equal(given.index, rows)):
+            return
+        rows = chosen.slice(0, chosen.n_rows)
+        if not (hasattr(given, "index") and not callable(given.index) and np.array_equal(given.index, rows)):
             check_index(name, given, lambda: X.obs_names()[rows], "cell", "loader.obs_names()[rows]")
         return
     check_unmasked(name, given)

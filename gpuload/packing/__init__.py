@@ -154,8 +154,7 @@ def pack(
     MissingDependencyError
         `scheduler` is given and Dask is not installed.
     """
-    layers, join = check_names("layer", layer, least=1), check_join(join)
-    obsm = check_names("obsm", () if obsm is None else obsm)
+    layers, obsm, join = check_names("layer", layer, least=1), check_names("obsm", obsm), check_join(join)
     obs = None if obs is None else check_obs_names("obs", obs)
     condition = None if where is None else parse_where(where)
     check_bool("overwrite", overwrite)
