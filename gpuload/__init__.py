@@ -52,6 +52,7 @@ from gpuload.settings import takes_settings
 from gpuload.source import closed_on_error
 from gpuload.splitting import Split, split, subsample
 from gpuload.tables import check_missing_genes, check_modalities, check_transform, make_tables
+from gpuload.threads import import_whole
 from gpuload.types import Batch, Transform, resident_dtype
 from gpuload.where import parse as parse_where
 
@@ -365,6 +366,7 @@ def open_loader(
     wanted_genes = parse_where(genes, "genes") if isinstance(genes, str) else None
     obs = check_obs_names("obs", obs)
     meant = opening.check_categories(categories, obs)
+    import_whole("gpuload.formats", "gpuload.backends.cpu")
     from gpuload.backends import open_backend
     from gpuload.formats import open_matrices, read_obs_names
     from gpuload.formats.addresses import at_addresses
@@ -390,7 +392,6 @@ def open_loader(
     )
     columns_of_where = () if wanted is None else wanted.columns
     columns = tuple(dict.fromkeys([*obs, *(() if sampler is None else sampler.columns), *columns_of_where]))
-    table = None if obs_table is None else (obs_table, cell_names)
     with closed_on_error(backend), ExitStack() as on_error:
         try:
             stores = open_matrices(
@@ -399,7 +400,7 @@ def open_loader(
                 obsm=obsm,
                 modalities=modalities,
                 obs=columns,
-                obs_table=table,
+                obs_table=None if obs_table is None else (obs_table, cell_names),
                 join=join,
                 var=() if wanted_genes is None else wanted_genes.columns,
             )

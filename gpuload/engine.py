@@ -20,7 +20,7 @@ from gpuload.sampling.rows import as_ranges
 from gpuload.types import Batch, Downsampling, expand_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -102,10 +102,11 @@ class Engine:
             "minibatches_ready": sum(take.is_ready() for take in takes),
         }
 
-    def batches(self, now: Place) -> Generator[Batch, None, None]:
-        """Yield the minibatches from a position on, in order, and advance it; closing the generator cancels the rest.
+    def batches(self, now: Place, convert: Callable[[Batch], T]) -> Generator[T, None, None]:
+        """Yield the converted minibatches from a position on, in order; closing the generator cancels the rest.
 
-        It keeps no minibatch, so that its memory is freed after the consumer's last use.
+        The position advances once a minibatch is converted: if that fails or is interrupted, none is lost. No minibatch
+        is kept, so that its memory is freed after the consumer's last use.
         """
         plan, ahead, stats = now.plan, self._takes_ahead, self._backend.stats
         first, n_passed = divmod(now.step, plan.fetch_factor) if now.step < plan.n_batches else (plan.n_fetches, 0)
@@ -118,13 +119,13 @@ class Engine:
             while loads:
                 load = loads[0]  # stays queued while awaited, so that it is cancelled with the rest
                 while takes and not load.is_ready():
-                    yield self._hand_over(takes, now)
+                    yield self._hand_over(takes, now, convert)
                 is_busy, start_s = self._backend.busy(), time.perf_counter()
                 try:
                     residents = _residents_of(load)
                 except Exception:
                     while takes:  # yield everything before the fault, however far ahead the loads are
-                        yield self._hand_over(takes, now)
+                        yield self._hand_over(takes, now, convert)
                     raise
                 stats.spent("wait_s", time.perf_counter() if is_busy() else start_s)
                 loads.popleft()
@@ -132,13 +133,13 @@ class Engine:
                 for i, start in enumerate(starts):
                     takes.append(self._start_take(load, residents, slice(start, start + plan.batch_size)))
                     while len(takes) > ahead:
-                        yield self._hand_over(takes, now)
+                        yield self._hand_over(takes, now, convert)
                     # Only once the previous fetch's last minibatch is handed over: this reuses its resident's memory.
                     if i == min(ahead, len(starts) - 1):
                         loads.extend(self._start_load(plan, *which) for which in islice(to_load, 1))
                 del residents, load
             while takes:
-                yield self._hand_over(takes, now)
+                yield self._hand_over(takes, now, convert)
         finally:
             if os.getpid() == process:  # a forked process has none of the threads, and their locks may be held forever
                 while loads:  # no loop variable: an error's traceback holds this frame, and so would keep its memory
@@ -190,14 +191,15 @@ class Engine:
         )
         return _Take(pending, load.rows[part], {name: values[part] for name, values in load.obs.items()})
 
-    def _hand_over(self, takes: deque[_Take], now: Place) -> Batch:
-        """Return the first of the minibatches in flight; like a load, it stays queued while awaited."""
+    def _hand_over(self, takes: deque[_Take], now: Place, convert: Callable[[Batch], T]) -> T:
+        """Return the converted first of the minibatches in flight; like a load, it stays queued while awaited."""
         stats, start = self._backend.stats, time.perf_counter()
         batch = self._batch_of(takes[0], now.plan.n_partners)
-        takes.popleft()
         stats.spent("wait_s", start, batch=stats.n_batches, n_batches=1, n_rows=batch.rows.size)
+        made = convert(batch)
+        takes.popleft()
         now.step += 1
-        return batch
+        return made
 
     def _batch_of(self, take: _Take, n_partners: int = 0) -> Batch:
         pairs = zip(take.pending, self._tables.values(), strict=True)

@@ -1,8 +1,8 @@
 """Lightning front: loaders as a LightningDataModule. The only module that imports lightning.
 
-It only opens loaders for the process that Lightning runs in, and sets the trainer's epoch on them: no shuffling,
-sharding, prefetching or position tracking here. Lightning gets neither a DataLoader nor a sampler, so it has no worker
-processes to start and nothing to replace.
+It only opens loaders for the process that Lightning runs in, and sets their epoch: no shuffling, sharding, prefetching
+or position tracking here. Lightning gets neither a DataLoader nor a sampler, so it has no worker processes to start and
+nothing to replace.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
 
     Notes
     -----
-    The epoch is the trainer's: epoch 3 has the same order with or without a restart. With ``overfit_batches``, every
-    epoch is the first, from its start, so the model sees the same minibatches in each.
+    The epoch of training is the trainer's: epoch 3 has the same order with or without a restart. The other parts, and
+    with ``overfit_batches`` training too, are in epoch 0 each time, whatever their sampler: validation meets the same
+    minibatches, with the same partners and the same draws, in every epoch.
 
     Checkpoints store the position in the training epoch, so a run resumed with ``ckpt_path`` gets exactly the
     minibatches it had not yet seen; but if ``max_steps``, ``max_time`` or ``limit_train_batches`` ended an epoch,
@@ -283,7 +284,7 @@ def _loader_of(
 
 
 class _Epochs:
-    """The minibatches of a part; each iteration covers the trainer's epoch."""
+    """The minibatches of a part, the same in each iteration, so that metrics of different epochs can be compared."""
 
     def __init__(self, dataset: CellDataset, module: CellDataModule) -> None:
         self._dataset = dataset
@@ -293,18 +294,16 @@ class _Epochs:
         return len(self._dataset)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        # A generator, as Lightning calls iter() before it knows the epoch of the first minibatch.
-        trainer = self._module.trainer
-        if trainer is not None and not getattr(trainer, "overfit_batches", 0):
-            self._dataset.set_epoch(trainer.current_epoch)
-        elif trainer is not None:
-            for epoch in (1, 0):  # via another epoch, else a position in epoch 0 would be kept
-                self._dataset.set_epoch(epoch)
+        self._begin()  # in a generator, as Lightning calls iter() before it knows the epoch of the first minibatch
         yield from self._dataset
+
+    def _begin(self) -> None:
+        for epoch in (1, 0):  # via another epoch, else a position in epoch 0 would be kept
+            self._dataset.set_epoch(epoch)
 
 
 class _TrainEpochs(_Epochs):
-    """The training minibatches, with a position that Lightning saves; validation always starts at the first."""
+    """The training minibatches of the trainer's epoch, with a position that Lightning saves."""
 
     def __len__(self) -> int:
         """Return the number of minibatches of the epoch as Lightning counts them: received per process, plus left.
@@ -318,6 +317,13 @@ class _TrainEpochs(_Epochs):
         if not n_left or (trainer is not None and state["epoch"] != trainer.current_epoch):
             return super().__len__()
         return n_left + int(state["step"]) + sum(int(steps) for _, steps in state["history"])
+
+    def _begin(self) -> None:
+        trainer = self._module.trainer
+        if getattr(trainer, "overfit_batches", 0):
+            super()._begin()
+        elif trainer is not None:
+            self._dataset.set_epoch(trainer.current_epoch)
 
     def state_dict(self) -> dict[str, Any]:
         return self._dataset.state_dict()

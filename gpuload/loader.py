@@ -9,7 +9,7 @@ import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from gpuload.errors import DeviceError, GpuloadError, PlanError
 from gpuload.opening import check_row_numbers, check_take
 from gpuload.state import check_state, fingerprint, make_state
 from gpuload.threads import Closer, OneAtATime
-from gpuload.types import Batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
@@ -33,6 +32,9 @@ if TYPE_CHECKING:
     from gpuload.stats import Stats
     from gpuload.store import Store
     from gpuload.tables import Table
+    from gpuload.types import Batch
+
+T = TypeVar("T")
 
 
 class Loader:
@@ -100,7 +102,7 @@ class Loader:
         self._fingerprint = fingerprint(plan, self._store.describe(), [name for name in tables if name != "X"])
         self._next = Place(plan)
         self._now: Place | None = None  # of the live iteration, or of the last if it was left early
-        self._live: weakref.ref[_Iteration] | None = None
+        self._live: weakref.ref[_Iteration[Any]] | None = None
         self._beginning = threading.RLock()  # of an iteration: two that begin at once would not end each other
         self._is_closed = False
         self._process = os.getpid()
@@ -463,11 +465,20 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Start the next epoch, or resume from a loaded state."""
+        return self.iterate(_same)
+
+    def iterate(self, convert: Callable[[Batch], T]) -> Iterator[T]:
+        """Start the next epoch, as ``iter()`` does, and yield what a function converts each minibatch into.
+
+        A minibatch counts as received (`state_dict`) once `convert` has returned. If that is interrupted or fails, it
+        comes first after a resume; a loop that converts minibatches itself would have received it. To convert in
+        threads ahead of the consumer, use `gpuload.Mapped`.
+        """
         self._check_usable()
         with self._beginning:
             self._end_live()
             self._now = None
-            batches = _Iteration(self._epoch(self._next), self._next)
+            batches = _Iteration(self._epoch(self._next, convert), self._next)
             self._live = weakref.ref(batches)
         self._check_usable()  # again: had another thread closed the loader before, nothing would end this iteration
         return batches
@@ -522,27 +533,27 @@ class Loader:
     def _start_of(self, epoch: int) -> Place:
         return Place(replace(self._plan, epoch=epoch))
 
-    def _epoch(self, start: Place) -> Generator[Batch, None, None]:
-        """Yield the minibatches from a position on, tracking the consumer's position."""
+    def _epoch(self, start: Place, convert: Callable[[Batch], T]) -> Generator[T, None, None]:
+        """Yield the converted minibatches from a position on, tracking the consumer's position."""
         now = Place(start.plan, start.step)
         try:
             self._now = now
             if self._next is start:  # an iterator that is never advanced does not use up an epoch
                 self._next = self._start_of(start.plan.epoch + 1)
             with _clear_frames_on_memory_error():
-                yield from self._engine.batches(now)
+                yield from self._engine.batches(now, convert)
         finally:
             now.is_live = False
         if self._now is now:
             self._now = None
 
 
-class _Iteration(OneAtATime[Batch]):
+class _Iteration(OneAtATime[T]):
     """Iterator over an epoch's minibatches; if ended early, it raises PlanError rather than StopIteration."""
 
     __slots__ = ("_is_cut_off", "start")
 
-    def __init__(self, batches: Generator[Batch, None, None], start: Place) -> None:
+    def __init__(self, batches: Generator[T, None, None], start: Place) -> None:
         super().__init__(batches)
         self.start = start
         self._is_cut_off = False
@@ -552,7 +563,7 @@ class _Iteration(OneAtATime[Batch]):
         """Whether no minibatch has been asked for."""
         return inspect.getgeneratorstate(self._items) == inspect.GEN_CREATED
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> T:
         try:
             return super().__next__()
         except Exception as error:
@@ -585,6 +596,10 @@ def _clear_frames_on_memory_error() -> Iterator[None]:
     except (DeviceError, MemoryError) as error:
         clear_frames(error.__traceback__)
         raise
+
+
+def _same(batch: Batch) -> Batch:
+    return batch
 
 
 def _closed() -> PlanError:

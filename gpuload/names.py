@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuload.checks import check_names
 from gpuload.tables import check_modalities
+from gpuload.threads import import_whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,6 +50,7 @@ def obs_names(
     PlanError, StoreError, ReadError, CorruptDataError
         As `gpuload.open_loader`.
     """
+    import_whole("gpuload.formats")
     from gpuload.formats import read_obs_names
     from gpuload.formats.addresses import at_addresses
 

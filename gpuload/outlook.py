@@ -107,6 +107,11 @@ class Outlook:
         return self.entropy_bits >= least_bits
 
 
+def fetch_factors(most: int) -> list[int]:
+    """Return candidate fetch factors, largest first: the largest possible, and fractions of it."""
+    return sorted({most, max(1, most // 2), max(1, most // 4), max(1, most // 16)}, reverse=True)
+
+
 def is_worse(one: Outlook | Trial, other: Outlook | Trial) -> bool:
     """Return whether one is both slower and less mixed than another; without a label, the blocks tell how mixed."""
     has_label = not np.isnan(one.entropy_bits)

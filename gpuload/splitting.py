@@ -28,6 +28,7 @@ from gpuload.loader import Loader
 from gpuload.source import loading_npz, saving
 from gpuload.store import Store
 from gpuload.tables import check_modalities
+from gpuload.threads import import_whole
 from gpuload.where import parse as parse_where
 
 if TYPE_CHECKING:
@@ -416,6 +417,7 @@ def _opened(
 ) -> Iterator[Store]:
     """Yield the store of the given cells with these obs columns; close it afterwards if it was opened here."""
     if not isinstance(cells, (Loader, Store)):
+        import_whole("gpuload.formats")
         from gpuload.formats import open_matrices
         from gpuload.formats.addresses import at_addresses
 

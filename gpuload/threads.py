@@ -12,6 +12,8 @@ kills daemons when it exits, and aborts if one is inside code that does not stan
 
 A `cached_property` is computed by one thread without keeping the others waiting.
 
+`import_whole` imports what an interrupt must not cut off.
+
 A `Closer` ends what an object has started, including threads, when the object is closed or garbage-collected.
 """
 
@@ -20,10 +22,12 @@ from __future__ import annotations
 import _thread
 import contextlib
 import os
+import sys
 import threading
 import time
 import weakref
 from concurrent.futures import CancelledError, Future
+from importlib import import_module
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, overload
 
@@ -338,6 +342,13 @@ def call_aside(function: Callable[..., T], *args: Any) -> T:
     _started.add(thread)
     thread.start()
     return future.result()
+
+
+def import_whole(*modules: str) -> None:
+    """Import modules in a thread that no Ctrl-C reaches: pandas and numba, cut off, stay half imported for good."""
+    for name in modules:
+        if name not in sys.modules:
+            call_aside(import_module, name)
 
 
 def _work(tasks: SimpleQueue[_Task | None], idle: threading.Semaphore, ended: threading.Event) -> None:

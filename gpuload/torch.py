@@ -231,7 +231,7 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
                 f"{n_joined} minibatches; use DataLoader(dataset, batch_size=None), unprepared."
             )
         # Keep no other reference to a minibatch here, so that its memory is released after its last use.
-        return iter(partial(self._next, iter(self._loader)), None)
+        return iter(partial(self._next, self._loader.iterate(self._of_batch)), None)
 
     def _prepared(self) -> Any:
         """Return the DataLoader being iterated, if it is this dataset's and was prepared by Accelerate, else None."""
@@ -259,10 +259,9 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
         if self._loader.device != "cpu" and torch.cuda.is_available():
             self._loader.use_stream(torch.cuda.current_stream(self._loader.device).cuda_stream)
 
-    def _next(self, batches: Iterator[Batch]) -> _Minibatch | None:
+    def _next(self, batches: Iterator[_Minibatch]) -> _Minibatch | None:
         self._use_stream()
-        batch = next(batches, None)
-        return None if batch is None else self._of_batch(batch)
+        return next(batches, None)
 
     def _of_batch(self, batch: Batch) -> _Minibatch:
         matrices = {name: self._matrix(name, matrix) for name, matrix in batch.matrices().items()}

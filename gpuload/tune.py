@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from gpuload.alignment import check_join
 from gpuload.backends.host import far_nbytes, scratch_nbytes
+from gpuload.diversity.model import MIN_ENTROPY
 from gpuload.errors import PlanError
 from gpuload.formats import open_store
 from gpuload.machine import usable_cores
-from gpuload.outlook import Outlook, Outlooks, cached_nbytes, is_worse, measure_pace, open_part
+from gpuload.outlook import Outlook, Outlooks, cached_nbytes, fetch_factors, is_worse, measure_pace, open_part
 from gpuload.plan import DEFAULT_BLOCK_SIZE
 from gpuload.tables import Table, check_arrays
 from gpuload.types import Form
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from gpuload.store import Store
-
-MIN_ENTROPY = 0.98
-"""Default minimum entropy of the label in minibatches, as a fraction of that in true random order."""
 
 PREFETCHES, PREFETCH = (1, 2, 4), 2
 """Candidate numbers of fetches to load ahead; and the one with which other settings are compared."""
@@ -295,7 +293,7 @@ class Bench:
         most = bisect_right(factors, self._wish.memory_nbytes, key=self._usual_nbytes)
         if not most:
             raise PlanError(self._too_little_memory())
-        return sorted({most, max(1, most // 2), max(1, most // 4), max(1, most // 16)}, reverse=True)
+        return fetch_factors(most)
 
     def _usual_nbytes(self, fetch_factor: int) -> int:
         """Return the least memory of a loader with such fetches."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gpuload.cli import text
+from gpuload.diversity.model import MIN_ENTROPY
 from gpuload.machine import usable_cores
 from gpuload.outlook import (
     BLOCKS_PER_FETCH,
@@ -16,6 +17,7 @@ from gpuload.outlook import (
     Outlook,
     Outlooks,
     cached_nbytes,
+    fetch_factors,
     is_worse,
     measure_pace,
 )
@@ -36,9 +38,6 @@ CACHE_SHARE = 0.5
 
 IN_FLIGHT = 3
 """Fetches in memory at the same time: one being returned and, by default, two loading."""
-
-MIN_ENTROPY = 0.99
-"""Default for the minibatch entropy, relative to true random order, that counts as equally good."""
 
 SAME = 0.05
 """Speeds that differ by less count as equal: shorter blocks, which mix better, and the smaller fetch then win."""
@@ -88,8 +87,9 @@ def advise(
     seen = _Seen()
     if store.n_obs:
         pace = measure_pace(outlooks, usable_cores(), most, seen.look)
-        factors = sorted({most, max(1, most // 4), max(1, most // 16)}, reverse=True)
-        candidates = tuple(outlooks.of(size, factor, pace) for factor in factors for size in outlooks.sizes(factor))
+        candidates = tuple(
+            outlooks.of(size, factor, pace) for factor in fetch_factors(most) for size in outlooks.sizes(factor)
+        )
     chosen, why = _choose(candidates, label, outlooks.random_bits, min_entropy)
     block_size, factor = (DEFAULT_BLOCK_SIZE, most) if chosen is None else (chosen.block_size, chosen.fetch_factor)
     fetch_cells = min(store.n_obs, batch_size * factor)

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_path_arguments(parser)
     settings.add_join_argument(parser)
     settings.add_batch_size_argument(parser)
-    text.add_min_entropy_argument(parser, advice.MIN_ENTROPY)
+    text.add_min_entropy_argument(parser)
     parser.add_argument(
         "--plot",
         type=text.picture,
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot and not args.label:
         raise PlanError("--plot draws a label's entropy: give --label too.")
-    least = text.min_entropy(args, advice.MIN_ENTROPY)
+    least = text.min_entropy(args)
     text.check_outputs(args.paths, args.plot)
     if args.plot:
         figure.check_matplotlib("the plot")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpuload.diversity.model import MIN_ENTROPY
 from gpuload.errors import PlanError, ReadError
 from gpuload.logs import is_watched
 from gpuload.plan import chunks_per_block
@@ -177,21 +178,21 @@ def add_path_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--label", metavar="COL", help="obs column to assess minibatch mixing by, such as plate")
 
 
-def add_min_entropy_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup, default: float) -> None:
+def add_min_entropy_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add the option for the least entropy of the label; see `min_entropy`."""
     parser.add_argument(
         "--min-entropy",
         type=fraction,
         metavar="X",
         help="minimum label entropy of minibatches, relative to true random order; requires --label (default: "
-        f"{default:g})",
+        f"{MIN_ENTROPY:g})",
     )
 
 
-def min_entropy(args: argparse.Namespace, default: float) -> float:
+def min_entropy(args: argparse.Namespace) -> float:
     """Return what the option says, or the default; refuse it without a label."""
     if args.min_entropy is None:
-        return default
+        return MIN_ENTROPY
     if not args.label:
         raise PlanError(f"--min-entropy {args.min_entropy:g} is of a label: give --label too.")
     return float(args.min_entropy)

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 MEMORY_SHARE = 0.5
 """Fraction of the available memory that a loader may take, unless --memory is given."""
 
-MIN_ENTROPY = 0.98
-"""As `gpuload.tune.MIN_ENTROPY`, which is imported only when the command runs."""
-
 LEAST_NBYTES = 1_000_000
 """Less memory than any loader takes."""
 
@@ -55,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--memory", metavar="SIZE", help="memory limit for the loader, such as 8GiB (default: half of available memory)"
     )
-    text.add_min_entropy_argument(group, MIN_ENTROPY)
+    text.add_min_entropy_argument(group)
     settings.add_minibatch_arguments(group)
     group.add_argument(
         "--seconds",
@@ -81,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         if args.memory is None
         else parse_nbytes("memory", args.memory, least=LEAST_NBYTES),
         label=args.label,
-        min_entropy=text.min_entropy(args, MIN_ENTROPY),
+        min_entropy=text.min_entropy(args),
         batch_size=args.batch_size,
         layer=args.layer,
         join=check_join(settings.join_of(args)),

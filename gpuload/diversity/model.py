@@ -17,6 +17,9 @@ from gpuload.errors import PlanError
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
+MIN_ENTROPY = 0.99
+"""Minibatches count as mixed well enough from this share of the entropy in true random order on, unless told."""
+
 _SLICE = 1 << 22
 """Cells counted at a time: there may be 100 million."""
 

@@ -32,6 +32,7 @@ from gpuload.checks import (
     parse_nbytes,
 )
 from gpuload.errors import PlanError, ReadError, StoreError, shown
+from gpuload.threads import import_whole
 from gpuload.where import parse as parse_where
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def pack(
     check_bool("overwrite", overwrite)
     seed, block_size = check_seed(seed), check_whole("block_size", block_size, 1)
     memory_nbytes = _check_settings(group_by, keep_order, codec, memory, num_threads)
+    import_whole("gpuload.packing.work")
     from gpuload.packing import job as jobs
     from gpuload.packing import workplace
     from gpuload.packing.cluster import connect

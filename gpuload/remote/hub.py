@@ -15,6 +15,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
+from gpuload.checks import check_bool
 from gpuload.errors import BusyError, GpuloadError, MissingDependencyError, PlanError, ReadError, first_line
 from gpuload.remote.object_store import ObjectRemote
 from gpuload.remote.objects import RemoteObject
@@ -151,7 +152,7 @@ class HubRemote:
     MissingDependencyError
         huggingface_hub or obstore is not installed.
     PlanError
-        The address names no repository, or an option is unknown.
+        The address names no repository, an option is unknown, or `anonymous` is not a boolean.
     """
 
     can_list = True
@@ -171,6 +172,7 @@ class HubRemote:
                 f"{url}: storage_options has {name!r}, which is not a setting for such an address; expected token=, "
                 "anonymous=, commit= or timeout_s=."
             )
+        check_bool("anonymous", anonymous)
         self.name = url.rstrip("/")
         repository, self._folder = split_address(self.name)
         self._repository = Repository(repository, False if anonymous else token, commit)

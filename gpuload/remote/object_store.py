@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from gpuload import threads
-from gpuload.checks import check_seconds
+from gpuload.checks import check_bool, check_seconds
 from gpuload.errors import MissingDependencyError, PlanError, ReadError
 from gpuload.remote.errors import (
     address_error,
@@ -93,12 +93,13 @@ class ObjectRemote:
     MissingDependencyError
         obstore is not installed.
     PlanError
-        obstore does not know the address or an option.
+        obstore does not know the address or an option, or `anonymous` is not a boolean.
     """
 
     def __init__(
         self, url: str, *, timeout_s: float = 30.0, anonymous: bool = False, profile: str | None = None, **options: Any
     ) -> None:
+        check_bool("anonymous", anonymous)
         url, self._query = split_query(url)
         _refuse_password(url)
         self.name = url.rstrip("/")

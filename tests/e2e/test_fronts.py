@@ -117,14 +117,14 @@ def test_minibatches_of_one_cell_keep_their_first_dimension(plain: Stored, CellD
 def test_torch_zero_copy(plain: Stored, CellDataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[int] = []
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
-        hand_over = loader._engine._hand_over
+        batch_of = loader._engine._batch_of
 
         def spy(*what: Any) -> gpuload.Batch:
-            batch = hand_over(*what)
+            batch = batch_of(*what)
             places.append(batch.X.ctypes.data)
             return batch
 
-        monkeypatch.setattr(loader._engine, "_hand_over", spy)
+        monkeypatch.setattr(loader._engine, "_batch_of", spy)
         for batch in torch.utils.data.DataLoader(CellDataset(loader), batch_size=None):
             assert batch["X"].data_ptr() == places[-1]
             assert batch["X"].data_ptr() % 64 == 0
@@ -312,6 +312,45 @@ def epoch_one(path: Any) -> list[gpuload.Batch]:
 
 
 # --- DALI
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
+@pytest.mark.parametrize("output", ["dense", "csr"])
+def test_a_minibatch_cut_off_on_its_way_into_tensors_comes_after_the_resume(
+    plain: Stored,
+    CellDataset: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    output: str,
+    error: type[Exception],
+    is_mapped: bool,
+) -> None:
+    import gpuload.torch
+
+    settings: dict[str, Any] = {"batch_size": 7, "seed": 1, "output": output, "device": "cpu"}
+    from_numpy, n_calls = gpuload.torch._tensor, 0
+
+    def fails_once(array: Any) -> Any:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == (3 if output == "dense" else 8):  # one call for each minibatch, or three
+            raise error
+        return from_numpy(array)
+
+    monkeypatch.setattr(gpuload.torch, "_tensor", fails_once)
+    rows = []
+    with gpuload.open_loader(plain.path, **settings) as loader:
+        dataset = CellDataset(loader)
+        batches = gpuload.Mapped(dataset, dict) if is_mapped else dataset
+        with pytest.raises(error):
+            rows.extend(batch["rows"].tolist() for batch in batches)
+        state = batches.state_dict()
+        assert len(rows) == state["step"] == (1 if is_mapped and error is KeyboardInterrupt else 2)
+        batches.load_state_dict(state)
+        rows.extend(batch["rows"].tolist() for batch in batches)
+    with gpuload.open_loader(plain.path, **settings) as loader:
+        expected = [batch.rows.tolist() for batch in loader]
+    assert rows == expected
 
 
 def test_dali_epochs_end_and_reset(plain: Stored, CellIterator: Any) -> None:

@@ -94,6 +94,42 @@ def test_an_interrupted_program_ends_at_once(plain: Stored) -> None:
     assert seconds < 15
 
 
+CUT_OFF_IMPORT = """
+import importlib.abc, os, signal, sys
+import gpuload
+
+class Interrupts(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+try:
+    with gpuload.open_loader(sys.argv[1], device="cpu") as loader:
+        next(iter(loader))
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+with gpuload.open_loader(sys.argv[1], device="cpu") as loader:
+    print(sum(len(batch) for batch in loader), flush=True)
+"""
+
+
+@pytest.mark.parametrize("module", ["pandas.core.api", "numba.core.types"])
+def test_an_interrupt_while_the_first_loader_opens_leaves_no_half_imported_package(plain: Stored, module: str) -> None:
+    code = CUT_OFF_IMPORT.format(module=module)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(plain.path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"interrupted\n{len(plain.dense)}\n"
+
+
 def test_program_with_an_unclosed_loader_exits_silently(plain: Stored) -> None:
     code = START + "batches = iter(loader)\nbatch = next(batches)\nprint(batch.X.shape)\n"
     done = subprocess.run(

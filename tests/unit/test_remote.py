@@ -598,6 +598,9 @@ def test_invalid_addresses_and_options_are_refused() -> None:
         open_remote("http://data", client_options=1)
     with pytest.raises(PlanError, match="timeout_s='a': expected a number of seconds"):
         open_remote("s3://data", timeout_s="a")
+    for address in ("s3://data", "hf://datasets/a/b"):
+        with pytest.raises(PlanError, match="anonymous='no': expected True or False"):
+            open_remote(address, anonymous="no")
 
 
 @pytest.mark.parametrize(
