@@ -330,6 +330,16 @@ def test_ranks_and_histories_match_a_slow_implementation(plan: Plan) -> None:
     assert rows_of(plan).tolist() == slow_order(plan)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [Shuffled((1500,), edges=np.r_[0, 200:1501:10]), Shuffled((1500,), 10), Shuffled((10,) * 100, 1000)],
+    ids=["one large block", "small blocks", "small files"],
+)
+def test_only_an_order_of_large_blocks_begins_anywhere(strategy: Shuffled) -> None:
+    plan = Plan(strategy, 16, 4, seed=1, drop_last=True)
+    assert rows_of(plan).tolist() == slow_order(plan)
+
+
 @pytest.mark.parametrize("uneven", ["drop", "pad"])
 def test_an_interrupted_round_may_be_left_to_fewer_ranks_that_stop_within_it(uneven: str) -> None:
     """What several stops leave is dealt in its order, which examples drawn at random seldom have enough of to show."""

@@ -420,6 +420,16 @@ def frozen_samplers(n: int) -> dict[str, Any]:
     }
 
 
+def frozen_cells() -> Cells:
+    n = 1300  # with more than 1,024 different weights
+    obs = {
+        "label": column([None if i % 13 == 4 else "abc"[i * i % 7 % 3] for i in range(n)]),
+        "batch": column(["12"[i // 650] for i in range(n)]),
+        "drug": column([("dmso", "x", "y")[i * 5 % 11 % 3] for i in range(n)]),
+    }
+    return cells_of(500, 0, n - 500, obs=obs, batch_size=16, fetch_rows=64, block_size=5)
+
+
 FROZEN = {
     "class": "12547f106538",
     "class-shares": "654d185ec862",
@@ -440,17 +450,29 @@ FROZEN = {
 @pytest.mark.parametrize("name", FROZEN)
 def test_the_orders_of_samplers_are_frozen(name: str) -> None:
     """Another order under the same state loses cells and repeats others: it needs a new `state.VERSION`."""
-    n = 1300  # with more than 1,024 different weights
-    obs = {
-        "label": column([None if i % 13 == 4 else "abc"[i * i % 7 % 3] for i in range(n)]),
-        "batch": column(["12"[i // 650] for i in range(n)]),
-        "drug": column([("dmso", "x", "y")[i * 5 % 11 % 3] for i in range(n)]),
-    }
-    cells = cells_of(500, 0, n - 500, obs=obs, batch_size=16, fetch_rows=64, block_size=5)
-    strategy = frozen_samplers(n)[name].over(cells)
+    cells = frozen_cells()
+    strategy = frozen_samplers(cells.n_rows)[name].over(cells)
     rows = [fetches_of(strategy, cells, epoch, rank=1, world_size=2) for epoch in (0, 1)]
     found = blake2b(np.concatenate([*rows[0], *rows[1]]).astype("<i8").tobytes(), digest_size=6).hexdigest()
     assert found == FROZEN[name]
+
+
+@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("is_in_subset", [False, True])
+def test_more_cells_than_a_slice_are_drawn_as_those_of_one(
+    name: str, is_in_subset: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = frozen_cells()
+    sampler = frozen_samplers(cells.n_rows)[name]
+    sampler = Subset(np.arange(cells.n_rows) % 11 > 2, sampler) if is_in_subset else sampler
+    expected = sampler.over(cells)
+    rows = rows_of(expected, cells)
+    for module in ("classes", "neighbors", "rows", "weights"):
+        monkeypatch.setattr(f"gpuload.sampling.{module}.SLICE", 57)
+    monkeypatch.setattr("gpuload.sampling.queues._SLICE", 57)
+    strategy = sampler.over(cells)
+    assert strategy.describe() == expected.describe()
+    np.testing.assert_array_equal(rows_of(strategy, cells), rows)
 
 
 @pytest.mark.parametrize("name", NAMES)

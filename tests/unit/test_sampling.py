@@ -105,6 +105,10 @@ def cells(**more: Any) -> Cells:
             "ClassBalanced: the share of 'y' is nan; expected a finite number above 0.",
         ),
         (
+            lambda: ClassBalanced("a", shares={"x": float("inf")}),
+            "ClassBalanced: the share of 'x' is inf; expected a finite number above 0.",
+        ),
+        (
             lambda: PairedControl("a", "c", n_controls=0),
             "PairedControl(n_controls=0): expected a whole number of at least 1.",
         ),
@@ -169,6 +173,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         (
             BlockShuffle(edges=[[0, 3], [6]]),
             "BlockShuffle(edges=[[0, 3], [6]]): expected whole numbers in increasing order.",
+        ),
+        (
+            BlockShuffle(edges=np.empty(0, np.int64)),
+            "BlockShuffle(edges=array([], dtype=int64)): expected whole numbers in increasing order.",
         ),
         (BlockShuffle(edges=6), "BlockShuffle(edges=6): expected whole numbers in increasing order."),
         (ClassBalanced(np.zeros(5, int)), "ClassBalanced: 5 labels for 6 cells; pass one per cell."),
@@ -398,6 +406,17 @@ def test_nul_characters_are_found_in_every_slice() -> None:
     labels[-2:] = "a\0", "c"
     codes, names = factorize(labels)
     assert [names[code] if code >= 0 else None for code in codes[-6:]] == [None, 7, "a", "b", "a\0", "c"]
+
+
+def test_a_class_that_is_not_named_in_shares_may_have_no_cells() -> None:
+    for sampler in (ClassBalanced("label", shares={"a": 1}), Grouped("label", 2, shares={"a": 1})):
+        bound = Subset([0, 1, 2, 5], sampler).over(cells())
+        assert set(expand_ranges(bound.order((1, 2, 3, 4)).ranges(0, bound.n_rows)).tolist()) <= {0, 1, 2}
+
+
+def test_classes_of_fewer_cells_than_a_set_are_not_drawn() -> None:
+    bound = Grouped("label", 3, shares="equal", num_samples=90).over(cells(batch_size=3))
+    assert set(expand_ranges(bound.order((1, 2, 3, 4)).ranges(0, 90)).tolist()) == {0, 1, 2}
 
 
 def test_shares_may_add_up_to_infinity() -> None:
@@ -751,6 +770,27 @@ def test_descriptions_are_json_and_distinguish_settings() -> None:
     assert texts[1] == '{"block_size": 4, "name": "BlockShuffle"}'
     given = BlockShuffle(edges=[0, 3, 6]), BlockShuffle(edges=np.array([0, 3, 6], dtype=np.uint16))
     assert [json.dumps(sampler.over(cells()).describe(), sort_keys=True) for sampler in given] == [texts[4]] * 2
+
+
+@pytest.mark.parametrize("yes", [False, True])
+def test_settings_may_be_numbers_of_numpy(yes: bool) -> None:
+    """A description of them is of JSON values all the same."""
+
+    def described(n: Any, yes: Any) -> list[str]:
+        samplers = (
+            BlockShuffle(n),
+            Sequential(yes),
+            ClassBalanced("label", n),
+            Weighted(range(1, 7), n, replace=yes),
+            Mixture({"d/one.h5ad": 1}, n),
+            Grouped("label", n, shares="equal", num_samples=2 * n),
+            PairedControl("drug", "x", match="label", size=n // n, n_controls=n // n, pair_controls=yes),
+            PairedNeighbor(GRAPH, n // n),
+            Custom(len, shuffle_fetch=yes),
+        )
+        return [json.dumps(sampler.over(cells()).describe()) for sampler in samplers]
+
+    assert described(np.int64(2), np.bool_(yes)) == described(2, yes)
 
 
 def test_samplers_list_the_columns_they_need() -> None:
