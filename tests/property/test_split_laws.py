@@ -167,6 +167,19 @@ def test_groups_depend_on_the_order_of_neither_files_nor_cells(
         assert found[0].groups == found[1].groups
 
 
+@given(files(), shares(), st.integers(0, 5))
+def test_groups_do_not_depend_on_cells_without_a_group(drawn: Cells, wanted: dict[str, Any], seed: int) -> None:
+    known = []
+    for name, frame in drawn:
+        is_in = [sample is not None for sample in frame["sample"]]
+        known.append((name, {key: list(itertools.compress(values, is_in)) for key, values in frame.items()}))
+    settings: dict[str, Any] = {"by": "sample", "stratify": "kind", "seed": seed}
+    found = [split_or_none(store_of(f), wanted, **settings) for f in (drawn, known)]
+    assert (found[0] is None) == (found[1] is None)
+    if found[0] is not None and found[1] is not None:
+        assert found[0].groups == found[1].groups
+
+
 @given(st.integers(1, 400), shares(), st.integers(0, 5))
 def test_cells_dealt_one_by_one_meet_their_share_exactly(n_obs: int, wanted: dict[str, Any], seed: int) -> None:
     cells = store_of([("a", {"kind": ["T"] * (n_obs // 2)}), ("b", {"kind": ["T"] * (n_obs - n_obs // 2)})])

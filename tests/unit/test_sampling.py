@@ -281,6 +281,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
             "PairedControl(control='a'): no cell has that value in column 'empty'; pass the value that marks",
         ),
         (
+            PairedControl("drug", [], match="batch"),
+            "PairedControl(control=[]): no cell has that value in column 'drug'; pass the value that marks controls.",
+        ),
+        (
             PairedControl("drug", "dmsoo", match="batch"),
             "PairedControl(control='dmsoo'): no cell has that value in column 'drug'; did you mean 'dmso'?",
         ),
@@ -406,6 +410,8 @@ def test_nul_characters_are_found_in_every_slice() -> None:
     labels[-2:] = "a\0", "c"
     codes, names = factorize(labels)
     assert [names[code] if code >= 0 else None for code in codes[-6:]] == [None, 7, "a", "b", "a\0", "c"]
+    codes, names = factorize(np.array(["a\0", "a", "a"], dtype=object))
+    assert [names[code] for code in codes] == ["a\0", "a", "a"]
 
 
 def test_a_class_that_is_not_named_in_shares_may_have_no_cells() -> None:
