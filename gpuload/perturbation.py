@@ -316,7 +316,6 @@ def _screen(
     is_control[is_in], is_perturbed[is_in] = found[0], found[1] & ~found[0]
     if not is_perturbed.any():
         raise PlanError(f"knockdown: column {column!r} names no perturbed cells beside the controls; pass another.")
-    is_control &= group >= 0
     is_perturbed &= group >= 0
     if not is_perturbed.any():
         raise PlanError(

@@ -476,7 +476,7 @@ def test_unknown_targets_are_told_of(screen: anndata.AnnData, caplog: pytest.Log
         ({"where": "target == 'ctrl'"}, "knockdown: column 'target' names no perturbed cells beside the controls"),
         (
             {"where": "target in ['ctrl', 'no gene']"},
-            "no perturbation in column 'target', such as 'no gene', is the na",
+            "no perturbation in column 'target', such as 'no gene', is the name of a gene, such as 'gene0'; pass targets=",
         ),
         (
             {"match": "line", "where": "line == 'K562' or target != 'ctrl'"},
@@ -504,7 +504,7 @@ def test_unknown_targets_are_told_of(screen: anndata.AnnData, caplog: pytest.Log
         ),
         (
             {"targets": dict.fromkeys(GENES, "gene99")},
-            "no target of a perturbation, such as 'gene99', is the name of a g",
+            "no target of a perturbation, such as 'gene99', is the name of a gene, such as 'gene0'; pass targets=",
         ),
     ],
     ids=str,
