@@ -490,6 +490,7 @@ def test_unknown_targets_are_told_of(screen: anndata.AnnData, caplog: pytest.Log
         ({"cell_residual_expression": "half"}, "cell_residual_expression='half': expected a fraction"),
         ({"min_cells": -1}, "min_cells=-1: expected a whole number"),
         ({"targets": ["gene1"]}, r"targets=\['gene1'\]: expected a dict, for example \{'TP53_guide2': 'TP53'\}"),
+        ({"targets": {"gene0": "gene1", "gene1": 2}}, r"targets=\{'gene0': 'gene1', 'gene1': 2\}: expected a dict, for"),
         ({"targets": {"gene1": ["gene2"]}}, r"targets=\{'gene1': \['gene2'\]\}: expected a dict, for example"),
         ({"layer": "nothing"}, "layer 'nothing'"),
         ({"layer": ["X", "doubled"]}, r"layer=\['X', 'doubled'\]: expected the name of one layer"),

@@ -999,3 +999,17 @@ def test_an_epoch_draws_each_place_once(monkeypatch: pytest.MonkeyPatch) -> None
     for start in range(1000, n, 1000):
         order.ranges(start, start + 1000)
     assert sum(drawn) == n
+
+
+def test_going_back_in_an_epoch_takes_as_long_wherever_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = 20_000
+    monkeypatch.setattr("gpuload.sampling.queues.GRID", 256)
+    order = ClassBalanced("label").over(cells_of(n, obs={"label": column(["a", "b"] * (n // 2))})).order(WORDS)
+    order.ranges(n - 10, n)
+    drawn = []
+    draw = Shares.draw
+    monkeypatch.setattr(Shares, "draw", lambda *args: drawn.append(args[1].size) or draw(*args))
+    for start in (15_000, 5_000, 100, 12_345):
+        drawn.clear()
+        order.ranges(start, start + 10)
+        assert sum(drawn) <= 256 + 10
