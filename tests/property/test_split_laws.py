@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -289,6 +290,31 @@ def test_stratified_groups_come_closer_to_the_shares_of_classes() -> None:
             assert abs(split.counts["val"] / kinds.size - 0.2) < 0.02
         off[stratify] = float(np.mean(found))
     assert off["kind"] < 0.05 < off[None] / 1.5, off
+
+
+@pytest.mark.parametrize("is_stratified", [False, True])
+def test_of_several_deals_the_closest_is_taken(is_stratified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closest in the largest difference in cells; if stratified, in the sum over classes and over all cells."""
+    nearer = []
+    for number in range(30):
+        rng = np.random.default_rng(number)
+        sample, kind = rng.integers(0, 9, 200), rng.integers(0, 3, 200)
+        cells = store_of([("a", {"sample": [f"s{i}" for i in sample], "kind": [f"k{i}" for i in kind]})])
+        far = []
+        for n_tries in (1, 16):
+            monkeypatch.setattr("gpuload.dealing.N_TRIES", n_tries)
+            wanted, stratify = {"train": 0.7, "val": 0.3}, "kind" if is_stratified else None
+            part = gpuload.split(cells, wanted, by="sample", stratify=stratify, seed=number).part
+            held = np.stack([np.bincount(kind[part == p], minlength=3) for p in (0, 1)])
+            share = np.outer([0.7, 0.3], np.bincount(kind))
+            if is_stratified:
+                held, share = (np.column_stack([one, one.sum(axis=1)]) for one in (held, share))
+                far.append(((held - share) ** 2 / share).sum())
+            else:
+                far.append(np.abs(held.sum(axis=1) - share.sum(axis=1)).max())
+        assert far[1] <= far[0] + 1e-6
+        nearer.append(far[1] < far[0] - 1e-6)
+    assert np.mean(nearer) > 0.5
 
 
 def test_the_deal_is_frozen() -> None:

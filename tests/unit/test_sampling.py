@@ -81,6 +81,8 @@ def cells(**more: Any) -> Cells:
             "Mixture: expected {path: share}, or a list of pairs (path or mask, share), at least one.",
         ),
         (lambda: Mixture(["a"]), "Mixture: expected {path: share}, or a list of pairs (path or mask, share), at least"),
+        (lambda: Mixture(["ab"]), "Mixture: expected {path: share}, or a list of pairs (path or mask, share)"),
+        (lambda: Mixture([("a", 1, 2)]), "Mixture: expected {path: share}, or a list of pairs (path"),
         (lambda: Mixture(3), "Mixture: expected {path: share}, or a list of pairs"),
         (lambda: Mixture({"x": 0}), "Mixture: the share of x is 0; expected a finite number above 0."),
         (lambda: Mixture({"x": float("nan")}), "Mixture: the share of x is nan; expected a finite number above 0."),
@@ -412,6 +414,16 @@ def test_nul_characters_are_found_in_every_slice() -> None:
     assert [names[code] if code >= 0 else None for code in codes[-6:]] == [None, 7, "a", "b", "a\0", "c"]
     codes, names = factorize(np.array(["a\0", "a", "a"], dtype=object))
     assert [names[code] for code in codes] == ["a\0", "a", "a"]
+
+
+@pytest.mark.parametrize("within", [range(6), [0, 2, 4, 5]])
+def test_a_bad_weight_is_named_by_its_cell_in_every_slice(within: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuload.sampling.weights.SLICE", 2)
+    for cell in within:
+        weights = np.where(np.arange(6) == cell, -2.0, 1.0)
+        for sampler in (Subset(within, Weighted(weights)), *([Weighted(weights)] if len(within) == 6 else [])):
+            with pytest.raises(PlanError, match=rf"^Weighted: weights\[{cell}\]=-2\.0; expected finite numbers"):
+                sampler.over(cells())
 
 
 def test_a_class_that_is_not_named_in_shares_may_have_no_cells() -> None:

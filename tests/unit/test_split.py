@@ -475,6 +475,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"a": ["plate_1"]}, {"by": "plate"}, r"no group 'plate_1' by plate; did you mean 'plate1'\? There are 'plate"),
     ({"a": ["plate1"], "b": ["plate1"]}, {"by": "plate"}, "group 'plate1' is in 'a' and in 'b'; name it once"),
     ({"a": [2020]}, {"by": ["year", "drug"]}, "there is no group 2020 by year, drug; there are "),
+    (HALVES, {"layer": []}, r"layer=\[\]: expected"),
     (HALVES, {"by": "nothing"}, "obs has no column 'nothing'"),
     (HALVES, {"stratify": "nothing"}, "obs has no column 'nothing'"),
     (HALVES, {"by": 5}, "by=5: expected the name of an obs column, or a list of names"),
