@@ -235,7 +235,7 @@ def small(values: Any, labels: str | list[Any], genes: str = "ab", **obs: Any) -
 SMALL: dict[str, Any] = {"control": "c", "min_cells": 1}
 
 
-def test_limits_are_not_passed_by_what_equals_them() -> None:
+def test_limits_are_not_passed_by_what_equals_them(caplog: pytest.LogCaptureFixture) -> None:
     cells = small([[4, 0], [1, 0], [3, 0]], "caa")  # 1/4 and 3/4 of the controls, 1/2 in the mean
     kept = [
         gpuload.knockdown(cells, "g", residual_expression=mean, cell_residual_expression=cell, **SMALL).mask.tolist()
@@ -243,6 +243,7 @@ def test_limits_are_not_passed_by_what_equals_them() -> None:
     ]
     no, both, one = [True, False, False], [True, True, True], [True, True, False]
     assert kept == [no, both, one, no]
+    assert not caplog.messages, "all targets are known"
 
 
 def test_without_a_passing_cell_nothing_is_kept() -> None:

@@ -340,6 +340,16 @@ def test_only_an_order_of_large_blocks_begins_anywhere(strategy: Shuffled) -> No
     assert rows_of(plan).tolist() == slow_order(plan)
 
 
+@pytest.mark.parametrize(("n_samples", "block_size", "expected"), [(1000, 10, False), (1000, 16, True), (9, 10, True)])
+def test_an_order_of_chosen_cells_begins_anywhere_if_its_blocks_are_large(
+    n_samples: int, block_size: int, expected: bool
+) -> None:
+    strategy = Chosen((1500,), np.ones(1500), n_samples, block_size, {})
+    assert Plan(strategy, 16, 4, drop_last=True).begins_anywhere == expected
+    assert not Plan(strategy, 16, 4).begins_anywhere
+    assert strategy.largest_block == min(block_size, n_samples)
+
+
 @pytest.mark.parametrize("uneven", ["drop", "pad"])
 def test_an_interrupted_round_may_be_left_to_fewer_ranks_that_stop_within_it(uneven: str) -> None:
     """What several stops leave is dealt in its order, which examples drawn at random seldom have enough of to show."""

@@ -273,6 +273,7 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
             "Grouped(shares=...): there are too few cells with label='b' to draw any; leave that class out.",
         ),
         (Grouped("label", 4), "Grouped('label', size=4): no class has that many cells; the largest has 3."),
+        (Subset([0, 1], Grouped("label", 4)), "Grouped('label', size=4): no class has that many cells; the largest has 2."),
         (Grouped("empty", 4), "Grouped('empty', size=4): no class has that many cells; the label is missing in all."),
         (
             PairedControl("drug", "none", match="batch"),
@@ -772,18 +773,24 @@ def test_descriptions_are_json_and_distinguish_settings() -> None:
         Grouped("label", 1, shares="equal", num_samples=7),
         Grouped("label", 1, shares={"a": 1, "b": 2}),
         Subset(mask, PairedControl("drug", "dmso", match="batch")),
+        Subset(mask, PairedControl("drug", "dmso", match="batch", n_controls=2)),
         Subset(mask, PairedControl("drug", "dmso", match="batch", n_controls=3)),
         Subset(mask, PairedControl("drug", "dmso", match="batch", pair_controls=True)),
         Subset(mask, PairedControl("drug", "x", match="batch")),
         PairedNeighbor(GRAPH),
         PairedNeighbor(GRAPH.T),
+        PairedNeighbor(GRAPH, 2),
         PairedNeighbor(GRAPH, 3),
         PairedNeighbor(GRAPH, alone="drop"),
         Custom(function),
+        Custom(function, shuffle_fetch=False),
     ]
-    texts = [json.dumps(sampler.over(cells()).describe(), sort_keys=True) for sampler in samplers]
+    texts, again = (
+        [json.dumps(sampler.over(cells(batch_size=12)).describe(), sort_keys=True) for sampler in samplers]
+        for _ in range(2)
+    )
     assert len(set(texts)) == len(texts)
-    assert texts == [json.dumps(sampler.over(cells()).describe(), sort_keys=True) for sampler in samplers]
+    assert texts == again
     assert texts[0] == '{"name": "Sequential"}'
     assert texts[1] == '{"block_size": 4, "name": "BlockShuffle"}'
     given = BlockShuffle(edges=[0, 3, 6]), BlockShuffle(edges=np.array([0, 3, 6], dtype=np.uint16))
@@ -867,6 +874,7 @@ def test_split_pairs_separates_cells_and_partners() -> None:
             1,
             "(n_partners=1): the minibatch has 2 for each cell",
         ),
+        ({"X": np.ones((6, 2))}, 1, "(dict): expected a Batch, or a front's dict of tensors with 'rows'"),
         ([Batch(np.ones((6, 2)), {}, np.arange(6))], None, "(list): expected a Batch, or a front's dict of tensors"),
     ],
 )
