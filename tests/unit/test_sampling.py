@@ -328,6 +328,14 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
             "PairedControl: there is no control for cells with batch=3 (1 of them); match fewer columns, pass",
         ),
         (
+            PairedControl("label", "b", match=("drug", "batch")),
+            "PairedControl: there is no control for cells with drug='dmso', batch=1 (1 of them), nor for 1 more group; m",
+        ),
+        (
+            PairedControl("batch", 3, match=("label", "drug")),
+            "PairedControl: there is no control for cells with label='a', drug='dmso' (1 of them), nor for 3 more groups",
+        ),
+        (
             PairedControl("drug", "dmso", match=("batch", "label"), fallback="batch"),
             None,
         ),
@@ -474,6 +482,12 @@ def test_several_values_may_mark_controls(control: Any) -> None:
     expected = PairedControl("drug", "dmso", match=("batch", "label"), fallback="batch").over(cells())
     found = PairedControl("drug", control, match=("batch", "label"), fallback="batch").over(cells())
     assert found.describe() == expected.describe()
+
+
+def test_some_groups_of_perturbed_cells_may_be_smaller_than_a_set() -> None:
+    bound = PairedControl("drug", "dmso", match="label", size=2).over(cells())
+    rows = expand_ranges(bound.order((1, 2, 3, 4)).ranges(0, bound.n_rows))
+    assert set(rows[::2].tolist()) == {1, 2}  # cell 4 is the only one of its drug and label
 
 
 def test_an_odd_batch_size_is_refused_for_pairs() -> None:

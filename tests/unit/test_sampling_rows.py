@@ -208,7 +208,9 @@ def test_classes_of_more_cells_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("n_names", [300, 3000])  # by a table of all pairs; and, where these are too many, by searching
-def test_joint_classes_of_many_names(n_names: int) -> None:
+@pytest.mark.parametrize("slice_rows", [300, 1 << 15])
+def test_joint_classes_of_many_names(n_names: int, slice_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classes_module, "SLICE", slice_rows)
     rng = np.random.default_rng(0)
     names = [f"n{i}" for i in range(n_names)]
     one, two = rng.integers(-1, n_names, 2000), rng.integers(-1, n_names, 2000)
