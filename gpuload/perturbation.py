@@ -481,7 +481,7 @@ def _filtered(
     control_mean = np.full(len(screen.keys), np.nan)
     is_known = screen.gene_of >= 0
     group, gene = screen.group_of[is_known], screen.gene_of[is_known]
-    with np.errstate(invalid="ignore", divide="ignore"):  # NaN where there is nothing to compare
+    with np.errstate(invalid="ignore"):  # NaN where there is nothing to compare
         control_mean[is_known] = measured.of_controls[group, gene] / screen.n_controls()[group, gene]
         base = np.where(control_mean > 0, control_mean, np.nan)
         residual = measured.total / n_compared / base

@@ -246,6 +246,22 @@ def test_limits_are_not_passed_by_what_equals_them(caplog: pytest.LogCaptureFixt
     assert not caplog.messages, "all targets are known"
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_cells_that_express_nothing_are_compared_too(order: int) -> None:
+    found = gpuload.knockdown(small([[4, 0], [1, 0], [0, 0]][::order], "caa"[::order]), "g", **SMALL)
+    np.testing.assert_array_equal(found.residual[::order], np.array([np.nan, 0.25, 0], np.float32))
+    assert found.mask.all()
+
+
+def test_all_groups_without_controls_are_counted() -> None:
+    cells = small([[4, 1]] * 4, "caaa", line=["x", "y", "z", "z"])
+    with pytest.raises(gpuload.PlanError, match=r"cells with line='y' \(1 of them\), nor for 1 more group; match fewer"):
+        gpuload.knockdown(cells, "g", match="line", **SMALL)
+    cells = small([[4, 1]] * 4, "caaa", line=["x", "y", "z", "u"])
+    with pytest.raises(gpuload.PlanError, match=r"\(1 of them\), nor for 2 more groups; match fewer"):
+        gpuload.knockdown(cells, "g", match="line", **SMALL)
+
+
 def test_without_a_passing_cell_nothing_is_kept() -> None:
     cells = small([[4, 0], [1, 0], [3, 0]], "caa")
     given = {"control": "c", "min_cells": 0, "residual_expression": 2.0, "cell_residual_expression": 0.2}
@@ -431,6 +447,10 @@ def test_of_many_unknown_targets_some_are_named(screen: anndata.AnnData, caplog:
     assert ": 'gene0' ('other0'), 'gene1' ('other1'), " in said
     assert said.count("other") == 6  # five, and "other names"
     assert " and 3 more. If they have other names" in said
+    caplog.clear()
+    gpuload.knockdown(screen, "target", targets={f"gene{i}": f"other{i}" for i in range(4)}, **CONTROL)
+    (said,) = caplog.messages
+    assert "'gene3' ('other3'), 'no gene'. If they have other names" in said
 
 
 def test_progress_is_told(screen: anndata.AnnData, monkeypatch: pytest.MonkeyPatch) -> None:

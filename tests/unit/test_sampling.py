@@ -497,7 +497,16 @@ def test_an_odd_batch_size_is_refused_for_pairs() -> None:
         PairedControl("drug", "dmso", match="batch").over(cells(batch_size=3))
 
 
-@pytest.mark.parametrize("sampler", [ClassBalanced("label"), Weighted([]), Grouped("label", 4)])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        ClassBalanced("label"),
+        Weighted([]),
+        Grouped("label", 4),
+        PairedControl("label", "a", match="label"),
+        PairedNeighbor(csr_matrix((0, 0))),
+    ],
+)
 def test_sampling_from_no_cells_is_refused(sampler: Any) -> None:
     nothing = Cells(("x.h5ad",), (0,), obs={"label": Column(np.empty(0, np.int32), ["a"])}, batch_size=4)
     with pytest.raises(PlanError, match=f"{type(sampler).__name__}: there are no cells to draw from; choose"):
