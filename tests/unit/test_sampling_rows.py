@@ -235,7 +235,7 @@ def test_the_smallest_exponential_keys_are_chosen(kind: str, monkeypatch: pytest
     }[kind]
     exact = []
     monkeypatch.setattr(weights_module, "log_hash", lambda hashes: exact.append(hashes.size) or log_hash(hashes))
-    (key,) = random_keys(1, 5, 6)
+    (key,) = random_keys(1, 5, 6, 1)
     with np.errstate(divide="ignore", over="ignore"):
         keys = -log_hash(hash64(np.arange(n, dtype=np.uint64) ^ key)) / 64 / weights  # finite
     by_key = np.argsort(np.where(weights > 0, keys, np.inf), kind="stable")
