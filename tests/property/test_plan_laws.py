@@ -662,5 +662,6 @@ def test_a_short_rank_is_padded_by_repeating_its_own_rows() -> None:
 )
 def test_impossible_blocks_are_refused(blocks: Any, message: str) -> None:
     plan = Plan(custom.Given(lambda seed, rank, n: blocks if rank else [[0, 9], [3, 3]], 50), 4, 10, world_size=2)
-    with pytest.raises(PlanError, match=f"sampler.*{message}"):
+    with pytest.raises(PlanError, match=f"sampler.*{message}") as caught:
         rows_of(plan)
+    assert "for rank 1" in str(caught.value)

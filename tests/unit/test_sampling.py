@@ -83,6 +83,7 @@ def cells(**more: Any) -> Cells:
         (lambda: Mixture(["a"]), "Mixture: expected {path: share}, or a list of pairs (path or mask, share), at least"),
         (lambda: Mixture(["ab"]), "Mixture: expected {path: share}, or a list of pairs (path or mask, share)"),
         (lambda: Mixture([("a", 1, 2)]), "Mixture: expected {path: share}, or a list of pairs (path"),
+        (lambda: Mixture({"a": 1}, 0), "Mixture(num_samples=0): expected a whole number of at least 1."),
         (lambda: Mixture(3), "Mixture: expected {path: share}, or a list of pairs"),
         (lambda: Mixture({"x": 0}), "Mixture: the share of x is 0; expected a finite number above 0."),
         (lambda: Mixture({"x": float("nan")}), "Mixture: the share of x is nan; expected a finite number above 0."),
@@ -702,6 +703,10 @@ def test_custom_rows_all_outside_the_subset_are_refused(plain: Stored) -> None:
         "sampler: where= or a Subset leaves out all rows that it returned for rank 0, such as row 3; return some that "
         "it selects."
     )
+    some = Subset([4, 5], lambda epoch_seed, rank, world_size: [4, 3][rank : rank + 1]).over(cells())
+    assert some.per_rank((1, 0, 1), 0, 2).tolist() == [[4, 5]]
+    with pytest.raises(PlanError, match="returned for rank 1, such as row 3; return some that it selects"):
+        some.per_rank((1, 0, 1), 1, 2)
 
 
 @pytest.mark.parametrize(
