@@ -336,6 +336,15 @@ FROZEN_GROUPS = ("s0", "s2", "s8", "s9")
 FROZEN_BOTH = ("s2", "s3", "s6", "s7")
 
 
+@pytest.mark.parametrize("rooms", [[5.0, 3.0, 8.0], [4.0, 0.5, 2.0, 10.0], [0.5, 6.0, 0.25]])
+def test_a_group_goes_to_parts_with_room_in_proportion_to_it(rooms: list[float]) -> None:
+    tosses = (np.arange(1000) + 0.5) / 1000
+    placed = [_fill([1], rooms.copy(), [toss])[0] for toss in tosses.tolist()]
+    chances = np.where(np.array(rooms) >= 1, rooms, 0)
+    expected = 1000 * chances / chances.sum()
+    assert np.all(np.abs(np.bincount(placed, minlength=len(rooms)) - expected) <= 1)
+
+
 def test_rounding_does_not_place_a_group_where_there_is_no_room() -> None:
     rooms, toss = [1.7901067572731817, 1.589939469029801, 7.803790610074039, 0.0], 1 - 2**-52
     assert toss * sum(rooms) - rooms[0] - rooms[1] >= rooms[2], "as floats"

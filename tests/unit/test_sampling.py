@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from functools import partial
 from hashlib import blake2b
@@ -666,6 +667,14 @@ def test_a_gene_mask_must_be_in_the_order_of_the_genes(plain: Stored) -> None:
         PlanError, match=r"^genes: it was given a Series of pandas whose value 0 is of '.*reindex\(load"
     ):
         gpuload.open_loader(plain.path, genes=mask[::-1])
+
+
+def test_a_function_may_have_no_signature() -> None:
+    """Of one that is not written in Python, no parameters are known."""
+    function = partial(min, [[0, 6]], key=lambda one: not isinstance(one, list))
+    with pytest.raises(ValueError, match="signature"):
+        inspect.signature(function)
+    assert Custom(function).over(cells()).per_rank((1, 0, 1), 0, 1).tolist() == [[0, 6]]
 
 
 @pytest.mark.parametrize("is_subset", [False, True])
