@@ -182,16 +182,23 @@ def test_first_hits_match_a_search(kind: str) -> None:
         np.testing.assert_array_equal(found, np.searchsorted(running, points, side="right"))
 
 
-def test_first_hits_are_exact_where_rows_end_at_points() -> None:
+@pytest.mark.parametrize("is_above", [False, True])
+def test_first_hits_are_exact_where_rows_end_at_points(is_above: bool) -> None:
+    """Or just above them."""
     n, low = 20_000, 31_415.926535
     step = np.pi / 3
     running = np.concatenate([np.linspace(1, low, 100), low + np.arange(1, n + 1) * step])
     edges, draw_edges = np.array([0, 100, 100 + n]), np.array([0, 50, 50 + n])
-    first = weights_module._first_hits(running, edges, draw_edges)
     (_, low), (_, step) = spacing(running, edges, draw_edges)
-    expected = np.searchsorted(running, low + np.arange(n) * step, side="right")
+    points = low + np.arange(n) * step
+    if is_above:
+        running[100:-1] = np.nextafter(points[1:], np.inf)
+    first = weights_module._first_hits(running, edges, draw_edges)
+    expected = np.searchsorted(running, points, side="right")
     assert np.array_equal(first[50:], expected)
-    assert np.any(np.ceil((running[100:] - low) / step) != np.arange(1, n + 1)), "rounding plays no part here"
+    n_below = np.searchsorted(points, running[100:-1])
+    off = np.ceil((running[100:-1] - low) / step) - n_below
+    assert np.any(off < 0 if is_above else off > 0), "rounding plays no part here"
 
 
 def test_classes_of_more_cells_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
