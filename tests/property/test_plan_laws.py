@@ -48,12 +48,11 @@ class Given(Strategy):
         rows = np.array(self.rows[start:stop], dtype=np.int64)
         return np.stack([rows, rows + 1], axis=1)
 
-    def arrange(self, start: int, stop: int, key: int) -> np.ndarray | None:
+    def arrange(self, n_rows: int, key: int) -> np.ndarray | None:
         if self.unit == 1:
             return None
-        assert start % self.unit == stop % self.unit == 0, "a unit is torn"
-        assert stop <= len(self.rows)
-        units = permuted_table((stop - start) // self.unit, key)
+        assert n_rows % self.unit == 0, "a unit is torn"
+        units = permuted_table(n_rows // self.unit, key)
         return (units[:, None] * self.unit + np.arange(self.unit)).reshape(-1)
 
     def describe(self) -> dict[str, Any]:

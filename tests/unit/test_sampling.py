@@ -275,7 +275,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
             "Grouped(shares=...): there are too few cells with label='b' to draw any; leave that class out.",
         ),
         (Grouped("label", 4), "Grouped('label', size=4): no class has that many cells; the largest has 3."),
-        (Subset([0, 1], Grouped("label", 4)), "Grouped('label', size=4): no class has that many cells; the largest has 2."),
+        (
+            Subset([0, 1], Grouped("label", 4)),
+            "Grouped('label', size=4): no class has that many cells; the largest has 2",
+        ),
         (Grouped("empty", 4), "Grouped('empty', size=4): no class has that many cells; the label is missing in all."),
         (
             PairedControl("drug", "none", match="batch"),
@@ -331,11 +334,11 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         ),
         (
             PairedControl("label", "b", match=("drug", "batch")),
-            "PairedControl: there is no control for cells with drug='dmso', batch=1 (1 of them), nor for 1 more group; m",
+            "PairedControl: there is no control for cells with drug='dmso', batch=1 (1 of them), nor for 1 more group;",
         ),
         (
             PairedControl("batch", 3, match=("label", "drug")),
-            "PairedControl: there is no control for cells with label='a', drug='dmso' (1 of them), nor for 3 more groups",
+            "PairedControl: there is no control for cells with label='a', drug='dmso' (1 of them), nor for 3 more grou",
         ),
         (
             PairedControl("drug", "dmso", match=("batch", "label"), fallback="batch"),
