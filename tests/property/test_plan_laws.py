@@ -358,6 +358,17 @@ def test_an_interrupted_round_may_be_left_to_fewer_ranks_that_stop_within_it(une
         assert rows_of(rank).tolist() == slow_order(rank)
 
 
+@pytest.mark.parametrize("uneven", ["drop", "pad"])
+@pytest.mark.parametrize(
+    "strategy", [Shuffled((250,), 5), Given(tuple(range(250)), 2)], ids=["rows", "units of two rows"]
+)
+def test_a_later_round_may_be_interrupted(strategy: Strategy, uneven: str) -> None:
+    """After the first fetch of each rank, and, once that is left to more ranks, after the second one."""
+    plan = Plan(strategy, 4, 3, seed=3, uneven=uneven, history=((2, 4), (3, 7)), world_size=2)
+    for rank in ranks_of(plan):
+        assert rows_of(rank).tolist() == slow_order(rank)
+
+
 FROZEN = Plan(Shuffled((13, 0, 8), 3), batch_size=4, fetch_factor=3, seed=2026, epoch=5)
 FROZEN_ROWS = [3, 4, 6, 7, 11, 14, 5, 9, 12, 10, 13, 15, 19, 16, 18, 20, 17, 1, 0, 8, 2]
 
