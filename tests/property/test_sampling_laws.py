@@ -409,6 +409,17 @@ def test_a_state_tells_where_one_class_ends_and_the_next_begins(sampler: Any) ->
     assert one.describe() != other.describe()
 
 
+def test_a_state_tells_which_cells_have_which_weights() -> None:
+    """Also where these are so many that cells of similar weight are drawn together."""
+    weights = np.random.default_rng(0).uniform(1, 1.06, 1500)
+    order = np.arange(1500)
+    order[[10, 11]] = 11, 10
+    cells = cells_of(1500)
+    one, other = (Weighted(given).over(cells).describe() for given in (weights, weights[order]))
+    assert one != other
+    assert one["shares"] == other["shares"]
+
+
 NAMES = list(every_sampler(600))
 
 
@@ -769,6 +780,16 @@ def test_each_cell_gets_several_controls(n_controls: int, n_ranks: int, size: in
         for kind in range(2):
             uses = np.bincount(controls.ravel(), minlength=drug.size)[(drug == dmso) & (batch == kind)]
             assert uses.max() - uses.min() <= (1 if size is None else 2 * n_controls)
+
+
+@pytest.mark.parametrize("n_controls", [1, 3])
+def test_blocks_of_pairs_are_as_large_with_their_partners(n_controls: int) -> None:
+    obs = {"drug": column(np.repeat(["x", "dmso"], [960, 40])), "batch": column(["1"] * 1000)}
+    for block_size, expected in ((15, False), (16, True)):  # 960 / 64 is 15
+        cells = cells_of(1000, obs=obs, batch_size=8, fetch_rows=16, block_size=block_size)
+        strategy = PairedControl("drug", "dmso", match="batch", n_controls=n_controls).over(cells)
+        assert strategy.largest_block == (1 + n_controls) * block_size
+        assert Plan(strategy, 8, 2, drop_last=True).begins_anywhere == expected
 
 
 def test_perturbed_cells_are_dropped_equally_often() -> None:

@@ -303,10 +303,10 @@ def test_of_several_deals_the_closest_is_taken(is_stratified: bool, monkeypatch:
         far = []
         for n_tries in (1, 16):
             monkeypatch.setattr("gpuload.dealing.N_TRIES", n_tries)
-            wanted, stratify = {"train": 0.7, "val": 0.3}, "kind" if is_stratified else None
+            wanted, stratify = {"train": 0.6, "val": 0.3, "test": 0.1}, "kind" if is_stratified else None
             part = gpuload.split(cells, wanted, by="sample", stratify=stratify, seed=number).part
-            held = np.stack([np.bincount(kind[part == p], minlength=3) for p in (0, 1)])
-            share = np.outer([0.7, 0.3], np.bincount(kind))
+            held = np.stack([np.bincount(kind[part == p], minlength=3) for p in range(3)])
+            share = np.outer([0.6, 0.3, 0.1], np.bincount(kind))
             if is_stratified:
                 held, share = (np.column_stack([one, one.sum(axis=1)]) for one in (held, share))
                 far.append(((held - share) ** 2 / share).sum())
