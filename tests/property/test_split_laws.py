@@ -362,6 +362,15 @@ def test_groups_of_two_columns_with_many_categories() -> None:
     assert groups.counts.tolist() == [1, 2]
 
 
+def test_categories_without_cells_are_no_groups() -> None:
+    """And cells without a value are in none, which is not the last one."""
+    names = np.array(["a", "never", "c"], dtype=object)
+    groups = group_by([ObsColumn(np.array([2, -1, 0, 2], dtype=np.int32), names)])
+    assert groups.labels == ["a", "c"]
+    assert groups.codes.tolist() == [1, -1, 0, 1]
+    assert groups.counts.tolist() == [1, 2]
+
+
 def test_a_small_remainder_is_in_no_part() -> None:
     assert np.count_nonzero(deal_cells({"train": 0.95}, 1000, None, 0) < 0) == 50
 

@@ -924,6 +924,14 @@ def test_minibatches_without_pairs_are_refused(batch: Any, given: int | None, me
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("sampler", [None, Sequential(), ClassBalanced("cell_line"), Subset([1, 2])])
+def test_minibatches_of_samplers_that_pair_no_cells_are_not_split(plain: Stored, sampler: Any) -> None:
+    with gpuload.open_loader(plain.path, sampler=sampler, device="cpu") as loader:
+        batch = next(iter(loader))
+    with pytest.raises(PlanError, match="the minibatch does not come from a sampler that pairs cells"):
+        gpuload.split_pairs(batch)
+
+
 @pytest.mark.parametrize("is_in_subset", [False, True])
 @pytest.mark.parametrize("row", [-1, 10_000])
 def test_single_rows_that_do_not_exist(plain: Stored, row: int, is_in_subset: bool) -> None:
