@@ -392,6 +392,13 @@ def test_controls_may_be_named_with_values_that_a_column_of_numbers_cannot_have(
     assert set(drawn[1::2].tolist()) <= {0, 1, 2}  # of batch 1
 
 
+def test_cells_without_a_label_are_neither_controls_nor_paired() -> None:
+    for control, theirs, others in (("b", {3, 4}, {0, 1, 2}), ("a", {0, 1, 2}, {3, 4})):
+        bound = PairedControl("label", control, match="all").over(cells(obs={**cells().obs, "all": Column([1] * 6)}))
+        drawn = expand_ranges(bound.order((1, 2, 3, 4)).ranges(0, bound.n_rows))
+        assert (set(drawn[::2].tolist()), set(drawn[1::2].tolist()) - theirs) == (others, set())
+
+
 def test_missing_values_cannot_be_controls() -> None:
     obs = {"dose": Column([0.0, np.nan, 1.0, 0.0, np.nan, 1.0]), "batch": Column([1] * 6)}
     told = r"^PairedControl\(control=nan\): no cell has that value in column 'dose'; pass the value that marks controls"

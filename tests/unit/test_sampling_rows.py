@@ -229,6 +229,17 @@ def test_joint_classes_of_many_names(n_names: int, slice_rows: int, monkeypatch:
     assert joint.names[-1] == joint.names[len(joint.names) - 1]
 
 
+def test_of_equal_exponential_keys_the_first_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which no two cells have, but for rounding; here every three neighbours do."""
+    monkeypatch.setattr(weights_module, "_hashes", lambda rows, key: hash64((rows // 3).astype(np.uint64) ^ key))
+    (key,) = random_keys(1, 5, 6, 1)
+    by_key = np.argsort(~hash64(np.arange(300, dtype=np.uint64) // 3 ^ key), kind="stable")  # larger ones come first
+    for n_samples in range(1, 301):
+        order = Chosen((300,), np.ones(300), n_samples, 16, {}).order((5, 6))
+        assert order.ranges(0, n_samples).size
+        np.testing.assert_array_equal(np.sort(expand_ranges(order.ranges(0, n_samples))), np.sort(by_key[:n_samples]))
+
+
 @pytest.mark.parametrize("kind", ["unlike", "equal", "zeros", "far apart", "tiny", "huge"])
 def test_the_smallest_exponential_keys_are_chosen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     n, rng = 100_000, np.random.default_rng(0)
