@@ -29,19 +29,18 @@ class RowOrder(Protocol):
         They may overlap and repeat: a strategy may draw a row more than once.
         """
 
-    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
-        """Return the order in which the rows at positions ``start:stop``, one fetch, are delivered.
+    def arrange(self, n_rows: int, key: int) -> NDArray[np.int64] | None:
+        """Return the order in which the rows of a fetch are delivered, a permutation of shape (n_rows,).
 
-        Shape (stop - start,), a permutation relative to `start`; None to shuffle all rows of the fetch. For a fetch
-        made of several stretches of the order, each of whole units of the strategy (the last of a padded epoch, or
-        what an interrupted round has left), positions ``0:n`` are requested.
+        None to shuffle them all. A fetch has whole units of the strategy, from one stretch of the order or several (the
+        last of a padded epoch, or what an interrupted round has left).
         """
 
 
 class MixedFetches:
     """Mixin for orders that shuffle all rows of a fetch."""
 
-    def arrange(self, start: int, stop: int, key: int) -> None:
+    def arrange(self, n_rows: int, key: int) -> None:
         """Return None: the rows of a fetch are shuffled."""
 
 
@@ -55,10 +54,10 @@ class FileOrder:
         """Return the single range ``start:stop``, shape (1, 2)."""
         return np.array([[start, stop]], dtype=np.int64)
 
-    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
+    def arrange(self, n_rows: int, key: int) -> NDArray[np.int64] | None:
         """Return the identity permutation; None if `is_mixed`."""
         del key
-        return None if self.is_mixed else np.arange(stop - start)
+        return None if self.is_mixed else np.arange(n_rows)
 
 
 class EqualBlocks(MixedFetches):
@@ -132,9 +131,9 @@ class MappedOrder:
         """Return the row ranges at positions ``start:stop``, shape (n, 2)."""
         return self._rows.map_ranges(self._inner.ranges(start, stop))
 
-    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
+    def arrange(self, n_rows: int, key: int) -> NDArray[np.int64] | None:
         """Return the inner order's arrangement."""
-        return self._inner.arrange(start, stop, key)
+        return self._inner.arrange(n_rows, key)
 
 
 class RotatedOrder:
@@ -153,9 +152,9 @@ class RotatedOrder:
             parts.append((max(start, turn) - turn, stop - turn))
         return np.concatenate([self._inner.ranges(*part) for part in parts])
 
-    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64] | None:
-        """Return the inner order's arrangement of as many rows."""
-        return self._inner.arrange(0, stop - start, key)
+    def arrange(self, n_rows: int, key: int) -> NDArray[np.int64] | None:
+        """Return the inner order's arrangement."""
+        return self._inner.arrange(n_rows, key)
 
 
 def shuffled_blocks(

@@ -316,7 +316,6 @@ def _screen(
     is_control[is_in], is_perturbed[is_in] = found[0], found[1] & ~found[0]
     if not is_perturbed.any():
         raise PlanError(f"knockdown: column {column!r} names no perturbed cells beside the controls; pass another.")
-    is_control &= group >= 0
     is_perturbed &= group >= 0
     if not is_perturbed.any():
         raise PlanError(
@@ -482,7 +481,7 @@ def _filtered(
     control_mean = np.full(len(screen.keys), np.nan)
     is_known = screen.gene_of >= 0
     group, gene = screen.group_of[is_known], screen.gene_of[is_known]
-    with np.errstate(invalid="ignore", divide="ignore"):  # NaN where there is nothing to compare
+    with np.errstate(invalid="ignore"):  # NaN where there is nothing to compare
         control_mean[is_known] = measured.of_controls[group, gene] / screen.n_controls()[group, gene]
         base = np.where(control_mean > 0, control_mean, np.nan)
         residual = measured.total / n_compared / base

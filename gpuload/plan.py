@@ -175,7 +175,7 @@ class Plan:
         key = self._key(len(self.history), index, self.rank, self.world_size)
         ranges = merge_ranges(drawn)
         n_resident = n_rows_in(ranges)
-        places = self._arrange(self._left, start, size, key)
+        places = self._order.arrange(size, key)
         if places is None:
             mixed = permuted_table(size, key)
             if n_resident == size:  # no row is drawn twice
@@ -211,12 +211,6 @@ class Plan:
             start, size = start + n_rows, size - n_rows
         return np.concatenate(parts)
 
-    def _arrange(self, left: _Left, start: int, size: int, key: int) -> NDArray[np.int64] | None:
-        start %= left.size
-        if left.loose.size or start + size > left.size:
-            return self._order.arrange(0, size, key)
-        return self._order.arrange(left.start + start, left.start + start + size, key)
-
     def _key(self, segment: int, index: int, rank: int, world_size: int) -> int:
         further = (segment,) if segment else ()
         (key,) = random_keys(1, self.seed, self.epoch, _ROWS, index * world_size + rank, *further)
@@ -244,7 +238,7 @@ class Plan:
         """Return the positions of a fetch, counted from its start, in delivery order."""
         start, size = self._part(left, index, rank, world_size)
         key = self._key(segment, index, rank, world_size)
-        places = self._arrange(left, start, size, key)
+        places = self._order.arrange(size, key)
         if places is not None:
             return places
         by_row = np.argsort(expand_ranges(self._ranges(left, start, size)), kind="stable")

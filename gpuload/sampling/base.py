@@ -228,10 +228,7 @@ class Strategy(ABC):
 
     @property
     def largest_block(self) -> int:
-        """Number of rows in the largest block, if rows come in shuffled blocks; otherwise 0.
-
-        Also 0 if how the rows of a fetch are arranged depends on more than their number.
-        """
+        """Number of rows in the largest block, if rows come in shuffled blocks; otherwise 0."""
         return 0
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -137,7 +137,7 @@ class PairedControl:
                     f"{most}."
                 )
             sets = Grouped(list(self.columns), self.size, self.remainder)
-            shuffle = sets.over(replace(part, batch_size=cells.batch_size // (1 + self.n_controls)))
+            shuffle = sets.over(part)
         return Pairs(
             perturbed,
             shuffle,

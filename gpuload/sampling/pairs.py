@@ -109,20 +109,20 @@ class _PairOrder:
         skip = start - self._n_together * first
         return as_ranges(rows.ravel()[skip : skip + stop - start])
 
-    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64]:
+    def arrange(self, n_rows: int, key: int) -> NDArray[np.int64]:
         """Return the pairs of a fetch, or its sets of pairs, in random order.
 
         Within each minibatch the perturbed cells come first, then their controls.
         """
         each, n_controls = self._n_together, self._pairs.n_partners
-        n_pairs, n_in_batch = (stop - start) // each, self._pairs.batch_size // each
+        n_pairs, n_in_batch = n_rows // each, self._pairs.batch_size // each
         is_in_sets = self._pairs.unit > each
-        mixed = self._shuffled.arrange(start // each, stop // each, key) if is_in_sets else permuted_table(n_pairs, key)
+        mixed = self._shuffled.arrange(n_pairs, key) if is_in_sets else permuted_table(n_pairs, key)
         pair = each * np.asarray(mixed)
         batch, within = np.divmod(np.arange(n_pairs), n_in_batch)
         n_here = np.minimum(n_in_batch, n_pairs - batch * n_in_batch)
         begin = batch * each * n_in_batch
-        places = np.arange(stop - start)
+        places = np.arange(n_rows)
         places[begin + within] = pair
         control = np.arange(n_controls)
         places[(begin + n_here + within * n_controls)[:, None] + control] = pair[:, None] + 1 + control

@@ -191,12 +191,10 @@ class _SetOrder(ABC):
         first, last = start // size, -(-stop // size)
         return as_ranges(self._rows(first, last).ravel()[start - first * size : stop - first * size])
 
-    def arrange(self, start: int, stop: int, key: int) -> NDArray[np.int64]:
+    def arrange(self, n_rows: int, key: int) -> NDArray[np.int64]:
         """Return the sets of a fetch in random order, each kept whole."""
         size = self._sets.size
-        n_whole, rest = divmod(stop - start, size)
-        places = permuted_table(n_whole, key)[:, None] * size + np.arange(size)
-        return np.append(places.ravel(), np.arange(stop - start - rest, stop - start))
+        return (permuted_table(n_rows // size, key)[:, None] * size + np.arange(size)).ravel()
 
 
 class _ShuffledSets(_SetOrder):

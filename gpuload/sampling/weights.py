@@ -163,14 +163,15 @@ class Chosen(Strategy):
 
     def order(self, key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch."""
-        (key,) = random_keys(1, *key_words)
+        (key,) = random_keys(1, *key_words, 1)  # not that of the blocks, which would put the first cell near the end
         chosen = list_of_mask(self._choose(np.uint64(key)))
         per_file = np.diff(chosen.rank(np.concatenate([[0], np.cumsum(self.file_rows)])))
         return MappedOrder(shuffled_blocks(tuple(per_file.tolist()), self.block_size, key_words), chosen)
 
     def describe(self) -> dict[str, Any]:
         """Return the sampler's name and parameters, with a digest of its weights."""
-        return {**self.about, "num_samples": self.n_samples, "block_size": self.block_size}
+        sizes = {"num_samples": self.n_samples, "block_size": self.block_size}
+        return {**self.about, **sizes, "keys": 2}  # raised when the same cells would be others, or in another order
 
     def _choose(self, key: np.uint64) -> NDArray[np.bool_]:
         """Return a mask of the rows with the `n_samples` smallest exponential keys; of equal keys, the first ones.

@@ -235,7 +235,7 @@ def small(values: Any, labels: str | list[Any], genes: str = "ab", **obs: Any) -
 SMALL: dict[str, Any] = {"control": "c", "min_cells": 1}
 
 
-def test_limits_are_not_passed_by_what_equals_them() -> None:
+def test_limits_are_not_passed_by_what_equals_them(caplog: pytest.LogCaptureFixture) -> None:
     cells = small([[4, 0], [1, 0], [3, 0]], "caa")  # 1/4 and 3/4 of the controls, 1/2 in the mean
     kept = [
         gpuload.knockdown(cells, "g", residual_expression=mean, cell_residual_expression=cell, **SMALL).mask.tolist()
@@ -243,6 +243,23 @@ def test_limits_are_not_passed_by_what_equals_them() -> None:
     ]
     no, both, one = [True, False, False], [True, True, True], [True, True, False]
     assert kept == [no, both, one, no]
+    assert not caplog.messages, "all targets are known"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_cells_that_express_nothing_are_compared_too(order: int) -> None:
+    found = gpuload.knockdown(small([[4, 0], [1, 0], [0, 0]][::order], "caa"[::order]), "g", **SMALL)
+    np.testing.assert_array_equal(found.residual[::order], np.array([np.nan, 0.25, 0], np.float32))
+    assert found.mask.all()
+
+
+def test_all_groups_without_controls_are_counted() -> None:
+    cells = small([[4, 1]] * 4, "caaa", line=["x", "y", "z", "z"])
+    with pytest.raises(gpuload.PlanError, match=r"line='y' \(1 of them\), nor for 1 more group; match fewer"):
+        gpuload.knockdown(cells, "g", match="line", **SMALL)
+    cells = small([[4, 1]] * 4, "caaa", line=["x", "y", "z", "u"])
+    with pytest.raises(gpuload.PlanError, match=r"\(1 of them\), nor for 2 more groups; match fewer"):
+        gpuload.knockdown(cells, "g", match="line", **SMALL)
 
 
 def test_without_a_passing_cell_nothing_is_kept() -> None:
@@ -430,6 +447,10 @@ def test_of_many_unknown_targets_some_are_named(screen: anndata.AnnData, caplog:
     assert ": 'gene0' ('other0'), 'gene1' ('other1'), " in said
     assert said.count("other") == 6  # five, and "other names"
     assert " and 3 more. If they have other names" in said
+    caplog.clear()
+    gpuload.knockdown(screen, "target", targets={f"gene{i}": f"other{i}" for i in range(4)}, **CONTROL)
+    (said,) = caplog.messages
+    assert "'gene3' ('other3'), 'no gene'. If they have other names" in said
 
 
 def test_progress_is_told(screen: anndata.AnnData, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,7 +497,7 @@ def test_unknown_targets_are_told_of(screen: anndata.AnnData, caplog: pytest.Log
         ({"where": "target == 'ctrl'"}, "knockdown: column 'target' names no perturbed cells beside the controls"),
         (
             {"where": "target in ['ctrl', 'no gene']"},
-            "no perturbation in column 'target', such as 'no gene', is the na",
+            "no perturbation in column 'target', such as 'no gene', is the name of a gene, such as 'gene0'; pass t",
         ),
         (
             {"match": "line", "where": "line == 'K562' or target != 'ctrl'"},
@@ -490,6 +511,10 @@ def test_unknown_targets_are_told_of(screen: anndata.AnnData, caplog: pytest.Log
         ({"cell_residual_expression": "half"}, "cell_residual_expression='half': expected a fraction"),
         ({"min_cells": -1}, "min_cells=-1: expected a whole number"),
         ({"targets": ["gene1"]}, r"targets=\['gene1'\]: expected a dict, for example \{'TP53_guide2': 'TP53'\}"),
+        (
+            {"targets": {"gene0": "gene1", "gene1": 2}},
+            r"targets=\{'gene0': 'gene1', 'gene1': 2\}: expected a dict, for",
+        ),
         ({"targets": {"gene1": ["gene2"]}}, r"targets=\{'gene1': \['gene2'\]\}: expected a dict, for example"),
         ({"layer": "nothing"}, "layer 'nothing'"),
         ({"layer": ["X", "doubled"]}, r"layer=\['X', 'doubled'\]: expected the name of one layer"),
@@ -504,7 +529,7 @@ def test_unknown_targets_are_told_of(screen: anndata.AnnData, caplog: pytest.Log
         ),
         (
             {"targets": dict.fromkeys(GENES, "gene99")},
-            "no target of a perturbation, such as 'gene99', is the name of a g",
+            "no target of a perturbation, such as 'gene99', is the name of a gene, such as 'gene0'; pass t",
         ),
     ],
     ids=str,

@@ -48,12 +48,11 @@ class Given(Strategy):
         rows = np.array(self.rows[start:stop], dtype=np.int64)
         return np.stack([rows, rows + 1], axis=1)
 
-    def arrange(self, start: int, stop: int, key: int) -> np.ndarray | None:
+    def arrange(self, n_rows: int, key: int) -> np.ndarray | None:
         if self.unit == 1:
             return None
-        assert start % self.unit == stop % self.unit == 0, "a unit is torn"
-        assert stop <= len(self.rows)
-        units = permuted_table((stop - start) // self.unit, key)
+        assert n_rows % self.unit == 0, "a unit is torn"
+        units = permuted_table(n_rows // self.unit, key)
         return (units[:, None] * self.unit + np.arange(self.unit)).reshape(-1)
 
     def describe(self) -> dict[str, Any]:
@@ -330,11 +329,42 @@ def test_ranks_and_histories_match_a_slow_implementation(plan: Plan) -> None:
     assert rows_of(plan).tolist() == slow_order(plan)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [Shuffled((1500,), edges=np.r_[0, 200:1501:10]), Shuffled((1500,), 10), Shuffled((10,) * 100, 1000)],
+    ids=["one large block", "small blocks", "small files"],
+)
+def test_only_an_order_of_large_blocks_begins_anywhere(strategy: Shuffled) -> None:
+    plan = Plan(strategy, 16, 4, seed=1, drop_last=True)
+    assert rows_of(plan).tolist() == slow_order(plan)
+
+
+@pytest.mark.parametrize(("n_samples", "block_size", "expected"), [(1000, 10, False), (1000, 16, True), (9, 10, True)])
+def test_an_order_of_chosen_cells_begins_anywhere_if_its_blocks_are_large(
+    n_samples: int, block_size: int, expected: bool
+) -> None:
+    strategy = Chosen((1500,), np.ones(1500), n_samples, block_size, {})
+    assert Plan(strategy, 16, 4, drop_last=True).begins_anywhere == expected
+    assert not Plan(strategy, 16, 4).begins_anywhere
+    assert strategy.largest_block == min(block_size, n_samples)
+
+
 @pytest.mark.parametrize("uneven", ["drop", "pad"])
 def test_an_interrupted_round_may_be_left_to_fewer_ranks_that_stop_within_it(uneven: str) -> None:
     """What several stops leave is dealt in its order, which examples drawn at random seldom have enough of to show."""
     history = ((5, 1), (2, 2), (1, 1))  # 40 rows of the first round are left, then 24, then 20
     plan = Plan(Shuffled((131,), 5), 4, 3, seed=3, uneven=uneven, history=history, world_size=2)
+    for rank in ranks_of(plan):
+        assert rows_of(rank).tolist() == slow_order(rank)
+
+
+@pytest.mark.parametrize("uneven", ["drop", "pad"])
+@pytest.mark.parametrize(
+    "strategy", [Shuffled((250,), 5), Given(tuple(range(250)), 2)], ids=["rows", "units of two rows"]
+)
+def test_a_later_round_may_be_interrupted(strategy: Strategy, uneven: str) -> None:
+    """After the first fetch of each rank, and, once that is left to more ranks, after the second one."""
+    plan = Plan(strategy, 4, 3, seed=3, uneven=uneven, history=((2, 4), (3, 7)), world_size=2)
     for rank in ranks_of(plan):
         assert rows_of(rank).tolist() == slow_order(rank)
 
@@ -642,5 +672,6 @@ def test_a_short_rank_is_padded_by_repeating_its_own_rows() -> None:
 )
 def test_impossible_blocks_are_refused(blocks: Any, message: str) -> None:
     plan = Plan(custom.Given(lambda seed, rank, n: blocks if rank else [[0, 9], [3, 3]], 50), 4, 10, world_size=2)
-    with pytest.raises(PlanError, match=f"sampler.*{message}"):
+    with pytest.raises(PlanError, match=f"sampler.*{message}") as caught:
         rows_of(plan)
+    assert "for rank 1" in str(caught.value)

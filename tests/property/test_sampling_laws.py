@@ -229,6 +229,20 @@ def test_draws_without_replacement_are_distinct_cells(n_samples: int | None) -> 
     assert set(rows) != set(rows_of(strategy, cells, (2026, 4, 1))) or rows.size == 2000
 
 
+@pytest.mark.parametrize("block_size", [1, 8])
+def test_the_place_of_a_chosen_cell_does_not_depend_on_its_being_chosen(block_size: int) -> None:
+    """Of 400 cells an epoch has 40: where its block stands among the others is uniform, for each of them."""
+    cells = cells_of(400, block_size=block_size)
+    strategy = Weighted(np.ones(400), 40, replace=False).over(cells)
+    n_blocks, n_epochs = 40 // block_size, 400
+    orders = np.array([rows_of(strategy, cells, (1, epoch, 1)) for epoch in range(n_epochs)])
+    times = np.bincount(orders.ravel(), minlength=400)
+    sums = np.bincount(orders.ravel(), np.tile(np.arange(40) // block_size, n_epochs), minlength=400)
+    deviation = np.sqrt((n_blocks**2 - 1) / 12 / times)
+    assert np.all(np.abs(times - n_epochs * 0.1) < 4.5 * np.sqrt(n_epochs * 0.1 * 0.9))
+    assert np.all(np.abs(sums / times - (n_blocks - 1) / 2) < 4.5 * deviation)
+
+
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -395,6 +409,17 @@ def test_a_state_tells_where_one_class_ends_and_the_next_begins(sampler: Any) ->
     assert one.describe() != other.describe()
 
 
+def test_a_state_tells_which_cells_have_which_weights() -> None:
+    """Also where these are so many that cells of similar weight are drawn together."""
+    weights = np.random.default_rng(0).uniform(1, 1.06, 1500)
+    order = np.arange(1500)
+    order[[10, 11]] = 11, 10
+    cells = cells_of(1500)
+    one, other = (Weighted(given).over(cells).describe() for given in (weights, weights[order]))
+    assert one != other
+    assert one["shares"] == other["shares"]
+
+
 NAMES = list(every_sampler(600))
 
 
@@ -420,12 +445,22 @@ def frozen_samplers(n: int) -> dict[str, Any]:
     }
 
 
+def frozen_cells() -> Cells:
+    n = 1300  # with more than 1,024 different weights
+    obs = {
+        "label": column([None if i % 13 == 4 else "abc"[i * i % 7 % 3] for i in range(n)]),
+        "batch": column(["12"[i // 650] for i in range(n)]),
+        "drug": column([("dmso", "x", "y")[i * 5 % 11 % 3] for i in range(n)]),
+    }
+    return cells_of(500, 0, n - 500, obs=obs, batch_size=16, fetch_rows=64, block_size=5)
+
+
 FROZEN = {
     "class": "12547f106538",
     "class-shares": "654d185ec862",
     "weighted": "b8263dc4b1b2",
     "weighted-distinct": "abd23ec723d1",
-    "chosen": "049c72f3eb15",
+    "chosen": "08bc91e74880",
     "mixture": "05a28c532013",
     "subset": "ebb2fa7e8ad0",
     "grouped": "c0ee342246f1",
@@ -440,17 +475,29 @@ FROZEN = {
 @pytest.mark.parametrize("name", FROZEN)
 def test_the_orders_of_samplers_are_frozen(name: str) -> None:
     """Another order under the same state loses cells and repeats others: it needs a new `state.VERSION`."""
-    n = 1300  # with more than 1,024 different weights
-    obs = {
-        "label": column([None if i % 13 == 4 else "abc"[i * i % 7 % 3] for i in range(n)]),
-        "batch": column(["12"[i // 650] for i in range(n)]),
-        "drug": column([("dmso", "x", "y")[i * 5 % 11 % 3] for i in range(n)]),
-    }
-    cells = cells_of(500, 0, n - 500, obs=obs, batch_size=16, fetch_rows=64, block_size=5)
-    strategy = frozen_samplers(n)[name].over(cells)
+    cells = frozen_cells()
+    strategy = frozen_samplers(cells.n_rows)[name].over(cells)
     rows = [fetches_of(strategy, cells, epoch, rank=1, world_size=2) for epoch in (0, 1)]
     found = blake2b(np.concatenate([*rows[0], *rows[1]]).astype("<i8").tobytes(), digest_size=6).hexdigest()
     assert found == FROZEN[name]
+
+
+@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("is_in_subset", [False, True])
+def test_more_cells_than_a_slice_are_drawn_as_those_of_one(
+    name: str, is_in_subset: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = frozen_cells()
+    sampler = frozen_samplers(cells.n_rows)[name]
+    sampler = Subset(np.arange(cells.n_rows) % 11 > 2, sampler) if is_in_subset else sampler
+    expected = sampler.over(cells)
+    rows = rows_of(expected, cells)
+    for module in ("classes", "neighbors", "rows", "weights"):
+        monkeypatch.setattr(f"gpuload.sampling.{module}.SLICE", 57)
+    monkeypatch.setattr("gpuload.sampling.queues._SLICE", 57)
+    strategy = sampler.over(cells)
+    assert strategy.describe() == expected.describe()
+    np.testing.assert_array_equal(rows_of(strategy, cells), rows)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -458,17 +505,17 @@ def test_the_order_does_not_depend_on_how_places_are_cut(name: str, monkeypatch:
     monkeypatch.setattr("gpuload.sampling.queues.GRID", 128)  # so that an epoch has many notes of the counts
     cells = some_cells()
     strategy = every_sampler(600)[name].over(cells)
-    unit, n = strategy.unit, strategy.n_rows
+    n = strategy.n_rows
     whole = rows_of(strategy, cells)
     assert whole.size == n
     rng = np.random.default_rng(0)
     order = strategy.order(WORDS)
     for _ in range(25):
-        start, stop = np.sort(rng.choice(n // unit + 1, 2, replace=False)) * unit
+        start, stop = np.sort(rng.choice(n + 1, 2, replace=False))
         np.testing.assert_array_equal(expand_ranges(order.ranges(start, stop)), whole[start:stop])
         fresh = strategy.order(WORDS)
         np.testing.assert_array_equal(expand_ranges(fresh.ranges(start, stop)), whole[start:stop])
-    cuts = [0, *np.sort(rng.choice(np.arange(1, n // unit), 20, replace=False)) * unit, n]
+    cuts = [0, *np.sort(rng.choice(np.arange(1, n), 20, replace=False)), n]
     parts = [expand_ranges(order.ranges(a, b)) for a, b in pairwise(cuts)]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
@@ -735,6 +782,16 @@ def test_each_cell_gets_several_controls(n_controls: int, n_ranks: int, size: in
             assert uses.max() - uses.min() <= (1 if size is None else 2 * n_controls)
 
 
+@pytest.mark.parametrize("n_controls", [1, 3])
+def test_blocks_of_pairs_are_as_large_with_their_partners(n_controls: int) -> None:
+    obs = {"drug": column(np.repeat(["x", "dmso"], [960, 40])), "batch": column(["1"] * 1000)}
+    for block_size, expected in ((15, False), (16, True)):  # 960 / 64 is 15
+        cells = cells_of(1000, obs=obs, batch_size=8, fetch_rows=16, block_size=block_size)
+        strategy = PairedControl("drug", "dmso", match="batch", n_controls=n_controls).over(cells)
+        assert strategy.largest_block == (1 + n_controls) * block_size
+        assert Plan(strategy, 8, 2, drop_last=True).begins_anywhere == expected
+
+
 def test_perturbed_cells_are_dropped_equally_often() -> None:
     """With blocks of 45, only the last 5 cells of one block used to be dropped."""
     obs = {"drug": column(np.repeat(["x", "dmso"], [90, 10])), "batch": column(["1"] * 100)}
@@ -977,3 +1034,17 @@ def test_an_epoch_draws_each_place_once(monkeypatch: pytest.MonkeyPatch) -> None
     for start in range(1000, n, 1000):
         order.ranges(start, start + 1000)
     assert sum(drawn) == n
+
+
+def test_going_back_in_an_epoch_takes_as_long_wherever_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = 20_000
+    monkeypatch.setattr("gpuload.sampling.queues.GRID", 256)
+    order = ClassBalanced("label").over(cells_of(n, obs={"label": column(["a", "b"] * (n // 2))})).order(WORDS)
+    order.ranges(n - 10, n)
+    drawn = []
+    draw = Shares.draw
+    monkeypatch.setattr(Shares, "draw", lambda *args: drawn.append(args[1].size) or draw(*args))
+    for start in (15_000, 5_000, 100, 12_345):
+        drawn.clear()
+        order.ranges(start, start + 10)
+        assert sum(drawn) <= 256 + 10

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -167,6 +168,19 @@ def test_groups_depend_on_the_order_of_neither_files_nor_cells(
         assert found[0].groups == found[1].groups
 
 
+@given(files(), shares(), st.integers(0, 5))
+def test_groups_do_not_depend_on_cells_without_a_group(drawn: Cells, wanted: dict[str, Any], seed: int) -> None:
+    known = []
+    for name, frame in drawn:
+        is_in = [sample is not None for sample in frame["sample"]]
+        known.append((name, {key: list(itertools.compress(values, is_in)) for key, values in frame.items()}))
+    settings: dict[str, Any] = {"by": "sample", "stratify": "kind", "seed": seed}
+    found = [split_or_none(store_of(f), wanted, **settings) for f in (drawn, known)]
+    assert (found[0] is None) == (found[1] is None)
+    if found[0] is not None and found[1] is not None:
+        assert found[0].groups == found[1].groups
+
+
 @given(st.integers(1, 400), shares(), st.integers(0, 5))
 def test_cells_dealt_one_by_one_meet_their_share_exactly(n_obs: int, wanted: dict[str, Any], seed: int) -> None:
     cells = store_of([("a", {"kind": ["T"] * (n_obs // 2)}), ("b", {"kind": ["T"] * (n_obs - n_obs // 2)})])
@@ -278,6 +292,31 @@ def test_stratified_groups_come_closer_to_the_shares_of_classes() -> None:
     assert off["kind"] < 0.05 < off[None] / 1.5, off
 
 
+@pytest.mark.parametrize("is_stratified", [False, True])
+def test_of_several_deals_the_closest_is_taken(is_stratified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closest in the largest difference in cells; if stratified, in the sum over classes and over all cells."""
+    nearer = []
+    for number in range(30):
+        rng = np.random.default_rng(number)
+        sample, kind = rng.integers(0, 9, 200), rng.integers(0, 3, 200)
+        cells = store_of([("a", {"sample": [f"s{i}" for i in sample], "kind": [f"k{i}" for i in kind]})])
+        far = []
+        for n_tries in (1, 16):
+            monkeypatch.setattr("gpuload.dealing.N_TRIES", n_tries)
+            wanted, stratify = {"train": 0.6, "val": 0.3, "test": 0.1}, "kind" if is_stratified else None
+            part = gpuload.split(cells, wanted, by="sample", stratify=stratify, seed=number).part
+            held = np.stack([np.bincount(kind[part == p], minlength=3) for p in range(3)])
+            share = np.outer([0.6, 0.3, 0.1], np.bincount(kind))
+            if is_stratified:
+                held, share = (np.column_stack([one, one.sum(axis=1)]) for one in (held, share))
+                far.append(((held - share) ** 2 / share).sum())
+            else:
+                far.append(np.abs(held.sum(axis=1) - share.sum(axis=1)).max())
+        assert far[1] <= far[0] + 1e-6
+        nearer.append(far[1] < far[0] - 1e-6)
+    assert np.mean(nearer) > 0.5
+
+
 def test_the_deal_is_frozen() -> None:
     """A deal must never change: saved row numbers and papers depend on it."""
     sizes = [7, 30, 2, 11, 19, 5, 23, 3, 13, 17]
@@ -297,6 +336,15 @@ FROZEN_GROUPS = ("s0", "s2", "s8", "s9")
 FROZEN_BOTH = ("s2", "s3", "s6", "s7")
 
 
+@pytest.mark.parametrize("rooms", [[5.0, 3.0, 8.0], [4.0, 0.5, 2.0, 10.0], [0.5, 6.0, 0.25]])
+def test_a_group_goes_to_parts_with_room_in_proportion_to_it(rooms: list[float]) -> None:
+    tosses = (np.arange(1000) + 0.5) / 1000
+    placed = [_fill([1], rooms.copy(), [toss])[0] for toss in tosses.tolist()]
+    chances = np.where(np.array(rooms) >= 1, rooms, 0)
+    expected = 1000 * chances / chances.sum()
+    assert np.all(np.abs(np.bincount(placed, minlength=len(rooms)) - expected) <= 1)
+
+
 def test_rounding_does_not_place_a_group_where_there_is_no_room() -> None:
     rooms, toss = [1.7901067572731817, 1.589939469029801, 7.803790610074039, 0.0], 1 - 2**-52
     assert toss * sum(rooms) - rooms[0] - rooms[1] >= rooms[2], "as floats"
@@ -311,6 +359,15 @@ def test_groups_of_two_columns_with_many_categories() -> None:
     groups = group_by([one, two])
     assert groups.labels == [("g0", "g59998"), ("g59999", "g59999")]
     assert groups.codes.tolist() == [1, 0, 1, -1, -1]
+    assert groups.counts.tolist() == [1, 2]
+
+
+def test_categories_without_cells_are_no_groups() -> None:
+    """And cells without a value are in none, which is not the last one."""
+    names = np.array(["a", "never", "c"], dtype=object)
+    groups = group_by([ObsColumn(np.array([2, -1, 0, 2], dtype=np.int32), names)])
+    assert groups.labels == ["a", "c"]
+    assert groups.codes.tolist() == [1, -1, 0, 1]
     assert groups.counts.tolist() == [1, 2]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from functools import partial
 from hashlib import blake2b
@@ -81,6 +82,9 @@ def cells(**more: Any) -> Cells:
             "Mixture: expected {path: share}, or a list of pairs (path or mask, share), at least one.",
         ),
         (lambda: Mixture(["a"]), "Mixture: expected {path: share}, or a list of pairs (path or mask, share), at least"),
+        (lambda: Mixture(["ab"]), "Mixture: expected {path: share}, or a list of pairs (path or mask, share)"),
+        (lambda: Mixture([("a", 1, 2)]), "Mixture: expected {path: share}, or a list of pairs (path"),
+        (lambda: Mixture({"a": 1}, 0), "Mixture(num_samples=0): expected a whole number of at least 1."),
         (lambda: Mixture(3), "Mixture: expected {path: share}, or a list of pairs"),
         (lambda: Mixture({"x": 0}), "Mixture: the share of x is 0; expected a finite number above 0."),
         (lambda: Mixture({"x": float("nan")}), "Mixture: the share of x is nan; expected a finite number above 0."),
@@ -103,6 +107,10 @@ def cells(**more: Any) -> Cells:
         (
             lambda: ClassBalanced("a", shares={"x": 1, "y": float("nan")}),
             "ClassBalanced: the share of 'y' is nan; expected a finite number above 0.",
+        ),
+        (
+            lambda: ClassBalanced("a", shares={"x": float("inf")}),
+            "ClassBalanced: the share of 'x' is inf; expected a finite number above 0.",
         ),
         (
             lambda: PairedControl("a", "c", n_controls=0),
@@ -169,6 +177,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         (
             BlockShuffle(edges=[[0, 3], [6]]),
             "BlockShuffle(edges=[[0, 3], [6]]): expected whole numbers in increasing order.",
+        ),
+        (
+            BlockShuffle(edges=np.empty(0, np.int64)),
+            "BlockShuffle(edges=array([], dtype=int64)): expected whole numbers in increasing order.",
         ),
         (BlockShuffle(edges=6), "BlockShuffle(edges=6): expected whole numbers in increasing order."),
         (ClassBalanced(np.zeros(5, int)), "ClassBalanced: 5 labels for 6 cells; pass one per cell."),
@@ -263,6 +275,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
             "Grouped(shares=...): there are too few cells with label='b' to draw any; leave that class out.",
         ),
         (Grouped("label", 4), "Grouped('label', size=4): no class has that many cells; the largest has 3."),
+        (
+            Subset([0, 1], Grouped("label", 4)),
+            "Grouped('label', size=4): no class has that many cells; the largest has 2",
+        ),
         (Grouped("empty", 4), "Grouped('empty', size=4): no class has that many cells; the label is missing in all."),
         (
             PairedControl("drug", "none", match="batch"),
@@ -271,6 +287,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         (
             PairedControl("empty", "a", match="batch"),
             "PairedControl(control='a'): no cell has that value in column 'empty'; pass the value that marks",
+        ),
+        (
+            PairedControl("drug", [], match="batch"),
+            "PairedControl(control=[]): no cell has that value in column 'drug'; pass the value that marks controls.",
         ),
         (
             PairedControl("drug", "dmsoo", match="batch"),
@@ -311,6 +331,14 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         (
             PairedControl("drug", "dmso", match="batch"),
             "PairedControl: there is no control for cells with batch=3 (1 of them); match fewer columns, pass",
+        ),
+        (
+            PairedControl("label", "b", match=("drug", "batch")),
+            "PairedControl: there is no control for cells with drug='dmso', batch=1 (1 of them), nor for 1 more group;",
+        ),
+        (
+            PairedControl("batch", 3, match=("label", "drug")),
+            "PairedControl: there is no control for cells with label='a', drug='dmso' (1 of them), nor for 3 more grou",
         ),
         (
             PairedControl("drug", "dmso", match=("batch", "label"), fallback="batch"),
@@ -364,6 +392,13 @@ def test_controls_may_be_named_with_values_that_a_column_of_numbers_cannot_have(
     assert set(drawn[1::2].tolist()) <= {0, 1, 2}  # of batch 1
 
 
+def test_cells_without_a_label_are_neither_controls_nor_paired() -> None:
+    for control, theirs, others in (("b", {3, 4}, {0, 1, 2}), ("a", {0, 1, 2}, {3, 4})):
+        bound = PairedControl("label", control, match="all").over(cells(obs={**cells().obs, "all": Column([1] * 6)}))
+        drawn = expand_ranges(bound.order((1, 2, 3, 4)).ranges(0, bound.n_rows))
+        assert (set(drawn[::2].tolist()), set(drawn[1::2].tolist()) - theirs) == (others, set())
+
+
 def test_missing_values_cannot_be_controls() -> None:
     obs = {"dose": Column([0.0, np.nan, 1.0, 0.0, np.nan, 1.0]), "batch": Column([1] * 6)}
     told = r"^PairedControl\(control=nan\): no cell has that value in column 'dose'; pass the value that marks controls"
@@ -398,6 +433,29 @@ def test_nul_characters_are_found_in_every_slice() -> None:
     labels[-2:] = "a\0", "c"
     codes, names = factorize(labels)
     assert [names[code] if code >= 0 else None for code in codes[-6:]] == [None, 7, "a", "b", "a\0", "c"]
+    codes, names = factorize(np.array(["a\0", "a", "a"], dtype=object))
+    assert [names[code] for code in codes] == ["a\0", "a", "a"]
+
+
+@pytest.mark.parametrize("within", [range(6), [0, 2, 4, 5]])
+def test_a_bad_weight_is_named_by_its_cell_in_every_slice(within: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuload.sampling.weights.SLICE", 2)
+    for cell in within:
+        weights = np.where(np.arange(6) == cell, -2.0, 1.0)
+        for sampler in (Subset(within, Weighted(weights)), *([Weighted(weights)] if len(within) == 6 else [])):
+            with pytest.raises(PlanError, match=rf"^Weighted: weights\[{cell}\]=-2\.0; expected finite numbers"):
+                sampler.over(cells())
+
+
+def test_a_class_that_is_not_named_in_shares_may_have_no_cells() -> None:
+    for sampler in (ClassBalanced("label", shares={"a": 1}), Grouped("label", 2, shares={"a": 1})):
+        bound = Subset([0, 1, 2, 5], sampler).over(cells())
+        assert set(expand_ranges(bound.order((1, 2, 3, 4)).ranges(0, bound.n_rows)).tolist()) <= {0, 1, 2}
+
+
+def test_classes_of_fewer_cells_than_a_set_are_not_drawn() -> None:
+    bound = Grouped("label", 3, shares="equal", num_samples=90).over(cells(batch_size=3))
+    assert set(expand_ranges(bound.order((1, 2, 3, 4)).ranges(0, 90)).tolist()) == {0, 1, 2}
 
 
 def test_shares_may_add_up_to_infinity() -> None:
@@ -438,6 +496,12 @@ def test_several_values_may_mark_controls(control: Any) -> None:
     assert found.describe() == expected.describe()
 
 
+def test_some_groups_of_perturbed_cells_may_be_smaller_than_a_set() -> None:
+    bound = PairedControl("drug", "dmso", match="label", size=2).over(cells())
+    rows = expand_ranges(bound.order((1, 2, 3, 4)).ranges(0, bound.n_rows))
+    assert set(rows[::2].tolist()) == {1, 2}  # cell 4 is the only one of its drug and label
+
+
 def test_an_odd_batch_size_is_refused_for_pairs() -> None:
     with pytest.raises(
         PlanError, match=r"PairedControl\(n_controls=1\) with batch_size=3: a minibatch has 1 of 2 controls; make"
@@ -445,7 +509,16 @@ def test_an_odd_batch_size_is_refused_for_pairs() -> None:
         PairedControl("drug", "dmso", match="batch").over(cells(batch_size=3))
 
 
-@pytest.mark.parametrize("sampler", [ClassBalanced("label"), Weighted([]), Grouped("label", 4)])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        ClassBalanced("label"),
+        Weighted([]),
+        Grouped("label", 4),
+        PairedControl("label", "a", match="label"),
+        PairedNeighbor(csr_matrix((0, 0))),
+    ],
+)
 def test_sampling_from_no_cells_is_refused(sampler: Any) -> None:
     nothing = Cells(("x.h5ad",), (0,), obs={"label": Column(np.empty(0, np.int32), ["a"])}, batch_size=4)
     with pytest.raises(PlanError, match=f"{type(sampler).__name__}: there are no cells to draw from; choose"):
@@ -606,6 +679,14 @@ def test_a_gene_mask_must_be_in_the_order_of_the_genes(plain: Stored) -> None:
         gpuload.open_loader(plain.path, genes=mask[::-1])
 
 
+def test_a_function_may_have_no_signature() -> None:
+    """Of one that is not written in Python, no parameters are known."""
+    function = partial(min, [[0, 6]], key=lambda one: not isinstance(one, list))
+    with pytest.raises(ValueError, match="signature"):
+        inspect.signature(function)
+    assert Custom(function).over(cells()).per_rank((1, 0, 1), 0, 1).tolist() == [[0, 6]]
+
+
 @pytest.mark.parametrize("is_subset", [False, True])
 def test_a_curriculum_is_told_the_epoch(plain: Stored, is_subset: bool) -> None:
     """Also when it is resumed, or begun by `set_epoch`, and as a keyword only."""
@@ -641,6 +722,10 @@ def test_custom_rows_all_outside_the_subset_are_refused(plain: Stored) -> None:
         "sampler: where= or a Subset leaves out all rows that it returned for rank 0, such as row 3; return some that "
         "it selects."
     )
+    some = Subset([4, 5], lambda epoch_seed, rank, world_size: [4, 3][rank : rank + 1]).over(cells())
+    assert some.per_rank((1, 0, 1), 0, 2).tolist() == [[4, 5]]
+    with pytest.raises(PlanError, match="returned for rank 1, such as row 3; return some that it selects"):
+        some.per_rank((1, 0, 1), 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -735,22 +820,49 @@ def test_descriptions_are_json_and_distinguish_settings() -> None:
         Grouped("label", 1, shares="equal", num_samples=7),
         Grouped("label", 1, shares={"a": 1, "b": 2}),
         Subset(mask, PairedControl("drug", "dmso", match="batch")),
+        Subset(mask, PairedControl("drug", "dmso", match="batch", n_controls=2)),
         Subset(mask, PairedControl("drug", "dmso", match="batch", n_controls=3)),
         Subset(mask, PairedControl("drug", "dmso", match="batch", pair_controls=True)),
         Subset(mask, PairedControl("drug", "x", match="batch")),
         PairedNeighbor(GRAPH),
         PairedNeighbor(GRAPH.T),
+        PairedNeighbor(GRAPH, 2),
         PairedNeighbor(GRAPH, 3),
         PairedNeighbor(GRAPH, alone="drop"),
         Custom(function),
+        Custom(function, shuffle_fetch=False),
     ]
-    texts = [json.dumps(sampler.over(cells()).describe(), sort_keys=True) for sampler in samplers]
+    texts, again = (
+        [json.dumps(sampler.over(cells(batch_size=12)).describe(), sort_keys=True) for sampler in samplers]
+        for _ in range(2)
+    )
     assert len(set(texts)) == len(texts)
-    assert texts == [json.dumps(sampler.over(cells()).describe(), sort_keys=True) for sampler in samplers]
+    assert texts == again
     assert texts[0] == '{"name": "Sequential"}'
     assert texts[1] == '{"block_size": 4, "name": "BlockShuffle"}'
     given = BlockShuffle(edges=[0, 3, 6]), BlockShuffle(edges=np.array([0, 3, 6], dtype=np.uint16))
     assert [json.dumps(sampler.over(cells()).describe(), sort_keys=True) for sampler in given] == [texts[4]] * 2
+
+
+@pytest.mark.parametrize("yes", [False, True])
+def test_settings_may_be_numbers_of_numpy(yes: bool) -> None:
+    """A description of them is of JSON values all the same."""
+
+    def described(n: Any, yes: Any) -> list[str]:
+        samplers = (
+            BlockShuffle(n),
+            Sequential(yes),
+            ClassBalanced("label", n),
+            Weighted(range(1, 7), n, replace=yes),
+            Mixture({"d/one.h5ad": 1}, n),
+            Grouped("label", n, shares="equal", num_samples=2 * n),
+            PairedControl("drug", "x", match="label", size=n // n, n_controls=n // n, pair_controls=yes),
+            PairedNeighbor(GRAPH, n // n),
+            Custom(len, shuffle_fetch=yes),
+        )
+        return [json.dumps(sampler.over(cells()).describe()) for sampler in samplers]
+
+    assert described(np.int64(2), np.bool_(yes)) == described(2, yes)
 
 
 def test_samplers_list_the_columns_they_need() -> None:
@@ -809,6 +921,7 @@ def test_split_pairs_separates_cells_and_partners() -> None:
             1,
             "(n_partners=1): the minibatch has 2 for each cell",
         ),
+        ({"X": np.ones((6, 2))}, 1, "(dict): expected a Batch, or a front's dict of tensors with 'rows'"),
         ([Batch(np.ones((6, 2)), {}, np.arange(6))], None, "(list): expected a Batch, or a front's dict of tensors"),
     ],
 )
@@ -816,6 +929,14 @@ def test_minibatches_without_pairs_are_refused(batch: Any, given: int | None, me
     with pytest.raises(PlanError) as caught:
         gpuload.split_pairs(batch, given)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("sampler", [None, Sequential(), ClassBalanced("cell_line"), Subset([1, 2])])
+def test_minibatches_of_samplers_that_pair_no_cells_are_not_split(plain: Stored, sampler: Any) -> None:
+    with gpuload.open_loader(plain.path, sampler=sampler, device="cpu") as loader:
+        batch = next(iter(loader))
+    with pytest.raises(PlanError, match="the minibatch does not come from a sampler that pairs cells"):
+        gpuload.split_pairs(batch)
 
 
 @pytest.mark.parametrize("is_in_subset", [False, True])

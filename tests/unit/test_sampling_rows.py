@@ -182,16 +182,23 @@ def test_first_hits_match_a_search(kind: str) -> None:
         np.testing.assert_array_equal(found, np.searchsorted(running, points, side="right"))
 
 
-def test_first_hits_are_exact_where_rows_end_at_points() -> None:
+@pytest.mark.parametrize("is_above", [False, True])
+def test_first_hits_are_exact_where_rows_end_at_points(is_above: bool) -> None:
+    """Or just above them."""
     n, low = 20_000, 31_415.926535
     step = np.pi / 3
     running = np.concatenate([np.linspace(1, low, 100), low + np.arange(1, n + 1) * step])
     edges, draw_edges = np.array([0, 100, 100 + n]), np.array([0, 50, 50 + n])
-    first = weights_module._first_hits(running, edges, draw_edges)
     (_, low), (_, step) = spacing(running, edges, draw_edges)
-    expected = np.searchsorted(running, low + np.arange(n) * step, side="right")
+    points = low + np.arange(n) * step
+    if is_above:
+        running[100:-1] = np.nextafter(points[1:], np.inf)
+    first = weights_module._first_hits(running, edges, draw_edges)
+    expected = np.searchsorted(running, points, side="right")
     assert np.array_equal(first[50:], expected)
-    assert np.any(np.ceil((running[100:] - low) / step) != np.arange(1, n + 1)), "rounding plays no part here"
+    n_below = np.searchsorted(points, running[100:-1])
+    off = np.ceil((running[100:-1] - low) / step) - n_below
+    assert np.any(off < 0 if is_above else off > 0), "rounding plays no part here"
 
 
 def test_classes_of_more_cells_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +215,9 @@ def test_classes_of_more_cells_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("n_names", [300, 3000])  # by a table of all pairs; and, where these are too many, by searching
-def test_joint_classes_of_many_names(n_names: int) -> None:
+@pytest.mark.parametrize("slice_rows", [300, 1 << 15])
+def test_joint_classes_of_many_names(n_names: int, slice_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classes_module, "SLICE", slice_rows)
     rng = np.random.default_rng(0)
     names = [f"n{i}" for i in range(n_names)]
     one, two = rng.integers(-1, n_names, 2000), rng.integers(-1, n_names, 2000)
@@ -218,6 +227,17 @@ def test_joint_classes_of_many_names(n_names: int) -> None:
     assert [joint.names[code] if code >= 0 else None for code in joint.codes] == expected
     assert len(set(joint.names)) == len(joint.names) == len(set(expected) - {None})
     assert joint.names[-1] == joint.names[len(joint.names) - 1]
+
+
+def test_of_equal_exponential_keys_the_first_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which no two cells have, but for rounding; here every three neighbours do."""
+    monkeypatch.setattr(weights_module, "_hashes", lambda rows, key: hash64((rows // 3).astype(np.uint64) ^ key))
+    (key,) = random_keys(1, 5, 6, 1)
+    by_key = np.argsort(~hash64(np.arange(300, dtype=np.uint64) // 3 ^ key), kind="stable")  # larger ones come first
+    for n_samples in range(1, 301):
+        order = Chosen((300,), np.ones(300), n_samples, 16, {}).order((5, 6))
+        assert order.ranges(0, n_samples).size
+        np.testing.assert_array_equal(np.sort(expand_ranges(order.ranges(0, n_samples))), np.sort(by_key[:n_samples]))
 
 
 @pytest.mark.parametrize("kind", ["unlike", "equal", "zeros", "far apart", "tiny", "huge"])
@@ -233,7 +253,7 @@ def test_the_smallest_exponential_keys_are_chosen(kind: str, monkeypatch: pytest
     }[kind]
     exact = []
     monkeypatch.setattr(weights_module, "log_hash", lambda hashes: exact.append(hashes.size) or log_hash(hashes))
-    (key,) = random_keys(1, 5, 6)
+    (key,) = random_keys(1, 5, 6, 1)
     with np.errstate(divide="ignore", over="ignore"):
         keys = -log_hash(hash64(np.arange(n, dtype=np.uint64) ^ key)) / 64 / weights  # finite
     by_key = np.argsort(np.where(weights > 0, keys, np.inf), kind="stable")

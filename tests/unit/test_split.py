@@ -135,6 +135,8 @@ def test_only_some_cells_are_split(paths: list[Path], obs: pd.DataFrame, setting
     found = gpuload.split(paths, {"train": 0.6, "val": 0.4}, where="passed and age < 24", **settings)
     is_in = obs["passed"].to_numpy() & (obs["age"] < 24).to_numpy()
     np.testing.assert_array_equal(found.part >= 0, is_in)
+    assert set(found.part[~is_in]) == {-1}
+    assert sum(found.counts.values()) == np.count_nonzero(is_in)
     alone = gpuload.split(as_anndata_of(obs[is_in]), {"train": 0.6, "val": 0.4}, **settings)
     np.testing.assert_array_equal(found.part[is_in], alone.part)  # as if there were no others
     assert found.groups == alone.groups
@@ -271,6 +273,7 @@ def test_it_says_how_close_the_parts_are(paths: list[Path]) -> None:
     assert lines[1].startswith(f"val: {split.counts['val']} cells of 700 (")
     assert f"%), {n:+} from its share; groups by plate: {len(split.groups['val'])}" in lines[1]
     assert lines[2].endswith("%); groups by plate: 1")
+    assert len(lines) == 3
     assert repr(split).startswith("Split(train: ")
     assert str(gpuload.split(paths, {"a": 0.25})).splitlines() == [
         "a: 175 cells of 700 (25.00%), +0 from its share",
@@ -295,6 +298,7 @@ def test_many_parts(paths: list[Path], n: int) -> None:
         (HALVES, {}),
         ({"train": ..., "test": ["plate14"]}, {"by": "plate"}),
         ({"train": 0.5, "val": 0.2}, {"by": ["year", "passed"], "stratify": "drug"}),
+        ({"all": 1}, {}),
     ],
 )
 def test_a_split_survives_saving_and_loading(paths: list[Path], tmp_path: Path, wanted: Any, settings: Any) -> None:
@@ -313,6 +317,30 @@ def test_a_split_survives_saving_and_loading(paths: list[Path], tmp_path: Path, 
     assert replace(split, names=tuple(f"other-{name}" for name in split.names)) != split
     with gpuload.open_loader(paths) as loader:
         assert gpuload.Split.load(str(path), loader) == split
+
+
+def test_a_split_tells_how_it_was_made(paths: list[Path]) -> None:
+    wanted = {"train": ..., "val": 0.25, "test": ["plate14"]}
+    split = gpuload.split(paths, wanted, by="plate", stratify=["drug"], seed=7)
+    assert json.loads(json.dumps(split.settings)) == {
+        "shares": {"train": "...", "val": 0.25, "test": ["plate14"]},
+        "by": ["plate"],
+        "stratify": ["drug"],
+        "seed": 7,
+        "aims": {name: round(share * (700 - split.counts["test"])) for name, share in (("train", 0.75), ("val", 0.25))},
+    }
+
+
+def test_a_split_is_compared_with_the_matrix_and_the_modality_that_are_named(paths: list[Path], tmp_path: Path) -> None:
+    path, other = tmp_path / "split.npz", as_anndata(30, 2)
+    only = anndata.AnnData(None, other.obs, layers={"counts": counts(30, 20)})
+    gpuload.split(only, HALVES, layer="counts").save(path)
+    Split.load(path, only, layer="counts")
+    Split.load(path, {"rna": paths, "prot": other}, modality="prot")
+    with pytest.raises(gpuload.PlanError, match=r"split: it is of 1 files, but 2 were given"):
+        Split.load(path, {"rna": paths, "prot": other})
+    with pytest.raises(gpuload.PlanError, match=r"^storage_options: it is for addresses"):
+        Split.load(path, other, storage_options={"region": "eu"})
 
 
 def test_a_failed_save_leaves_the_old_file(paths: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,6 +475,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"a": ["plate_1"]}, {"by": "plate"}, r"no group 'plate_1' by plate; did you mean 'plate1'\? There are 'plate"),
     ({"a": ["plate1"], "b": ["plate1"]}, {"by": "plate"}, "group 'plate1' is in 'a' and in 'b'; name it once"),
     ({"a": [2020]}, {"by": ["year", "drug"]}, "there is no group 2020 by year, drug; there are "),
+    (HALVES, {"layer": []}, r"layer=\[\]: expected"),
     (HALVES, {"by": "nothing"}, "obs has no column 'nothing'"),
     (HALVES, {"stratify": "nothing"}, "obs has no column 'nothing'"),
     (HALVES, {"by": 5}, "by=5: expected the name of an obs column, or a list of names"),
