@@ -201,6 +201,17 @@ def test_bitshuffle_as_the_filter_writes_it(dtype: str, nelems: int, cname: str,
         assert in_turn(filters, stored, nbytes, 3) == values.tobytes()
 
 
+@pytest.mark.parametrize("cname", ["lz4", "zstd"])
+def test_bitshuffle_whose_last_items_are_cut_off(cname: str) -> None:
+    """Those that fill no group of 8 are stored as they are; one byte of them must not stand for all."""
+    values = np.arange(39, dtype="u1")
+    filters, stored = by_hdf5(values, **hdf5plugin.Bitshuffle(cname=cname))
+    assert in_turn(filters, stored + b"behind", 39) == values.tobytes()
+    for n in range(1, 8):
+        with pytest.raises(codecs.DecodeError, match=r"^it is cut off$"):
+            in_turn(filters, stored[:-n], 39)
+
+
 @pytest.mark.parametrize("nbytes", [64, -1])
 @pytest.mark.parametrize("block_nbytes", [0, 1, 8, 12, 33])
 def test_bitshuffle_blocks_are_of_whole_groups(block_nbytes: int, nbytes: int) -> None:
