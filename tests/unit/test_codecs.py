@@ -177,13 +177,12 @@ def test_reason_is_the_librarys_own_words_or_what_it_raises(monkeypatch: pytest.
         decoded("zstd", b"nothing")
 
 
-def test_encoders_heed_what_they_are_given() -> None:
-    raw = np.arange(5000, dtype="i2").tobytes()
-    for name, code, itemsize in (("lz4", 1, 2), ("zstd", 4, 4)):
-        small, large = (codecs.encode_blosc(raw, name, level, itemsize) for level in (9, 0))
-        assert decoded("blosc", small, len(raw)) == bytes(numcodecs.Blosc().decode(small)) == raw
-        assert (small[2] >> 5, small[2] & 1, small[3]) == (code, 1, itemsize)  # blosc's codec, byte shuffle, element
-        assert len(small) < len(raw) < len(large)
+def test_encoders_heed_the_codec_and_the_level() -> None:
+    for name, code in (("lz4", 1), ("zstd", 4)):  # as blosc numbers them
+        small, large = (codecs.encode_blosc(RAW, name, level, 1) for level in (9, 0))
+        assert decoded("blosc", small) == bytes(numcodecs.Blosc().decode(small)) == RAW
+        assert small[2] >> 5 == code
+        assert len(small) < len(RAW) < len(large)
     small, large = (codecs.encode_zstd(RAW, level) for level in (19, 1))
     assert bytes(numcodecs.Zstd().decode(small)) == RAW
     assert len(small) < len(large)
