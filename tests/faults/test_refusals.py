@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import socket
 import struct
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -21,6 +23,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
+from gpuload.formats import hdf5, members
 from tests import writers
 from tests.writers import counts, write_csr, write_dense, write_h5ad, write_plain
 
@@ -537,6 +540,34 @@ def test_csc_is_refused_with_a_fix(tmp_path: Path, layer: str) -> None:
 
     write_h5ad(path, write)
     assert_refused("StoreError", path, str(path), "CSC", ".tocsr()", layer=layer)
+
+
+@pytest.mark.parametrize(
+    ("layer", "option"), [("X", []), ("two words", ["--layer", "two words"]), ("raw.X", ["--layer", "raw.X"])]
+)
+def test_what_is_advised_for_csc_works(tmp_path: Path, layer: str, option: list[str]) -> None:
+    path, X = tmp_path / "two words.h5ad", counts()
+    by_columns = anndata.AnnData(X.tocsc(), layers={"two words": X.tocsc()})
+    by_columns.raw = by_columns
+    by_columns.write_h5ad(path)
+    with pytest.raises(gpuload.StoreError, match="is a CSC matrix") as refused:
+        gpuload.open_loader(path, layer=layer)
+    cure, _, command = str(refused.value).partition("Rewrite it once with ")[2].partition(", or with: ")
+    assert shlex.split(command.removesuffix(".")) == ["gpuload", "pack", str(path), "DST", *option]
+    adata = anndata.read_h5ad(path)
+    exec(cure, {"adata": adata})
+    adata.write_h5ad(tmp_path / "rows.h5ad")
+    with gpuload.open_loader(tmp_path / "rows.h5ad", layer=layer, shuffle=False, batch_size=1000) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).X, X.toarray())
+
+
+def test_csc_at_an_address_is_packed_from_a_copy(tmp_path: Path) -> None:
+    """The packer reads columns from a disk alone."""
+    anndata.AnnData(counts().tocsc()).write_h5ad(tmp_path / "columns.h5ad")
+    told = r"^s3://data/cells\.h5ad: /X is a CSC .*, or copy the file and run: gpuload pack COPY DST\.$"
+    access: Any = SimpleNamespace(is_array=hdf5.is_array)
+    with h5py.File(tmp_path / "columns.h5ad") as file, pytest.raises(gpuload.StoreError, match=told):
+        members.read_members(file, "s3://data/cells.h5ad", "X", (), (), access)
 
 
 def test_obsm_of_anndata_0_6(tmp_path: Path) -> None:
