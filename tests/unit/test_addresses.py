@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gpuload.errors import BusyError, PlanError, ReadError
-from gpuload.formats import addresses
+from gpuload.errors import BusyError, PlanError, ReadError, StoreError
+from gpuload.formats import addresses, recognise
 from gpuload.formats.addresses import Address, at_addresses, check_given, first_bytes
+from gpuload.formats.recognise import HDF5
 from gpuload.remote import RemoteObject
 
 if TYPE_CHECKING:
@@ -24,18 +26,28 @@ def error(kind: type[ReadError] = ReadError, *, is_denied: bool = False) -> Read
 
 
 class Shelf:
-    """Objects in memory, and errors in place of some; records what is asked."""
+    """Objects in memory, and errors in place of some; records what is asked.
 
-    def __init__(self, held: dict[str, bytes | ReadError], *, can_list: bool = True, denies: bool = False) -> None:
-        self.name, self.held, self.can_list, self.denies = "", held, can_list, denies
+    Each address is a remote with these keys or, if there is a root, with those below it.
+    """
+
+    def __init__(
+        self, held: dict[str, bytes | ReadError], *, root: str = "", can_list: bool = True, denies: bool = False
+    ) -> None:
+        self.name, self.held, self.root, self.can_list, self.denies = "", held, root, can_list, denies
+        self.folder = ""
         self.asked: list[str] = []
         self.n_busy = 0
         self.opened: list[tuple[str, dict[str, Any]]] = []
 
     def open(self, url: str, **options: Any) -> Shelf:
         self.opened.append((url, options))
-        self.name = url
-        return self
+        if not self.root:
+            self.name = url
+            return self
+        at = copy.copy(self)
+        at.folder = f"{url.removeprefix(self.root)}/".lstrip("/")
+        return at
 
     def _answer(self, asked: str) -> None:
         self.asked.append(asked)
@@ -44,23 +56,24 @@ class Shelf:
             raise error(BusyError)
 
     def head(self, key: str) -> RemoteObject | None:
-        self._answer(f"head {key}")
-        content = self.held.get(key, error(is_denied=True) if self.denies else None)
+        self._answer(f"head {self.folder}{key}")
+        content = self.held.get(self.folder + key, error(is_denied=True) if self.denies else None)
         if isinstance(content, ReadError):
             raise content
         return None if content is None else RemoteObject(key, len(content), "1")
 
     def list(self, prefix: str) -> Iterator[RemoteObject]:
-        self._answer(f"list {prefix}")
+        self._answer(f"list {self.folder}{prefix}")
         for key, content in self.held.items():
-            if key.startswith(prefix):
+            if key.startswith(self.folder + prefix):
                 assert isinstance(content, bytes)
-                yield RemoteObject(key, len(content), "1")
+                yield RemoteObject(key.removeprefix(self.folder), len(content), "1")
 
     def get(self, wanted: RemoteObject, start: int, stop: int) -> bytes:
-        self._answer(f"get {wanted.key} {start} {stop}")
-        content = self.held[wanted.key]
-        assert isinstance(content, bytes)
+        self._answer(f"get {self.folder}{wanted.key} {start} {stop}")
+        content = self.held[self.folder + wanted.key]
+        if isinstance(content, ReadError):
+            raise content
         assert stop <= len(content)
         return content[start:stop]
 
@@ -151,10 +164,10 @@ def test_child_that_was_listed_is_not_asked_for(shelf: Any) -> None:
 
 def test_address_in_another_process_has_its_own_clients(shelf: Any) -> None:
     there, address = shelf(["x"]), Address.of("s3://b/x", options={"region": "x"})
-    copy = pickle.loads(pickle.dumps(address))
-    assert (copy, copy.base, copy.options) == ("s3://b/x", "s3://b/x", {"region": "x"})
-    assert copy.clients is not address.clients
-    assert copy.is_file
+    sent = pickle.loads(pickle.dumps(address))
+    assert (sent, sent.base, sent.options) == ("s3://b/x", "s3://b/x", {"region": "x"})
+    assert sent.clients is not address.clients
+    assert sent.is_file
     assert there.opened == [("s3://b", {"region": "x"})]
 
 
@@ -363,6 +376,170 @@ def test_cache_of_another_place(shelf: Any, url: str, told: str) -> None:
     there.name = "s3://data"
     with pytest.raises(PlanError, match=told):
         _ = Address.of(url, cache=there).remote
+
+
+# --- what an address leads to
+
+H5MU, ZARR = (
+    {"a/cells.h5mu": HDF5 + b"..."},
+    dict.fromkeys(
+        ("a/c.zarr/.zgroup", "a/c.zarr/mod/.zgroup", "a/c.zarr/mod/rna/.zgroup", "a/c.zarr/mod/rna/X/.zarray"), b"{}"
+    ),
+)
+SOMA = dict.fromkeys(("a/soma/__group/x", "a/soma/ms/__group/x", "a/soma/ms/rna/__group/x"), b"")
+
+
+@pytest.mark.parametrize(
+    ("held", "given", "whole", "modality"),
+    [
+        (H5MU, "cells.h5mu", "cells.h5mu", ""),
+        (H5MU, "cells.h5mu/rna", "cells.h5mu", "rna"),
+        (H5MU, "cells.h5mu/mod/rna", "cells.h5mu", "rna"),
+        (ZARR, "c.zarr", "c.zarr", ""),
+        (ZARR, "c.zarr/rna", "c.zarr", "rna"),
+        (ZARR, "c.zarr/mod/rna", "c.zarr", "rna"),
+        (ZARR, "c.zarr/none", "c.zarr", "none"),
+        (SOMA, "soma", "soma", ""),
+        (SOMA, "soma/rna", "soma", "rna"),
+        (SOMA, "soma/ms/rna", "soma", "rna"),
+        ({"a/mod/c.zarr/.zgroup": b"{}"}, "mod/c.zarr", "mod/c.zarr", ""),  # a folder that is only named like a group
+        ({"a/ms/.zgroup": b"{}"}, "ms", "ms", ""),
+    ],
+)
+def test_modality_of_an_address(shelf: Any, held: dict[str, bytes], given: str, whole: str, modality: str) -> None:
+    shelf(held, root="s3://b")
+    assert recognise._modality(Address.of(f"s3://b/a/{given}")) == (f"s3://b/a/{whole}", modality)
+    if "zarr" in whole:
+        assert recognise.folder_form(Address.of(f"s3://b/a/{whole}")) == "zarr"
+    assert recognise.is_soma(f"s3://b/a/{given}") == (held is SOMA)
+
+
+def test_bucket_is_no_store_of_modalities(shelf: Any) -> None:
+    """It may hold anything, so it is not listed to see."""
+    there = shelf({".zgroup": b"{}", "mod/rna/.zgroup": b"{}"}, root="s3://b")
+    assert recognise._modality(Address.of("s3://b/mod/rna")) == ("s3://b/mod/rna", "")
+    for missing in ("none", "x/y/z/none"):
+        with pytest.raises(ReadError, match=rf"^s3://b/{missing}: no such object"):
+            recognise._modality(Address.of(f"s3://b/{missing}"))
+    assert "list " not in there.asked
+    assert "head x/y" in there.asked
+    assert "head x" not in there.asked
+
+
+@pytest.mark.parametrize(
+    ("content", "is_whole"),
+    [
+        (b"<html>" + bytes(4000), False),
+        (HDF5, True),
+        (bytes(512) + HDF5 + bytes(4000), True),
+        (bytes(2048) + HDF5, True),
+        (bytes(100) + HDF5 + bytes(4000), False),
+        (error(), False),
+    ],
+)
+def test_page_of_a_web_server_has_no_modalities(shelf: Any, content: Any, is_whole: bool) -> None:
+    """Servers answer for a folder too; only what holds HDF5 may have parts."""
+    there = shelf({"cells": content}, root="http://h", can_list=False)
+    if isinstance(content, ReadError):  # it does not send parts of what it has
+        there.held["cells"] = b""
+        there.get = there.head = lambda key, *_: _fail(content) if isinstance(key, RemoteObject) else _found(key)
+    address = Address.of("http://h/cells/rna")
+    if is_whole:
+        assert recognise._modality(address) == ("http://h/cells", "rna")
+    else:
+        with pytest.raises(ReadError, match=r"^http://h/cells/rna: no such object"):
+            recognise._modality(address)
+
+
+def _fail(raised: ReadError) -> None:
+    raise raised
+
+
+def _found(key: str) -> RemoteObject | None:
+    return RemoteObject(key, 4, "1") if key == "cells" else None
+
+
+def test_busy_web_server_is_not_taken_for_a_page(shelf: Any) -> None:
+    there = shelf({"cells": HDF5}, root="http://h", can_list=False)
+    there.get = lambda *_: _fail(error(BusyError))
+    with pytest.raises(BusyError):
+        recognise._modality(Address.of("http://h/cells/rna"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("p*", ["p1.h5ad", "p2.zarr"]),
+        ("*.h5ad", ["p1.h5ad"]),
+        (".*", [".hidden.h5ad"]),
+        ("*/*.h5ad", ["deep/p3.h5ad"]),
+        ("d*/p?.h5ad", ["deep/p3.h5ad"]),
+        ("*.parquet", ["x.parquet"]),
+    ],
+)
+def test_addresses_that_match_a_pattern(shelf: Any, pattern: str, found: list[str]) -> None:
+    """As on a disk: whole names, folders too, and none that begins with a dot unless the pattern does."""
+    names = ["p2.zarr/.zgroup", "p2.zarr/X/.zarray", "p1.h5ad", ".hidden.h5ad", "deep/p3.h5ad", "deep/.p4.h5ad"]
+    shelf([f"a/{name}" for name in (*names, "x.parquet", recognise.GENES_FILE)], root="s3://b")
+    assert recognise.expand(f"s3://b/a/{pattern}") == [f"s3://b/a/{name}" for name in found]
+
+
+def test_pattern_that_nothing_matches(shelf: Any) -> None:
+    shelf(["a/x.h5ad", "a/y[1].h5ad"], root="s3://b")
+    with pytest.raises(ReadError, match=r"^s3://b/a/z\*: no file matches this pattern"):
+        recognise.expand("s3://b/a/z*")
+    assert recognise.expand("s3://b/a/y[1].h5ad") == ["s3://b/a/y[1].h5ad"]
+    shelf(["x"], can_list=False)
+    with pytest.raises(ReadError, match=r"^http://h/\*: a web server cannot list what matches a pattern"):
+        recognise.expand("http://h/*")
+
+
+def test_folder_at_an_address_stands_for_its_files(shelf: Any) -> None:
+    shelf(
+        ["a/2.h5ad", "a/1.h5ad", "a/.3.h5ad", "a/notes", f"a/{recognise.GENES_FILE}", "z/c.zarr/.zgroup", "e/x"],
+        root="s3://b",
+    )
+    found = recognise.expand("s3://b/a")
+    assert found == ["s3://b/a/1.h5ad", "s3://b/a/2.h5ad"]
+    assert [Address.of(one).key for one in found] == ["1.h5ad", "2.h5ad"]
+    assert recognise.expand("s3://b/z") == ["s3://b/z/c.zarr"]
+    assert recognise.expand("s3://b/z/c.zarr") == ["s3://b/z/c.zarr"]
+    with pytest.raises(StoreError, match=r"^s3://b/e: this folder has no cells"):
+        recognise.expand("s3://b/e")
+    shelf(["a/x.h5ad", "a/y.parquet"], root="s3://b")
+    with pytest.raises(StoreError, match=r"several formats \(\.h5ad, \.parquet\)"):
+        recognise.expand("s3://b/a")
+
+
+def test_bytes_at_an_address(shelf: Any) -> None:
+    shelf({"a/c.zarr/.zgroup": b"{}", "a/c.zarr/X/0": b"12345", "a/cells.h5mu": b"123"}, root="s3://b")
+    for name, n in (("c.zarr", 7), ("cells.h5mu", 3), ("cells.h5mu/rna", 3), ("c.zarr/rna", 7)):
+        assert recognise.nbytes_at(Address.of(f"s3://b/a/{name}")) == n
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "form"),
+    [
+        ("cells.h5ad", b"PAR1", "hdf5"),
+        ("cells.h5mu?v=1", b"PAR1", "hdf5"),
+        ("cells", HDF5, "hdf5"),
+        ("cells", bytes(512), "hdf5"),
+        ("cells", b"PAR1", "parquet"),
+        ("cells", b"\x93NUMPY", ""),
+        ("cells", b"PK\x03\x04", ""),
+    ],
+)
+def test_form_of_an_object(shelf: Any, name: str, content: bytes, form: str) -> None:
+    """By its name nothing is read; else by its first bytes."""
+    there = shelf({name.partition("?")[0]: content})
+    if form:
+        assert recognise._form(Address.of(f"http://h/{name}")) == form
+        assert (f"get cells 0 {min(8, len(content))}" in there.asked) == (name == "cells")
+    else:
+        with pytest.raises(StoreError, match=r"\.npy, \.npz and zip files cannot; copy it first"):
+            recognise._form(Address.of(f"http://h/{name}"))
+    assert recognise.is_parquet(f"http://h/{name}") is False
+    assert recognise.is_parquet("http://h/cells.parquet?v=1") is True
 
 
 # --- what is given as paths
