@@ -495,13 +495,12 @@ def test_pattern_that_nothing_matches(shelf: Any) -> None:
 
 
 def test_folder_at_an_address_stands_for_its_files(shelf: Any) -> None:
-    shelf(
-        ["a/2.h5ad", "a/1.h5ad", "a/.3.h5ad", "a/notes", f"a/{recognise.GENES_FILE}", "z/c.zarr/.zgroup", "e/x"],
-        root="s3://b",
-    )
+    names = [f"{number}.h5ad" for number in range(8)]
+    others = ["a/.3.h5ad", "a/notes", f"a/{recognise.GENES_FILE}", "z/c.zarr/.zgroup", "e/x"]
+    shelf([*(f"a/{name}" for name in reversed(names)), *others], root="s3://b")
     found = recognise.expand("s3://b/a")
-    assert found == ["s3://b/a/1.h5ad", "s3://b/a/2.h5ad"]
-    assert [Address.of(one).key for one in found] == ["1.h5ad", "2.h5ad"]
+    assert found == [f"s3://b/a/{name}" for name in names]
+    assert [Address.of(one).key for one in found] == names
     assert recognise.expand("s3://b/z") == ["s3://b/z/c.zarr"]
     assert recognise.expand("s3://b/z/c.zarr") == ["s3://b/z/c.zarr"]
     with pytest.raises(StoreError, match=r"^s3://b/e: this folder has no cells"):
