@@ -473,9 +473,11 @@ def test_not_hdf5(tmp_path: Path, content: bytes) -> None:
 
 def test_hdf5_that_is_not_anndata(tmp_path: Path) -> None:
     path = tmp_path / "other.h5"
+    h5py.File(path, "w").close()
+    assert_refused("StoreError", path, f"{path}: there is no /X; it has nothing; ")
     with h5py.File(path, "w") as file:
         file["images"] = np.zeros(3)
-    assert_refused("StoreError", path, str(path), "/X", "/images")
+    assert_refused("StoreError", path, f"{path}: there is no /X; it has /images; ")
     with h5py.File(path, "a") as file:
         file["X"] = np.zeros((3, 2))
     assert_refused("StoreError", path, str(path), "/var")

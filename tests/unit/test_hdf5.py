@@ -66,6 +66,17 @@ def test_a_process_forked_in_the_block_collects_garbage_after_it() -> None:
         assert status_of_fork(leaves, []) == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_collects_no_garbage_if_the_user_has_turned_that_off_since() -> None:
+    with hdf5._no_collection:
+        pass
+    gc.disable()
+    try:
+        assert status_of_fork(lambda: not gc.isenabled(), []) == 0
+    finally:
+        gc.enable()
+
+
 def test_file_that_another_has_locked_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cells.h5ad"
     write_plain(path)
@@ -96,6 +107,20 @@ def test_what_to_do_about_a_file_that_is_not_hdf5(tmp_path: Path, name: str, con
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(gpuload.StoreError, match=rf"not a readable HDF5 file .*; .*{re.escape(cure)}\.$"):
+        gpuload.open_loader(path)
+
+
+def test_what_to_do_about_a_file_that_went_away_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cells.h5ad"
+    path.write_bytes(b"something else")
+    real = hdf5.first_bytes
+
+    def gone(given: str) -> bytes:
+        path.unlink()
+        return real(given)
+
+    monkeypatch.setattr(hdf5, "first_bytes", gone)
+    with pytest.raises(gpuload.StoreError, match=r"not a readable HDF5 file .*; expected an \.h5ad file\.$"):
         gpuload.open_loader(path)
 
 
