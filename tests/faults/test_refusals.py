@@ -524,6 +524,16 @@ def test_the_shape_of_a_sparse_matrix_must_be_two_numbers(tmp_path: Path, shape:
     assert_refused("StoreError", path, f"{path}: /X is neither a dense nor a CSR matrix; rewrite the file with")
 
 
+@pytest.mark.parametrize("encoding", ["coo_matrix", "awkward-array", "csr_matrix2", ""])
+def test_group_of_another_encoding_is_not_read_as_csr(tmp_path: Path, encoding: str) -> None:
+    """Though it has all that a CSR matrix has."""
+    path = tmp_path / "other.h5ad"
+    write_plain(path)
+    with h5py.File(path, "r+") as file:
+        file["X"].attrs["encoding-type"] = encoding
+    assert_refused("StoreError", path, f"{path}: /X is neither a dense nor a CSR matrix; rewrite the file with")
+
+
 # --- matrices that cannot be read
 
 
@@ -561,6 +571,15 @@ def test_what_is_advised_for_csc_works(tmp_path: Path, layer: str, option: list[
     adata.write_h5ad(tmp_path / "rows.h5ad")
     with gpuload.open_loader(tmp_path / "rows.h5ad", layer=layer, shuffle=False, batch_size=1000) as loader:
         np.testing.assert_array_equal(next(iter(loader)).X, X.toarray())
+
+
+def test_old_raw_csc_is_refused_with_its_layer(tmp_path: Path) -> None:
+    path = tmp_path / "old.h5ad"
+    write_plain(path)
+    with h5py.File(path, "r+") as file:
+        file.copy("X", "raw.X")
+        file["raw.X"].attrs["encoding-type"] = "csc_matrix"
+    assert_refused("StoreError", path, f"gpuload pack {path} DST --layer raw.X.", layer="raw.X")
 
 
 def test_csc_at_an_address_is_packed_from_a_copy(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import gzip
+import io
 import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -122,6 +123,19 @@ def test_what_to_do_about_a_file_that_went_away_meanwhile(tmp_path: Path, monkey
     monkeypatch.setattr(hdf5, "first_bytes", gone)
     with pytest.raises(gpuload.StoreError, match=r"not a readable HDF5 file .*; expected an \.h5ad file\.$"):
         gpuload.open_loader(path)
+
+
+def test_bytes_that_cannot_be_had_are_not_said_to_be_no_hdf5(tmp_path: Path) -> None:
+    write_plain(tmp_path / "cells.h5ad")
+    failed = gpuload.ReadError("s3://b/cells.h5ad: access was denied")
+
+    class Denied(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            raise failed
+
+    with Denied(tmp_path / "cells.h5ad") as content, pytest.raises(gpuload.ReadError) as caught:
+        hdf5._open_file("s3://b/cells.h5ad", content)  # type: ignore[arg-type]
+    assert caught.value is failed
 
 
 def test_pieces_of_a_contiguous_array_beyond_2_gb() -> None:
