@@ -138,6 +138,56 @@ def test_bytes_that_cannot_be_had_are_not_said_to_be_no_hdf5(tmp_path: Path) -> 
     assert caught.value is failed
 
 
+class Content:
+    """What is there of an object: reads of all else miss it, until as often as told it was brought."""
+
+    def __init__(self, n_missing: int) -> None:
+        self.n_missing, self.nbytes_held, self.can_wait, self.asked = n_missing, 0, True, [""]
+
+    def bring_ends(self) -> None:
+        self.asked[0] = "ends"
+
+    def bring_missing(self) -> bool:
+        self.n_missing -= 1
+        return self.n_missing >= 0
+
+    def call(self, how: str) -> str:
+        self.asked.append("waits" if self.can_wait else "asks")
+        if self.n_missing and how == "raises":
+            raise RuntimeError("damaged, or not there")
+        return "part" if self.n_missing else "all"
+
+
+@pytest.mark.parametrize("how", ["raises", "returns"])
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_what_is_found_while_bytes_are_missing_is_looked_for_again(how: str, n: int) -> None:
+    """HDF5 and h5py take some errors of a read for the lack of what they look for."""
+    content: Any = Content(n)
+    assert hdf5._call_when_there(lambda: content.call(how), content) == "all"
+    assert content.asked == ["ends", *["asks"] * (n + 1)]
+
+
+def test_error_with_nothing_missing_is_that_of_the_file() -> None:
+    content: Any = Content(2)
+
+    def call() -> None:
+        raise ValueError(content.n_missing)
+
+    with pytest.raises(ValueError, match=r"^0$"):
+        hdf5._call_when_there(call, content)
+
+
+def test_many_calls_and_many_bytes_end_in_one_that_waits() -> None:
+    content: Any = Content(23)
+    hdf5._call_when_there(lambda: content.call("raises"), content)
+    assert content.asked == ["ends", *["asks"] * 23, "waits"]
+    for more, asked in ((0, "asks"), (1, "waits")):
+        content = Content(0)
+        content.nbytes_held = (64 << 20) + more
+        hdf5._call_when_there(lambda content=content: content.call("raises"), content)
+        assert content.asked == ["ends", asked]
+
+
 def test_pieces_of_a_contiguous_array_beyond_2_gb() -> None:
     n, at = (1 << 30) + 5, 64  # rows of 32 bytes: 32 GB
     source: Any = SimpleNamespace(name="large.h5ad", nbytes=at + 32 * n)
