@@ -225,3 +225,28 @@ def test_bitshuffle_block_that_decodes_to_fewer_bytes(n: int) -> None:
     stored = (16).to_bytes(8, "big") + (16).to_bytes(4, "big") + with_lz4(bytes(range(n)))
     with pytest.raises(codecs.DecodeError, match=r"^a bitshuffle block has the wrong size$"):
         decoded("bitshuffle", stored, 16, (0, 4, 1, 0, 2))
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, AttributeError])
+def test_build_of_imagecodecs_that_hides_its_libraries(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An extension module that is not there, that cannot be loaded again, or without the function's name."""
+
+    def hide(module: str) -> None:
+        raise error(f"no {module}")
+
+    monkeypatch.setattr(codecs, "_library", hide)
+    monkeypatch.setattr(codecs, "_functions", codecs._functions.__wrapped__)
+    assert not codecs.has_addresses()
+    assert "this build of imagecodecs hides the libraries that it uses (no _lz4)" in caplog.text
+    assert codecs.snappy_address.__wrapped__() == 0
+    made = codecs.Addresses()
+    assert made.table.tolist() == [0] * 5
+    del made
+
+
+def test_each_thread_has_a_zstd_context_of_its_own() -> None:
+    one, two = codecs.Addresses(), codecs.Addresses()
+    assert len({*one.table.tolist(), *two.table.tolist()}) == 6, "four functions, and two contexts"
+    assert 0 not in one.table
