@@ -215,7 +215,10 @@ def _bitshuffle_blocks(data: Bytes, itemsize: int, nbytes: int, decode_block: Ca
             imagecodecs.bitshuffle_decode(plain, itemsize=itemsize, blocksize=size // itemsize), dtype=np.uint8
         )
         place, done = place + 4 + stored, done + size
-    out[done:] = np.frombuffer(view[place : place + total - done], dtype=np.uint8)
+    rest = np.frombuffer(view[place : place + total - done], dtype=np.uint8)
+    if rest.size != total - done:
+        raise DecodeError("it is cut off")
+    out[done:] = rest
     return out
 
 

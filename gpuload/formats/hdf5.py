@@ -492,8 +492,8 @@ def _find_chunks(stored: h5py.Dataset, source: Hdf5Source, grid: tuple[int, ...]
     mask = np.zeros(n_chunks, dtype=np.uint32)
     rows = _chunk_infos(stored)
     if rows.size:
-        place, remainder = np.divmod(rows[:, : stored.ndim], np.array(stored.chunks))
-        is_inside = np.all(place < np.array(grid)) and not remainder.any()
+        place = rows[:, : stored.ndim] // np.array(stored.chunks)  # HDF5 itself refuses one that is no multiple
+        is_inside = np.all(place < np.array(grid))
         chunk = np.ravel_multi_index(tuple(place.T), grid) if is_inside else np.empty(0, dtype=np.int64)
         if np.unique(chunk).size != len(rows):
             raise CorruptDataError(

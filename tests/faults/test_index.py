@@ -14,7 +14,7 @@ import pytest
 import gpuload
 from gpuload.formats import hdf5, index, open_store
 from gpuload.source import FileSource
-from tests.writers import counts, write_csr, write_h5ad, write_plain
+from tests.writers import counts, write_csr, write_dense, write_h5ad, write_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -314,6 +314,58 @@ def test_inconsistent_index_arrays_are_ignored(tmp_path: Path, change: Any) -> N
     values(path)
     tampered(path, change)
     np.testing.assert_array_equal(values(path), counts().toarray())
+
+
+@pytest.mark.parametrize("part", ["offset", "nbytes", "mask"])
+@pytest.mark.parametrize("chunk", [0, 2, 8])
+def test_several_chunks_of_an_index_are_compared(tmp_path: Path, searched: list[str], chunk: int, part: str) -> None:
+    """The first, and those after a 64th and a 16th of them."""
+    path, X = tmp_path / "cells.h5ad", counts().toarray()
+    write_h5ad(path, lambda f: write_dense(f, "X", X, chunks=(1, X.shape[1]), compression="gzip"))
+    settle(path)
+    values(path)
+    searched.clear()
+
+    def change(arrays: dict[str, Any]) -> None:
+        wrong = arrays[f"/X {part}"].astype(np.int64)
+        assert wrong.size == 131
+        wrong[chunk] += 1
+        arrays[f"/X {part}"] = wrong
+
+    tampered(path, change)
+    np.testing.assert_array_equal(values(path), X)
+    assert searched == ["/X"]
+
+
+@pytest.mark.parametrize("name", ["offset", "nbytes"])
+def test_chunks_of_an_index_lie_in_the_file(tmp_path: Path, name: str) -> None:
+    """Also those that are not compared with it: bytes in front of a file cannot be read."""
+    path = made(tmp_path)
+    values(path)
+
+    def change(arrays: dict[str, Any]) -> None:
+        wrong = arrays[f"/X/data {name}"].astype(np.int64)
+        wrong[-1] = -1
+        arrays[f"/X/data {name}"] = wrong
+
+    tampered(path, change)
+    with pytest.raises(gpuload.ReadError, match="/X/data should reach byte"):
+        gpuload.open_loader(path)
+
+
+def test_index_of_another_format_is_made_again(
+    tmp_path: Path, searched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checksum is right, but not what its bytes are taken for."""
+    path = made(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(index, "_MAGIC", b"gpuload index 0\n")
+        values(path)
+    before = beside(path).read_bytes()
+    searched.clear()
+    np.testing.assert_array_equal(values(path), counts().toarray())
+    assert searched
+    assert beside(path).read_bytes() != before
 
 
 def test_damaged_index_is_made_again(tmp_path: Path, searched: list[str]) -> None:

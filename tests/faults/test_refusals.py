@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import socket
 import struct
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import anndata
@@ -21,6 +23,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 import gpuload
+from gpuload.formats import hdf5, members
 from tests import writers
 from tests.writers import counts, write_csr, write_dense, write_h5ad, write_plain
 
@@ -470,9 +473,11 @@ def test_not_hdf5(tmp_path: Path, content: bytes) -> None:
 
 def test_hdf5_that_is_not_anndata(tmp_path: Path) -> None:
     path = tmp_path / "other.h5"
+    h5py.File(path, "w").close()
+    assert_refused("StoreError", path, f"{path}: there is no /X; it has nothing; ")
     with h5py.File(path, "w") as file:
         file["images"] = np.zeros(3)
-    assert_refused("StoreError", path, str(path), "/X", "/images")
+    assert_refused("StoreError", path, f"{path}: there is no /X; it has /images; ")
     with h5py.File(path, "a") as file:
         file["X"] = np.zeros((3, 2))
     assert_refused("StoreError", path, str(path), "/var")
@@ -519,6 +524,16 @@ def test_the_shape_of_a_sparse_matrix_must_be_two_numbers(tmp_path: Path, shape:
     assert_refused("StoreError", path, f"{path}: /X is neither a dense nor a CSR matrix; rewrite the file with")
 
 
+@pytest.mark.parametrize("encoding", ["coo_matrix", "awkward-array", "csr_matrix2", ""])
+def test_group_of_another_encoding_is_not_read_as_csr(tmp_path: Path, encoding: str) -> None:
+    """Though it has all that a CSR matrix has."""
+    path = tmp_path / "other.h5ad"
+    write_plain(path)
+    with h5py.File(path, "r+") as file:
+        file["X"].attrs["encoding-type"] = encoding
+    assert_refused("StoreError", path, f"{path}: /X is neither a dense nor a CSR matrix; rewrite the file with")
+
+
 # --- matrices that cannot be read
 
 
@@ -537,6 +552,43 @@ def test_csc_is_refused_with_a_fix(tmp_path: Path, layer: str) -> None:
 
     write_h5ad(path, write)
     assert_refused("StoreError", path, str(path), "CSC", ".tocsr()", layer=layer)
+
+
+@pytest.mark.parametrize(
+    ("layer", "option"), [("X", []), ("two words", ["--layer", "two words"]), ("raw.X", ["--layer", "raw.X"])]
+)
+def test_what_is_advised_for_csc_works(tmp_path: Path, layer: str, option: list[str]) -> None:
+    path, X = tmp_path / "two words.h5ad", counts()
+    by_columns = anndata.AnnData(X.tocsc(), layers={"two words": X.tocsc()})
+    by_columns.raw = by_columns
+    by_columns.write_h5ad(path)
+    with pytest.raises(gpuload.StoreError, match="is a CSC matrix") as refused:
+        gpuload.open_loader(path, layer=layer)
+    cure, _, command = str(refused.value).partition("Rewrite it once with ")[2].partition(", or with: ")
+    assert shlex.split(command.removesuffix(".")) == ["gpuload", "pack", str(path), "DST", *option]
+    adata = anndata.read_h5ad(path)
+    exec(cure, {"adata": adata})
+    adata.write_h5ad(tmp_path / "rows.h5ad")
+    with gpuload.open_loader(tmp_path / "rows.h5ad", layer=layer, shuffle=False, batch_size=1000) as loader:
+        np.testing.assert_array_equal(next(iter(loader)).X, X.toarray())
+
+
+def test_old_raw_csc_is_refused_with_its_layer(tmp_path: Path) -> None:
+    path = tmp_path / "old.h5ad"
+    write_plain(path)
+    with h5py.File(path, "r+") as file:
+        file.copy("X", "raw.X")
+        file["raw.X"].attrs["encoding-type"] = "csc_matrix"
+    assert_refused("StoreError", path, f"gpuload pack {path} DST --layer raw.X.", layer="raw.X")
+
+
+def test_csc_at_an_address_is_packed_from_a_copy(tmp_path: Path) -> None:
+    """The packer reads columns from a disk alone."""
+    anndata.AnnData(counts().tocsc()).write_h5ad(tmp_path / "columns.h5ad")
+    told = r"^s3://data/cells\.h5ad: /X is a CSC .*, or copy the file and run: gpuload pack COPY DST\.$"
+    access: Any = SimpleNamespace(is_array=hdf5.is_array)
+    with h5py.File(tmp_path / "columns.h5ad") as file, pytest.raises(gpuload.StoreError, match=told):
+        members.read_members(file, "s3://data/cells.h5ad", "X", (), (), access)
 
 
 def test_obsm_of_anndata_0_6(tmp_path: Path) -> None:
@@ -864,6 +916,7 @@ IS_TWICE = "the chunk index of /X lists a position twice, or one outside the arr
         (4, 16, "/X has an unencoded chunk of the wrong size"),
         (0, 32, IS_TWICE),
         (0, 16 * 1000, IS_TWICE),
+        (0, 17, "its metadata cannot be read"),  # by HDF5: no chunk begins there
     ],
 )
 def test_chunk_index_that_was_changed_is_refused(tmp_path: Path, excess: int, row: int, told: str) -> None:
@@ -880,7 +933,7 @@ def test_chunk_index_that_was_changed_is_refused(tmp_path: Path, excess: int, ro
 
     assert content.count(key(nbytes, 16)) == 1
     path.write_bytes(content.replace(key(nbytes, 16), key(nbytes + excess, row)))
-    assert_refused("CorruptDataError", path, f"{path}: {told}", "Restore the file")
+    assert_refused("CorruptDataError", path, f"{path}: {told}", "estore the file")
 
 
 def test_chunk_whose_end_exceeds_int64_is_refused(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ HDF5 = (
     "csr-userblock-512",
     "csr-libver-latest",
     "csr-old-compound",
+    "csr-1x53",  # of which HDF5 reads 8 bytes at once, as it does of the begin of a file that it opens
     "layer-csr",
     "raw",
 )
@@ -114,7 +115,7 @@ def test_hdf5_file_reads_the_same_as_on_disk(
 ) -> None:
     stored = store_variant(name)
     key = put(server, stored.path)
-    columns = ["cell_line"]
+    columns = ["cell_line", "depth"]
     address = f"s3://data/{key}" if scheme == "s3" else f"{server.url}/data/{key}"
     reached = {"storage_options": options(server)} if scheme == "s3" else {}
     far = batches(address, layer=stored.layer, obs=columns, **reached)

@@ -167,7 +167,7 @@ def test_special_values_are_preserved(tmp_path: Any) -> None:
     np.testing.assert_array_equal(batch.X, X)
 
 
-def write_unfilled(path: Path, storage: dict[str, Any], *, is_defined: bool) -> None:
+def write_unfilled(path: Path, storage: dict[str, Any], *, is_defined: bool, n_obs: int = 20) -> None:
     """Write a matrix of which the last rows are not filled: by its fill time, or for want of a fill value."""
 
     def write(file: h5py.File) -> None:
@@ -176,11 +176,11 @@ def write_unfilled(path: Path, storage: dict[str, Any], *, is_defined: bool) -> 
             undefine = ctypes.CDLL(h5py.h5p.__file__).H5Pset_fill_value
             assert undefine(ctypes.c_int64(plist.id), ctypes.c_int64(h5py.h5t.IEEE_F32LE.id), None) == 0
         filled = {"fillvalue": 5, "fill_time": "never"} if is_defined else {}
-        stored = write_dense(file, "X", None, shape=(20, 4), dtype="f4", dcpl=plist, **filled, **storage)
-        if storage:
+        stored = write_dense(file, "X", None, shape=(n_obs, 4), dtype="f4", dcpl=plist, **filled, **storage)
+        if storage and n_obs:
             stored[:10] = 1  # the other chunk is never written
 
-    write_h5ad(path, write, 20, 4)
+    write_h5ad(path, write, n_obs, 4)
 
 
 @pytest.mark.parametrize("storage", [{"chunks": (10, 4)}, {"chunks": (10, 4), "compression": "gzip"}, {}])
@@ -198,6 +198,31 @@ def test_what_no_value_fills_is_read_as_hdf5_leaves_it(tmp_path: Path, storage: 
         file["X"].read_direct(expected)
     assert expected.max(initial=0) == bool(storage)
     with gpuload.open_loader(path, shuffle=False) as loader:
+        (batch,) = loader
+    np.testing.assert_array_equal(batch.X, expected)
+
+
+@pytest.mark.parametrize("storage", [{"chunks": (10, 4), "maxshape": (None, 4)}, {}])
+def test_no_cells_need_no_fill_value(tmp_path: Path, storage: Any) -> None:
+    path = tmp_path / "empty.h5ad"
+    write_unfilled(path, storage, is_defined=False, n_obs=0)
+    with gpuload.open_loader(path) as loader:
+        assert (loader.n_obs, loader.n_vars, list(loader)) == (0, 4, [])
+
+
+def test_an_array_may_have_more_chunks_than_its_file_has_bytes(tmp_path: Path) -> None:
+    """Those that are never written take none."""
+    path = tmp_path / "sparse.h5ad"
+
+    def write(file: h5py.File) -> None:
+        stored = write_dense(file, "X", None, shape=(200, 300), dtype="f4", chunks=(1, 1), fillvalue=2)
+        stored[7, 5] = 1
+
+    write_h5ad(path, write, 200, 300)
+    assert path.stat().st_size < 200 * 300
+    with h5py.File(path) as file:
+        expected = file["X"][()]
+    with gpuload.open_loader(path, shuffle=False, batch_size=200) as loader:
         (batch,) = loader
     np.testing.assert_array_equal(batch.X, expected)
 

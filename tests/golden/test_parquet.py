@@ -483,6 +483,22 @@ def test_index_is_reused(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(read(kept), counts()[:70].toarray())
 
 
+def test_index_has_the_greatest_number_of_a_gene(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a table that names too few genes is refused at each opening."""
+    n = int(counts()[:70].indices.max()) + 1
+    for n_named in (n, n - 1):
+        genes = np.array(NAMES, dtype=object)[:n_named]
+        monkeypatch.setattr(parquet_cells, "genes_of", lambda _, genes=genes: (3, genes, None))
+        for _ in range(2):
+            if n_named == n:
+                np.testing.assert_array_equal(read(kept), counts()[:70].toarray()[:, :n])
+            else:
+                with pytest.raises(
+                    gpuload.StoreError, match=rf"'genes' holds the number {n + 2}, but .* 3 to {n + 1} "
+                ):
+                    read(kept)
+
+
 def test_obs_of_a_file_with_an_index_need_no_slow_reading_of_its_footer(
     kept: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -953,6 +953,27 @@ def test_row_counts_are_kept_in_the_index(tmp_path: Path, monkeypatch: pytest.Mo
         assert_rows(path, counts())
 
 
+def test_row_counts_of_other_fragments_are_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though there are as many values, and as many of each row that is compared."""
+    from gpuload.formats import index
+
+    monkeypatch.setattr(index, "MIN_ROWS", 1)
+    X = counts()
+    lengths = np.diff(X.indptr)
+    one = 40
+    other = next(row for row in range(one + 1, 60) if lengths[row] != lengths[one])
+    order = np.arange(X.shape[0])
+    order[[one, other]] = other, one
+    path = write_experiment(tmp_path / "cells", tiles=(16, 8))
+    assert_rows(path, X, n_epochs=1)
+    data = path / "ms" / "RNA" / "X" / "data"
+    for name in ("__fragments", "__commits"):
+        shutil.rmtree(data / name)
+    part = X[order].tocoo()
+    write_cells(data, [part.row.astype(np.int64), part.col.astype(np.int64)], {"soma_data": part.data}, 90)
+    assert_rows(path, X[order], n_epochs=1)
+
+
 def more_counts(given: dict[str, Any]) -> None:
     given["counts"] = np.append(given["counts"], 0)
 

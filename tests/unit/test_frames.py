@@ -406,9 +406,10 @@ def test_gzip_of_several_members() -> None:
 def test_gzip_of_several_members_is_not_inflated_beyond_its_size() -> None:
     """Bytes that decode to more than the index says are damaged, and may decode to more than there is memory for."""
     zeros = as_array(gzip.compress(bytes(4)) + gzip.compress(bytes(64 << 20)))
+    begun = np.concatenate([as_array(gzip.compress(bytes(1))), zeros])  # two members make the chunk, one is behind
     tracemalloc.start()
     try:
-        for stored, nbytes in ((zeros, 5), (zeros[:-9], 5), (zeros, 4 + (1 << 20))):
+        for stored, nbytes in ((zeros, 5), (zeros[:-9], 5), (zeros, 4 + (1 << 20)), (begun, 5)):
             with pytest.raises(codecs.DecodeError):
                 codecs.decode((Filter("gzip"),), 0, stored, nbytes, 1)
         assert tracemalloc.get_traced_memory()[1] < 16 << 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import gzip
+import io
 import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,17 @@ def test_a_process_forked_in_the_block_collects_garbage_after_it() -> None:
         assert status_of_fork(leaves, []) == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_collects_no_garbage_if_the_user_has_turned_that_off_since() -> None:
+    with hdf5._no_collection:
+        pass
+    gc.disable()
+    try:
+        assert status_of_fork(lambda: not gc.isenabled(), []) == 0
+    finally:
+        gc.enable()
+
+
 def test_file_that_another_has_locked_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cells.h5ad"
     write_plain(path)
@@ -97,6 +109,83 @@ def test_what_to_do_about_a_file_that_is_not_hdf5(tmp_path: Path, name: str, con
     path.write_bytes(content)
     with pytest.raises(gpuload.StoreError, match=rf"not a readable HDF5 file .*; .*{re.escape(cure)}\.$"):
         gpuload.open_loader(path)
+
+
+def test_what_to_do_about_a_file_that_went_away_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cells.h5ad"
+    path.write_bytes(b"something else")
+    real = hdf5.first_bytes
+
+    def gone(given: str) -> bytes:
+        path.unlink()
+        return real(given)
+
+    monkeypatch.setattr(hdf5, "first_bytes", gone)
+    with pytest.raises(gpuload.StoreError, match=r"not a readable HDF5 file .*; expected an \.h5ad file\.$"):
+        gpuload.open_loader(path)
+
+
+def test_bytes_that_cannot_be_had_are_not_said_to_be_no_hdf5(tmp_path: Path) -> None:
+    write_plain(tmp_path / "cells.h5ad")
+    failed = gpuload.ReadError("s3://b/cells.h5ad: access was denied")
+
+    class Denied(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            raise failed
+
+    with Denied(tmp_path / "cells.h5ad") as content, pytest.raises(gpuload.ReadError) as caught:
+        hdf5._open_file("s3://b/cells.h5ad", content)  # type: ignore[arg-type]
+    assert caught.value is failed
+
+
+class Content:
+    """What is there of an object: reads of all else miss it, until as often as told it was brought."""
+
+    def __init__(self, n_missing: int) -> None:
+        self.n_missing, self.nbytes_held, self.can_wait, self.asked = n_missing, 0, True, [""]
+
+    def bring_ends(self) -> None:
+        self.asked[0] = "ends"
+
+    def bring_missing(self) -> bool:
+        self.n_missing -= 1
+        return self.n_missing >= 0
+
+    def call(self, how: str) -> str:
+        self.asked.append("waits" if self.can_wait else "asks")
+        if self.n_missing and how == "raises":
+            raise RuntimeError("damaged, or not there")
+        return "part" if self.n_missing else "all"
+
+
+@pytest.mark.parametrize("how", ["raises", "returns"])
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_what_is_found_while_bytes_are_missing_is_looked_for_again(how: str, n: int) -> None:
+    """HDF5 and h5py take some errors of a read for the lack of what they look for."""
+    content: Any = Content(n)
+    assert hdf5._call_when_there(lambda: content.call(how), content) == "all"
+    assert content.asked == ["ends", *["asks"] * (n + 1)]
+
+
+def test_error_with_nothing_missing_is_that_of_the_file() -> None:
+    content: Any = Content(2)
+
+    def call() -> None:
+        raise ValueError(content.n_missing)
+
+    with pytest.raises(ValueError, match=r"^0$"):
+        hdf5._call_when_there(call, content)
+
+
+def test_many_calls_and_many_bytes_end_in_one_that_waits() -> None:
+    content: Any = Content(23)
+    hdf5._call_when_there(lambda: content.call("raises"), content)
+    assert content.asked == ["ends", *["asks"] * 23, "waits"]
+    for more, asked in ((0, "asks"), (1, "waits")):
+        content = Content(0)
+        content.nbytes_held = (64 << 20) + more
+        hdf5._call_when_there(lambda content=content: content.call("raises"), content)
+        assert content.asked == ["ends", asked]
 
 
 def test_pieces_of_a_contiguous_array_beyond_2_gb() -> None:
