@@ -12,8 +12,8 @@ import numpy as np
 
 from gpuload.alignment import check_join
 from gpuload.cli import advice, figure, page, settings, text
-from gpuload.cli.machine import available_memory
 from gpuload.errors import PlanError, StoreError
+from gpuload.machine import available_memory
 from gpuload.program import table
 
 if TYPE_CHECKING:
