@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -251,14 +252,21 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def saving(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Give a file to write to, which then replaces `path`; raise ReadError if it cannot be written."""
-    if os.path.exists(path) and not os.path.isfile(path):  # such as a device, which would be replaced
-        raise ReadError(f"{os.fspath(path)}: cannot be written: it is no regular file. Choose another place.")
+    """Give a file to write to, which then replaces `path`, or what that links to; raise ReadError if that fails."""
+    check_regular(path)
     try:
-        with replacing(path) as beside, beside.open("wb") as file:
+        with replacing(os.path.realpath(path)) as beside, beside.open("wb") as file:
+            if os.path.exists(path):
+                shutil.copymode(path, beside)
             yield file
     except OSError as error:
         raise ReadError(f"{os.fspath(path)}: cannot be written: {error.strerror}. Choose another place.") from error
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise ReadError if there is something that is no file, such as a device, which `saving` would replace."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ReadError(f"{os.fspath(path)}: cannot be written: it is no regular file. Choose another place.")
 
 
 @contextmanager

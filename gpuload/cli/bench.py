@@ -8,7 +8,6 @@ import time
 from contextlib import closing
 from dataclasses import asdict
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from gpuload.errors import PlanError
 from gpuload.machine import usable_cores
 from gpuload.outlook import Outlooks, label_codes
 from gpuload.program import positive, table, whole_number
+from gpuload.source import saving
 from gpuload.stats import Stats
 from gpuload.types import ITEMSIZES
 
@@ -199,11 +199,13 @@ def _draw(args: argparse.Namespace, result: dict[str, Any], spans: list[Span], g
     forms = ([text.form_of(args.timeline)] if args.timeline else []) + (["png"] if args.report else [])
     pictures = {form: draw_timeline(spans, result["verdict"], gpus, form=form) for form in set(forms)}
     if args.timeline:
-        page.save(Path(args.timeline), pictures[forms[0]])
+        with saving(args.timeline) as file:
+            file.write(pictures[forms[0]])
     if args.report:
         found = {name: said for name in PACKAGES if (said := version_of(name))}
         versions = {"python": platform.python_version(), **found}
-        page.save(Path(args.report), page.page(result, versions, pictures["png"]).encode())
+        with saving(args.report) as file:
+            file.write(page.page(result, versions, pictures["png"]).encode())
 
 
 def _endless(dataset: CellDataset, loader: Loader, epochs: list[dict[str, Any]]) -> Generator[Any, None, None]:

@@ -155,6 +155,9 @@ def test_data_files_are_not_overwritten(run, path, tmp_path, command, option):
     assert (code, out, other.read_text()) == (2, "", "g0")
     code, out, err = run(command, path, "--seconds", 0.05, option, tmp_path)
     assert (code, out, err) == (1, "", f"gpuload {command}: {tmp_path}: this is a folder; name a file to write.\n")
+    code, out, err = run(command, path, "--seconds", 0.05, option, "/dev/null")
+    told = "/dev/null: cannot be written: it is no regular file. Choose another place."
+    assert (code, out, err) == (1, "", f"gpuload {command}: {told}\n")
 
 
 @pytest.mark.parametrize("command", ["inspect", "tune"])
