@@ -21,6 +21,7 @@ from gpuload.backends.native.staging import stage_windows
 from gpuload.backends.reading import MAX_HELD, read_ranges, short_read
 from gpuload.checks import check_whole
 from gpuload.errors import DeviceError
+from gpuload.layout import split_at_multiples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -295,12 +296,8 @@ def _cut_into_windows(
     some = np.flatnonzero(nbytes)
     some = some[np.argsort(place[some], kind="stable")]
     base = place[some[:1]]
-    lo, hi = place[some] - base, place[some] + nbytes[some] - base
-    n_windows = (hi - 1) // window_nbytes - lo // window_nbytes + 1
-    mine = np.repeat(np.arange(some.size), n_windows)
-    window = (lo // window_nbytes)[mine] + np.arange(mine.size) - np.repeat(np.cumsum(n_windows) - n_windows, n_windows)
-    first = np.maximum(lo[mine], window * window_nbytes)
-    last = np.minimum(hi[mine], (window + 1) * window_nbytes)
+    lo = place[some] - base
+    mine, window, first, last = split_at_multiples(np.stack([lo, lo + nbytes[some]], axis=1), window_nbytes)
     is_new = np.diff(window, prepend=-1) > 0
     is_apart = is_new | (first - np.append(0, last[:-1]) >= _MAX_GAP)
     edges, run = (np.append(np.flatnonzero(starts), mine.size) for starts in (is_new, is_apart))
