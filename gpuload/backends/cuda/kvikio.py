@@ -40,12 +40,11 @@ from gpuload.backends.cuda.readers import (
     PAGE,
     Pending,
     Threads,
-    bytes_available,
     check_places,
     file_ends,
     place_extents,
 )
-from gpuload.backends.reading import short_read
+from gpuload.backends.reading import bytes_available, short_read
 from gpuload.checks import check_whole
 from gpuload.errors import DeviceError, MissingDependencyError, PlanError, ReadError
 from gpuload.remote import Patience

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gpuload.backends.cuda.readers import PAGE, Pending, Threads, bytes_available, check_places
+from gpuload.backends.cuda.readers import PAGE, Pending, Threads, check_places
 from gpuload.backends.native.staging import stage_windows
-from gpuload.backends.reading import MAX_HELD, read_ranges, short_read
+from gpuload.backends.reading import MAX_HELD, read_extents
 from gpuload.checks import check_whole
 from gpuload.errors import DeviceError
 from gpuload.layout import split_at_multiples
@@ -126,7 +126,7 @@ class PinnedReader:
         with self._ring.lent(1) as (buffer,):
             self._device.wait(buffer.event)
             whole, base = (read.offset[extent], read.nbytes[extent]), int(place[0])
-            _fill(source, read.name, whole, windows.at[part], windows.nbytes[part], place - base, buffer.host)
+            read_extents(source, read.name, windows.at[part], windows.nbytes[part], place - base, buffer.host, whole)
             self._count(int(windows.nbytes[part].sum()))
             try:
                 for first, last in windows.runs[:, slice(*windows.run_edges[window : window + 2])].T.tolist():
@@ -310,32 +310,3 @@ def _cut_into_windows(
         np.stack([first[run[:-1]], last[run[1:] - 1]]) + base,
         np.searchsorted(run, edges),
     )
-
-
-def _fill(
-    source: Source,
-    name: str,
-    whole: tuple[NDArray[np.int64], NDArray[np.int64]],
-    at: NDArray[np.int64],
-    nbytes: NDArray[np.int64],
-    place: NDArray[np.int64],
-    host: NDArray[np.uint8],
-) -> None:
-    """Read parts of ranges into a buffer; natively if the source has files.
-
-    Parameters
-    ----------
-    whole : pair of (n,) int64
-        First byte and length of the range that each part belongs to, for error messages.
-    at, nbytes, place : (n,) int64
-        Source offset, length, and place in the buffer of each part.
-    """
-    for p in range(read_ranges(source, at, nbytes, place, host), at.size):
-        wanted = int(nbytes[p])
-        got = source.read_into(host[place[p] : place[p] + wanted], int(at[p]))
-        if got < wanted:
-            offset, n = int(whole[0][p]), int(whole[1][p])
-            before = int(at[p]) - offset
-            if before:  # earlier bytes, which another thread reads, may be missing too
-                got = min(before + got, bytes_available(source, offset, n))
-            raise short_read(source, name, offset, n, got)
