@@ -114,6 +114,13 @@ class Form:
         """Bytes of a value."""
         return ITEMSIZES[self.dtype]
 
+    @property
+    def arithmetic(self) -> tuple[float, bool]:
+        """The arguments of kernels for the transform: its target sum (0 = none), and log1p."""
+        if self.transform is None:
+            return 0.0, False
+        return float(self.transform.target_sum or 0.0), bool(self.transform.log1p)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetch:
