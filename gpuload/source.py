@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gpuload.types import Source
-
 
 class FileSource:
     """A local file, held open through one descriptor for positional reads from any thread.
@@ -39,7 +37,6 @@ class FileSource:
     """
 
     memory = None
-    has_files = True
     ranges = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -168,9 +165,9 @@ def find_files(
     return number, offset - base[number], nbytes[number]
 
 
-def locate_byte(source: Source, offset: int) -> tuple[int, int, int]:
-    """Return the file number at an offset of a source, the position in that file, and the file's size."""
-    number, at, size = source.locate(np.array([offset], dtype=np.int64))
+def locate_byte(base: NDArray[np.int64], nbytes: NDArray[np.int64], offset: int) -> tuple[int, int, int]:
+    """Return the file number at one offset, the position in that file, and the file's size; see `find_files`."""
+    number, at, size = find_files(base, nbytes, np.array([offset], dtype=np.int64))
     return int(number[0]), int(at[0]), int(size[0])
 
 
@@ -183,7 +180,6 @@ class BufferSource:
         The bytes; referenced, not copied, until the source is closed.
     """
 
-    has_files = False
     ranges = None
 
     def __init__(self, name: str, data: NDArray[np.uint8]) -> None:
@@ -191,18 +187,9 @@ class BufferSource:
         self.nbytes = data.size
         self.memory: NDArray[np.uint8] | None = data if data.flags.writeable else np.asarray(_MarkedWritable(data))
 
-    def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return file number 0, the position and the size, for each offset."""
-        return np.zeros_like(offset), offset, np.full_like(offset, self.nbytes)
-
     def where_is(self, offset: int) -> tuple[str, int]:
         """Return the name and the offset."""
         return self.name, offset
-
-    @contextmanager
-    def hold(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Yield -1: there is no descriptor."""
-        yield [-1] * len(numbers)
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
         """Fill `buffer` starting at byte `offset`; return the bytes read."""

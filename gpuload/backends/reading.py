@@ -9,7 +9,7 @@ import numpy as np
 from gpuload.backends.native import chunks
 from gpuload.errors import ReadError
 from gpuload.layout import extent_edges, limits_of
-from gpuload.types import consecutive
+from gpuload.types import consecutive, in_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +53,7 @@ def read_ranges(
     if source.ranges is not None:
         source.ranges.read_many(offset, nbytes, place, buffer)
         return int(nbytes.size)
-    if not source.has_files:
+    if not in_files(source):
         return 0
     some = np.flatnonzero(nbytes)
     if some.size < nbytes.size:  # empty ranges (chunks never written) are in no file

@@ -22,6 +22,7 @@ from gpuload.backends.reading import MAX_HELD, read_extents
 from gpuload.checks import check_whole
 from gpuload.errors import DeviceError
 from gpuload.layout import split_at_multiples
+from gpuload.types import in_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.backends.cuda.device import Device
-    from gpuload.types import Source
+    from gpuload.types import Files, Source
 
 BUFFER_NBYTES = 2 << 20
 """Bytes per buffer, and per window: large enough to copy at the link's full speed, and small enough that all buffers
@@ -102,7 +103,7 @@ class PinnedReader:
             for window in self._turns(pending, read.windows):
                 self._copy(source, read, window)
             return
-        while (window := self._copy_natively(pending, source, read, files)) < read.windows.n:
+        while (window := self._copy_natively(pending, read, files)) < read.windows.n:
             self._copy(source, read, window)  # again: this reports what is wrong
         if read.windows.turn[0] < read.windows.n:
             raise CancelledError
@@ -134,10 +135,10 @@ class PinnedReader:
             finally:
                 self._device.record(read.stream, buffer.event)
 
-    def _copy_natively(self, pending: Pending, source: Source, read: _Read, files: _Files) -> int:
+    def _copy_natively(self, pending: Pending, read: _Read, files: _Files) -> int:
         """Do so for all windows; return how many there are, or the first that cannot be read in full."""
         windows, device, counts = read.windows, self._device, np.zeros(2, dtype=np.int64)
-        with self._ring.lent(2) as buffers, source.hold(files.numbers) as descriptors:
+        with self._ring.lent(2) as buffers, files.source.hold(files.numbers) as descriptors:
             window = stage_windows(
                 windows.turn,
                 (pending.stopped, self._stopped),
@@ -264,8 +265,9 @@ class _Read:
 
 
 class _Files(NamedTuple):
-    """The files that a read needs: their numbers; of each part, which of them it is in, and where."""
+    """The files that a read needs: whose, and their numbers; of each part, which of them it is in, and where."""
 
+    source: Files
     numbers: list[int]
     number: NDArray[np.intp]
     at: NDArray[np.int64]
@@ -273,12 +275,12 @@ class _Files(NamedTuple):
 
 def _few_files(source: Source, offset: NDArray[np.int64], max_files: int) -> _Files | None:
     """Return where parts are in the files of a source; None if it has none, or so many that not all can be open."""
-    if source.ranges is not None or not source.has_files:
+    if source.ranges is not None or not in_files(source):
         return None
     number, at, _ = source.locate(offset)
     is_next = np.diff(number, prepend=-1) != 0
     numbers = number[is_next]
-    return _Files(numbers.tolist(), np.cumsum(is_next) - 1, at) if numbers.size <= max_files else None
+    return _Files(source, numbers.tolist(), np.cumsum(is_next) - 1, at) if numbers.size <= max_files else None
 
 
 def _cut_into_windows(

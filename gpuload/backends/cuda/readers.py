@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gpuload.types import Source
+    from gpuload.types import Files, Source
 
 PAGE = 4096
 """Direct transfers have file offsets and sizes that are multiples of this (GPUDirect Storage, cuFile API reference)."""
@@ -200,7 +200,7 @@ def _run(pending: Pending, run: Callable[..., None], *args: Any) -> None:
         raise
 
 
-def file_ends(source: Source, offset: NDArray[np.int64]) -> NDArray[np.int64]:
+def file_ends(source: Files, offset: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return, for each offset of a source, the end of the file that contains it; (n,) int64."""
     _, at, nbytes = source.locate(offset)
     return offset - at + nbytes
