@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from gpuload.errors import PlanError, ReadError, nearest, shown
 from gpuload.sampling import block_size_of
+from gpuload.source import saving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,11 +150,8 @@ def read_settings(
 def write_settings(path: str | os.PathLike[str], settings: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
     """Write a settings file, replacing an existing one; raise ReadError if it cannot be written."""
     text = json.dumps({"settings": dict(settings), "measured": dict(measured)}, indent=2)
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-    except OSError as error:
-        raise ReadError(f"{os.fspath(path)}: cannot be written: {error.strerror}. Choose another place.") from error
+    with saving(path) as file:
+        file.write(f"{text}\n".encode())
 
 
 def _load(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from gpuload.backends.native.runs import copy_runs
 from gpuload.errors import ReadError
+from gpuload.layout import split_at_multiples
 from gpuload.packing.files import write_whole
 from gpuload.packing.rows import Judged
 from gpuload.packing.workplace import PARTS
@@ -115,14 +116,8 @@ def _pieces(job: Job, rows: Rows, start: int, stop: int) -> tuple[NDArray[np.int
     Also return the pieces at which the buckets begin and end.
     """
     size = job.bucket
-    row_length = np.diff(rows.indptr)
     row_dest = job.offsets[job.place[start:stop]]
-    first, last = row_dest // size, (row_dest + row_length - 1) // size
-    n = np.where(row_length > 0, last - first + 1, 0)
-    row = np.repeat(np.arange(n.size), n)
-    bucket = first[row] + np.arange(row.size) - np.repeat(np.cumsum(n) - n, n)
-    low = np.maximum(row_dest[row], bucket * size)
-    high = np.minimum(row_dest[row] + row_length[row], (bucket + 1) * size)
+    row, bucket, low, high = split_at_multiples(np.stack([row_dest, row_dest + np.diff(rows.indptr)], axis=1), size)
     source = rows.indptr[row] + low - row_dest[row]
     by_bucket = np.argsort(bucket, kind="stable")
     edges = np.searchsorted(bucket[by_bucket], np.arange(job.n_buckets + 1))

@@ -40,15 +40,15 @@ from gpuload.backends.cuda.readers import (
     PAGE,
     Pending,
     Threads,
-    bytes_available,
     check_places,
     file_ends,
     place_extents,
 )
-from gpuload.backends.reading import short_read
+from gpuload.backends.reading import bytes_available, short_read
 from gpuload.checks import check_whole
 from gpuload.errors import DeviceError, MissingDependencyError, PlanError, ReadError
 from gpuload.remote import Patience
+from gpuload.types import in_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.backends.cuda.device import Device
-    from gpuload.types import Source
+    from gpuload.types import Files, Source
 
 NUM_THREADS = 8
 """KvikIO's default number of threads here: fewer left a PCIe link idle (rapidsai/kvikio issue 453)."""
@@ -185,7 +185,7 @@ class KvikioReader:
             pending, before = Pending(), self._device.record(stream)
             self._threads.submit(pending, self._read_far, source, name, (offset, nbytes, place), out, before)
             return pending
-        if not source.has_files:
+        if not in_files(source):
             return self._pinned.start(source, offset, nbytes, place, out, stream, name=name)
         read_offset, read_nbytes, _, _ = place_extents(offset, nbytes, file_ends(source, offset))
         first = place - (offset - read_offset)
@@ -205,7 +205,7 @@ class KvikioReader:
     def _read(
         self,
         pending: Pending,
-        source: Source,
+        source: Files,
         name: str,
         wanted: tuple[NDArray[np.int64], NDArray[np.int64]],
         ranges: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
@@ -310,7 +310,7 @@ class _File:
 
     __slots__ = ("handle", "n_users", "source")
 
-    def __init__(self, source: Source, handle: Any) -> None:
+    def __init__(self, source: Files, handle: Any) -> None:
         self.source = source  # kept alive, so that its id is not reused
         self.handle = handle
         self.n_users = 0
@@ -324,7 +324,7 @@ class _Files:
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[int, int], _File] = OrderedDict()
 
-    def take(self, source: Source, number: int) -> _File:
+    def take(self, source: Files, number: int) -> _File:
         """Return a file of a source, which stays open until it is given back."""
         key = id(source), number
         with self._lock:
@@ -347,7 +347,7 @@ class _Files:
             while self._open:
                 self._open.popitem()[1].handle.close()
 
-    def _new(self, source: Source, number: int) -> _File:
+    def _new(self, source: Files, number: int) -> _File:
         with source.hold([number]) as (descriptor,):
             try:
                 return _File(source, self._open_file(f"/proc/self/fd/{descriptor}"))
