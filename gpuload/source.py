@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from gpuload.errors import ReadError
+from gpuload.errors import ReadError, unopened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,9 +46,7 @@ class FileSource:
         try:
             self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise ReadError(
-                f"{self.name}: cannot be opened: {error.strerror}. Check the path and its permissions."
-            ) from error
+            raise unopened(self.name, error) from error
         status = os.fstat(self._fd)
         self.nbytes = status.st_size
         self.stamp = status.st_mtime_ns
