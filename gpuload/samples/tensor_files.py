@@ -48,7 +48,8 @@ class Descriptions:
         """Return the location of the values of a file's tensor, or None if its own library must read it."""
         if self._decode == "bytes":
             return Span(0, data.size, torch.uint8, (data.size,))
-        described = getattr(self, f"_describe_{self._decode}")(data)
+        describe = {"pt": self._describe_pt, "npy": _describe_npy, "safetensors": _describe_safetensors}[self._decode]
+        described = describe(data)
         if described is None:
             return None
         header, start = described
@@ -80,19 +81,6 @@ class Descriptions:
         self._known[header] = (values.dtype, tuple(values.shape), raw.size, has_sum)
         return True
 
-    @staticmethod
-    def _describe_npy(data: NDArray[np.uint8]) -> tuple[bytes, int] | None:
-        if data.size < 12:
-            return None
-        is_long = data[6] > 1
-        length = int(data[8:12].view("<u4")[0]) + 12 if is_long else int(data[8:10].view("<u2")[0]) + 10
-        return data[:length].tobytes(), length
-
-    @staticmethod
-    def _describe_safetensors(data: NDArray[np.uint8]) -> tuple[bytes, int] | None:
-        length = int(data[:8].view("<u8")[0]) + 8 if data.size > 8 else data.size + 1
-        return (data[:length].tobytes(), length) if length <= data.size else None
-
     def _describe_pt(self, data: NDArray[np.uint8]) -> tuple[bytes, int] | None:
         """Return a tensor's pickle and the location of its storage: the first and the fifth entry of a zip file."""
         for header in list(self._known):  # seldom more than one
@@ -116,6 +104,19 @@ class Descriptions:
         if start is None:
             return None
         return struct.pack("<I", len(pickled)) + place.to_bytes(8, "little") + pickled, start
+
+
+def _describe_npy(data: NDArray[np.uint8]) -> tuple[bytes, int] | None:
+    if data.size < 12:
+        return None
+    is_long = data[6] > 1
+    length = int(data[8:12].view("<u4")[0]) + 12 if is_long else int(data[8:10].view("<u2")[0]) + 10
+    return data[:length].tobytes(), length
+
+
+def _describe_safetensors(data: NDArray[np.uint8]) -> tuple[bytes, int] | None:
+    length = int(data[:8].view("<u8")[0]) + 8 if data.size > 8 else data.size + 1
+    return (data[:length].tobytes(), length) if length <= data.size else None
 
 
 def _pt_entry(data: NDArray[np.uint8], place: int, name: bytes) -> int | None:
