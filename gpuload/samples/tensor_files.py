@@ -28,7 +28,7 @@ _MOST = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StoredTensor:
     """Location of the values of a file's tensor."""
 
     start: int
@@ -44,10 +44,10 @@ class Descriptions:
         self._decode = decode
         self._known: dict[bytes, tuple[torch.dtype, tuple[int, ...], int, bool]] = {}
 
-    def find(self, data: NDArray[np.uint8]) -> Span | None:
+    def find(self, data: NDArray[np.uint8]) -> StoredTensor | None:
         """Return the location of the values of a file's tensor, or None if its own library must read it."""
         if self._decode == "bytes":
-            return Span(0, data.size, torch.uint8, (data.size,))
+            return StoredTensor(0, data.size, torch.uint8, (data.size,))
         describe = {"pt": self._describe_pt, "npy": _describe_npy, "safetensors": _describe_safetensors}[self._decode]
         described = describe(data)
         if described is None:
@@ -60,7 +60,7 @@ class Descriptions:
             return None
         if has_sum and not _pt_sum_is_right(data, start, nbytes):
             raise CorruptDataError("the sum of its values is not the one stored with them; restore the file")
-        return Span(start, nbytes, dtype, shape)
+        return StoredTensor(start, nbytes, dtype, shape)
 
     def _learn(self, header: bytes, start: int, data: NDArray[np.uint8]) -> bool:
         """Read a file with the format's library; return whether its values are the bytes from `start` on."""
