@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from gpuload.errors import PlanError, ReadError, nearest, shown
+from gpuload.errors import PlanError, nearest, shown, unopened
 from gpuload.sampling import block_size_of
 from gpuload.source import saving
 
@@ -159,9 +159,7 @@ def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
     except OSError as error:
-        raise ReadError(
-            f"{os.fspath(path)}: cannot be opened: {error.strerror}. Check the path and its permissions."
-        ) from error
+        raise unopened(os.fspath(path), error) from error
     except ValueError as error:  # not UTF-8, or not JSON
         raise PlanError(
             f"{os.fspath(path)}: it is not a settings file: {error}. Write one with gpuload tune."

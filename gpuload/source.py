@@ -11,11 +11,12 @@ import shutil
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
+from numpy.lib import format as npy
 
-from gpuload.errors import ReadError
+from gpuload.errors import ReadError, first_line, unopened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,9 +45,7 @@ class FileSource:
         try:
             self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise ReadError(
-                f"{self.name}: cannot be opened: {error.strerror}. Check the path and its permissions."
-            ) from error
+            raise unopened(self.name, error) from error
         status = os.fstat(self._fd)
         self.nbytes = status.st_size
         self.stamp = status.st_mtime_ns
@@ -275,3 +274,30 @@ def loading_npz(
         raise ReadError(f"{os.fspath(path)}: cannot be read: {error.strerror}. Check the path.") from error
     except Exception as error:
         raise refusal(error) from error
+
+
+class NpyHeader(NamedTuple):
+    """The content of a .npy header, and the place in its file where the elements begin."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    is_fortran: bool
+    offset: int
+
+
+def npy_header(file: IO[bytes]) -> NpyHeader:
+    """Read the .npy header at the current position of a file; raise ValueError, whose message is a part of a sentence.
+
+    Nothing in it is executed or trusted. Whether the elements are there is not checked.
+    """
+    try:
+        version = npy.read_magic(file)
+        # Version 3.0 differs from 2.0 only in the encoding of field names.
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, is_fortran, dtype = read(file)
+    except Exception as error:  # NumPy parses it as Python source, which can fail in any way
+        words = first_line(error).partition(": <ast.")[0]  # what ast writes of a node is where it is in memory
+        raise ValueError(f"{words:.200}") from error
+    if any(n < 0 for n in shape):
+        raise ValueError(f"its shape is {shape!r}")
+    return NpyHeader(shape, dtype, is_fortran, file.tell())

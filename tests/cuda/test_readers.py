@@ -28,7 +28,7 @@ from gpuload.backends.cuda import kvikio as kvikio_module
 from gpuload.backends.cuda.far import FarReader
 from gpuload.backends.cuda.kvikio import KvikioReader
 from gpuload.backends.cuda.pinned import PinnedReader, _few_files
-from gpuload.backends.cuda.readers import PAGE, Pending, place_extents
+from gpuload.backends.cuda.readers import PAGE, PendingRead, place_extents
 from gpuload.backends.native.staging import stage_windows
 from gpuload.backends.reading import read_extents
 from gpuload.errors import DeviceError, MissingDependencyError, PlanError, ReadError
@@ -213,7 +213,7 @@ def test_short_parts_of_objects_are_requested_again_and_reported() -> None:
     ranges = (np.array([10]), np.array([40]), np.array([0]))
     told = r"^fake://bucket/a: reading 40 bytes of /X/data at byte 10 through KvikIO failed: wanted 40 bytes, got 39\."
     with pytest.raises(ReadError, match=told):
-        far.read(Pending(), source, NAME, ranges, np.zeros(40, dtype=np.uint8), None)
+        far.read(PendingRead(), source, NAME, ranges, np.zeros(40, dtype=np.uint8), None)
     assert asked == [(10, 40)] * 3
     source.close()
 
@@ -484,7 +484,7 @@ def test_a_short_read_counts_what_other_threads_read(file: FileSource) -> None:
 
 
 def test_a_failure_takes_precedence_over_cancellations() -> None:
-    pending = Pending()
+    pending = PendingRead()
     for error in (CancelledError(), ReadError("disk on fire."), DeviceError("later")):
         task: Future[None] = Future()
         task.set_exception(error)

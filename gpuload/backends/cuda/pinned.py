@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gpuload.backends.cuda.readers import PAGE, Pending, Threads, check_places
+from gpuload.backends.cuda.readers import PAGE, PendingRead, Threads, check_places
 from gpuload.backends.native.staging import stage_windows
 from gpuload.backends.reading import MAX_HELD, read_extents
 from gpuload.checks import check_whole
@@ -80,13 +80,13 @@ class PinnedReader:
         stream: Any,
         *,
         name: str = "its data",
-    ) -> Pending:
+    ) -> PendingRead:
         """Start to read byte ranges of any source; see `Reader.start`."""
         self._threads.check(source)
         check_places(place, nbytes, int(out.shape[0]))
         read = _Read(name, offset, nbytes, _cut_into_windows(offset, nbytes, place, self._buffer_nbytes), out, stream)
         files = _few_files(source, read.windows.at, self._num_threads * MAX_HELD)
-        pending = Pending()
+        pending = PendingRead()
         for _ in range(min(self._num_threads, read.windows.n)):
             self._threads.submit(pending, self._take_windows, source, read, files)
         return pending
@@ -96,7 +96,7 @@ class PinnedReader:
         self._stopped[0] = 1
         self._threads.close()
 
-    def _take_windows(self, pending: Pending, source: Source, read: _Read, files: _Files | None) -> None:
+    def _take_windows(self, pending: PendingRead, source: Source, read: _Read, files: _FewFiles | None) -> None:
         """Read windows of device memory, and have them copied there, until none is left."""
         self._device.use()
         if files is None:
@@ -108,7 +108,7 @@ class PinnedReader:
         if read.windows.turn[0] < read.windows.n:
             raise CancelledError
 
-    def _turns(self, pending: Pending, windows: _Windows) -> Iterator[int]:
+    def _turns(self, pending: PendingRead, windows: _Windows) -> Iterator[int]:
         """Yield the number of the next window as long as there is one; raise CancelledError if no more are wanted."""
         while True:
             with self._lock:
@@ -135,7 +135,7 @@ class PinnedReader:
             finally:
                 self._device.record(read.stream, buffer.event)
 
-    def _copy_natively(self, pending: Pending, read: _Read, files: _Files) -> int:
+    def _copy_natively(self, pending: PendingRead, read: _Read, files: _FewFiles) -> int:
         """Do so for all windows; return how many there are, or the first that cannot be read in full."""
         windows, device, counts = read.windows, self._device, np.zeros(2, dtype=np.int64)
         with self._ring.lent(2) as buffers, files.source.hold(files.numbers) as descriptors:
@@ -264,7 +264,7 @@ class _Read:
     stream: Any
 
 
-class _Files(NamedTuple):
+class _FewFiles(NamedTuple):
     """The files that a read needs: whose, and their numbers; of each part, which of them it is in, and where."""
 
     source: Files
@@ -273,14 +273,14 @@ class _Files(NamedTuple):
     at: NDArray[np.int64]
 
 
-def _few_files(source: Source, offset: NDArray[np.int64], max_files: int) -> _Files | None:
+def _few_files(source: Source, offset: NDArray[np.int64], max_files: int) -> _FewFiles | None:
     """Return where parts are in the files of a source; None if it has none, or so many that not all can be open."""
     if source.ranges is not None or not in_files(source):
         return None
     number, at, _ = source.locate(offset)
     is_next = np.diff(number, prepend=-1) != 0
     numbers = number[is_next]
-    return _Files(source, numbers.tolist(), np.cumsum(is_next) - 1, at) if numbers.size <= max_files else None
+    return _FewFiles(source, numbers.tolist(), np.cumsum(is_next) - 1, at) if numbers.size <= max_files else None
 
 
 def _cut_into_windows(

@@ -44,7 +44,7 @@ class Reader(Protocol):
         stream: Any,
         *,
         name: str = "its data",
-    ) -> Pending:
+    ) -> PendingRead:
         """Start to read byte ranges.
 
         Parameters
@@ -73,7 +73,7 @@ class Reader(Protocol):
         """Stop the threads and close open files, after the reads in progress; may be called twice."""
 
 
-class Pending:
+class PendingRead:
     """A read in progress."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Threads:
         if self._is_closed:
             raise _closed(source)
 
-    def submit(self, pending: Pending, run: Callable[..., None], source: Source, *args: Any) -> None:
+    def submit(self, pending: PendingRead, run: Callable[..., None], source: Source, *args: Any) -> None:
         """Run a part of a read of a source in a thread; if it fails, no further part is started."""
         try:
             task = self._pool.submit(_run, pending, run, source, *args)
@@ -191,7 +191,7 @@ def _closed(source: Source) -> ReadError:
     return ReadError(f"{source.name}: the loader was closed; open it again with open_loader().")
 
 
-def _run(pending: Pending, run: Callable[..., None], *args: Any) -> None:
+def _run(pending: PendingRead, run: Callable[..., None], *args: Any) -> None:
     pending.check()
     try:
         run(pending, *args)
