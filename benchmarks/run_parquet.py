@@ -117,7 +117,7 @@ def planning(n_groups: int) -> dict[str, Any]:
 
     files = [_made_up(k) for k in range(-(-n_groups // GROUPS_PER_FILE))]
     before, start = machine.peak_mib(), time.perf_counter()
-    source = parquet_cells.Files(files)
+    source = parquet_cells.ParquetFiles(files)
     matrices = tuple(parquet_cells.matrix_of(f, source, k, FIRST, N_VARS) for k, f in enumerate(files))
     names = np.array([""] * N_VARS, dtype=object)
     store = Store(matrices, tuple(f.path for f in files), names, {}, (source,))

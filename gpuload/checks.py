@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from gpuload.loader import Loader
+
 _UNITS = {"": 1} | {f"{c}{i}": base**k for k, c in enumerate("KMGT", 1) for i, base in (("", 1000), ("i", 1024))}
 _UNITS["k"] = 1000
 
@@ -80,6 +82,13 @@ def check_loader(front: str, given: object) -> None:
             f"{front}: expected a loader, and found {shown(given)}; open one with gpuload.open_loader(paths) and pass "
             "that."
         )
+
+
+def check_outputs(loader: Loader, what: str) -> None:
+    """Raise PlanError if a column of obs has the name of a matrix, or of the rows; `what` a front calls an output."""
+    taken = [name for name in loader.obs_dtypes if name in ("rows", *loader.tables)]
+    if taken:
+        raise PlanError(f"obs column {taken[0]!r} has the name of another {what}; rename it in the file.")
 
 
 def check_names(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpuload.checks import check_loader
+from gpuload.checks import check_loader, check_outputs
 from gpuload.errors import MissingDependencyError, PlanError
 from gpuload.threads import OneAtATime
 
@@ -191,9 +191,7 @@ def _output_dtypes(loader: Loader) -> list[np.dtype[Any]]:
             "output='csr': DALI has no sparse type; open the loader with output='dense', or use "
             "gpuload.torch.CellDataset."
         )
-    taken = [name for name in loader.obs_dtypes if name in ("rows", *loader.tables)]
-    if taken:
-        raise PlanError(f"obs column {taken[0]!r} has the name of another output; rename it in the file.")
+    check_outputs(loader, "output")
     if loader.dtype == "bfloat16":
         raise PlanError("dtype='bfloat16': DALI does not support this type here; use another, or the PyTorch front.")
     matrices = [np.dtype(table.form.dtype) for table in loader.tables.values()]

@@ -19,6 +19,7 @@ import numpy as np
 from gpuload.errors import PlanError, listing, nearest
 from gpuload.permute import hash64, random_keys, tosses_of
 from gpuload.sampling.classes import coded, joint
+from gpuload.types import consecutive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -172,8 +173,7 @@ def draw_of_each(codes: NDArray[np.integer[Any]], rows: NDArray[np.int64], n: in
     counts = np.bincount(codes + 1)
     starts = np.cumsum(counts)[:-1]  # the cells without a group come first
     n_drawn = np.minimum(counts[1:], min(n, codes.size))
-    places = np.arange(n_drawn.sum()) + np.repeat(starts - (np.cumsum(n_drawn) - n_drawn), n_drawn)
-    return np.sort(by_group[places])
+    return np.sort(by_group[consecutive(starts, n_drawn)])
 
 
 def _cut(mixed: NDArray[np.uint64], edges: NDArray[np.float64], offset: float) -> NDArray[np.int16]:

@@ -91,6 +91,16 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
+def unopened(path: str, error: OSError) -> ReadError:
+    """Return the error for a file that the system does not open."""
+    return ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.")
+
+
+def unlisted(folder: str, error: OSError) -> ReadError:
+    """Return the error for a folder that the system does not list."""
+    return ReadError(f"{folder}: cannot be listed: {error.strerror}. Check its permissions.")
+
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 

@@ -64,7 +64,6 @@ class FolderSource:
     """
 
     memory = None
-    has_files = True
     ranges = None
 
     def __init__(self, root: str, names: Sequence[str], nbytes: NDArray[np.int64], stamps: NDArray[np.int64]) -> None:
@@ -92,7 +91,7 @@ class FolderSource:
         """Return the path of the file at an address, and the position in it."""
         if not self.base.size:
             return self.name, offset
-        number, at, _ = locate_byte(self, offset)
+        number, at, _ = locate_byte(self.base, self._nbytes, offset)
         return self._path(number), at
 
     @contextmanager
@@ -114,7 +113,7 @@ class FolderSource:
         """Fill `buffer` starting at an address; return the bytes read, fewer only at the end of that file."""
         if not self.base.size:
             return 0
-        number, at, _ = locate_byte(self, offset)
+        number, at, _ = locate_byte(self.base, self._nbytes, offset)
         with self.hold([number]) as (descriptor,):
             return read_at(descriptor, buffer, at, self._path(number))
 

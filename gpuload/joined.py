@@ -39,7 +39,6 @@ class JoinedSource:
     """
 
     memory = None
-    has_files = True
     ranges = None
 
     def __init__(self, sources: Sequence[FileSource | FolderSource]) -> None:

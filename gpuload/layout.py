@@ -231,10 +231,10 @@ class _Pieces:
         return _Pieces(self.chunk[index], self.src[index], self.dest[index], self.width[index], self.rows[index])
 
 
-def _split(ranges: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], ...]:
-    """Split ranges at multiples of `length`: (range number, multiple, start, stop) of every part."""
+def split_at_multiples(ranges: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], ...]:
+    """Split ranges at multiples of `length`: (range number, multiple, start, stop) of every part; none is empty."""
     first = ranges[:, 0] // length
-    n_parts = (ranges[:, 1] - 1) // length + 1 - first
+    n_parts = np.where(ranges[:, 0] < ranges[:, 1], (ranges[:, 1] - 1) // length + 1 - first, 0)
     number = np.repeat(np.arange(len(ranges)), n_parts)
     cell = consecutive(first, n_parts)
     start = np.maximum(ranges[number, 0], cell * length)
@@ -243,7 +243,7 @@ def _split(ranges: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], .
 
 
 def split_at(ranges: NDArray[np.int64], edges: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
-    """Split ranges at edges, some possibly equal: like `_split`, with the number of the edge before each part."""
+    """Split ranges at edges, some possibly equal; as `split_at_multiples`, with the edge before each part."""
     first = np.searchsorted(edges, ranges[:, 0], side="right") - 1
     n_parts = np.searchsorted(edges, ranges[:, 1] - 1, side="right") - first
     number = np.repeat(np.arange(len(ranges)), n_parts)
@@ -256,14 +256,14 @@ def split_at(ranges: NDArray[np.int64], edges: NDArray[np.int64]) -> tuple[NDArr
 
 def _pieces_1d(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.int64]) -> _Pieces:
     edges, length = layout.edges, layout.chunk_shape[0]
-    number, chunk, start, stop = _split(ranges, length) if edges is None else split_at(ranges, edges)
+    number, chunk, start, stop = split_at_multiples(ranges, length) if edges is None else split_at(ranges, edges)
     src = start - (chunk * length if edges is None else edges[chunk])
     return _Pieces(chunk, src, dest[number] + start - ranges[number, 0], stop - start, np.ones_like(chunk))
 
 
 def _pieces_of_rows(layout: ArrayLayout, ranges: NDArray[np.int64], dest: NDArray[np.int64]) -> _Pieces:
     """Split row ranges into runs of elements contiguous in a row and a chunk; consecutive whole rows make one run."""
-    number, tile_row, start, stop = _split(ranges, layout.chunk_shape[0])
+    number, tile_row, start, stop = split_at_multiples(ranges, layout.chunk_shape[0])
     first_src = (start - tile_row * layout.chunk_shape[0]) * layout.src_stride
     first_to = dest[number] + (start - ranges[number, 0]) * layout.dest_stride
     rows = stop - start

@@ -21,7 +21,7 @@ from gpuload.checks import check_obs_names, check_whole, is_number
 from gpuload.dealing import group_by
 from gpuload.errors import PlanError, shown
 from gpuload.sampling import Sequential, Subset
-from gpuload.sampling.controls import find_controls
+from gpuload.sampling.controls import find_controls, uncontrolled
 from gpuload.sampling.rows import SLICE
 from gpuload.tables import check_modalities
 from gpuload.where import parse as parse_where
@@ -403,12 +403,8 @@ def _check_controls(screen: _Screen, groups: list[tuple[Label, ...]], match: Seq
     if not without.size:
         return
     which = ", ".join(f"{name}={value!r}" for name, value in zip(match, groups[without[0]], strict=True))
-    n_more = without.size - 1
-    more = f", nor for {n_more} more group{'s' if n_more > 1 else ''}" if n_more else ""
-    raise PlanError(
-        f"knockdown: there is no control for cells with {which} ({n_compared[without[0]]} of them){more}; match fewer "
-        "columns, or leave these cells out with where=."
-    )
+    cure = "or leave these cells out with where="
+    raise uncontrolled("knockdown", which, int(n_compared[without[0]]), without.size - 1, cure)
 
 
 # --- what was measured

@@ -12,7 +12,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpuload.errors import GpuloadError, PlanError, ReadError
+from gpuload.errors import GpuloadError, PlanError, ReadError, unopened
 from gpuload.where import parse as parse_where
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def read_names(path: str) -> list[str]:
         with open(path, encoding="utf-8") as file:
             return [line.strip() for line in file if line.strip()]
     except OSError as error:
-        raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
+        raise unopened(path, error) from error
     except UnicodeDecodeError as error:
         raise ReadError(f"{path}: not a text file in UTF-8; expected one gene name per line.") from error
 

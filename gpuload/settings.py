@@ -14,8 +14,9 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from gpuload.errors import PlanError, ReadError, nearest, shown
+from gpuload.errors import PlanError, nearest, shown, unopened
 from gpuload.sampling import block_size_of
+from gpuload.source import saving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,11 +150,8 @@ def read_settings(
 def write_settings(path: str | os.PathLike[str], settings: Mapping[str, Any], measured: Mapping[str, Any]) -> None:
     """Write a settings file, replacing an existing one; raise ReadError if it cannot be written."""
     text = json.dumps({"settings": dict(settings), "measured": dict(measured)}, indent=2)
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-    except OSError as error:
-        raise ReadError(f"{os.fspath(path)}: cannot be written: {error.strerror}. Choose another place.") from error
+    with saving(path) as file:
+        file.write(f"{text}\n".encode())
 
 
 def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -161,9 +159,7 @@ def _load(path: str | os.PathLike[str]) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
     except OSError as error:
-        raise ReadError(
-            f"{os.fspath(path)}: cannot be opened: {error.strerror}. Check the path and its permissions."
-        ) from error
+        raise unopened(os.fspath(path), error) from error
     except ValueError as error:  # not UTF-8, or not JSON
         raise PlanError(
             f"{os.fspath(path)}: it is not a settings file: {error}. Write one with gpuload tune."

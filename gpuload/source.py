@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
+from numpy.lib import format as npy
 
-from gpuload.errors import ReadError
+from gpuload.errors import ReadError, first_line, unopened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
-
-    from gpuload.types import Source
 
 
 class FileSource:
@@ -38,7 +38,6 @@ class FileSource:
     """
 
     memory = None
-    has_files = True
     ranges = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -46,9 +45,7 @@ class FileSource:
         try:
             self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise ReadError(
-                f"{self.name}: cannot be opened: {error.strerror}. Check the path and its permissions."
-            ) from error
+            raise unopened(self.name, error) from error
         status = os.fstat(self._fd)
         self.nbytes = status.st_size
         self.stamp = status.st_mtime_ns
@@ -167,9 +164,9 @@ def find_files(
     return number, offset - base[number], nbytes[number]
 
 
-def locate_byte(source: Source, offset: int) -> tuple[int, int, int]:
-    """Return the file number at an offset of a source, the position in that file, and the file's size."""
-    number, at, size = source.locate(np.array([offset], dtype=np.int64))
+def locate_byte(base: NDArray[np.int64], nbytes: NDArray[np.int64], offset: int) -> tuple[int, int, int]:
+    """Return the file number at one offset, the position in that file, and the file's size; see `find_files`."""
+    number, at, size = find_files(base, nbytes, np.array([offset], dtype=np.int64))
     return int(number[0]), int(at[0]), int(size[0])
 
 
@@ -182,7 +179,6 @@ class BufferSource:
         The bytes; referenced, not copied, until the source is closed.
     """
 
-    has_files = False
     ranges = None
 
     def __init__(self, name: str, data: NDArray[np.uint8]) -> None:
@@ -190,18 +186,9 @@ class BufferSource:
         self.nbytes = data.size
         self.memory: NDArray[np.uint8] | None = data if data.flags.writeable else np.asarray(_MarkedWritable(data))
 
-    def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return file number 0, the position and the size, for each offset."""
-        return np.zeros_like(offset), offset, np.full_like(offset, self.nbytes)
-
     def where_is(self, offset: int) -> tuple[str, int]:
         """Return the name and the offset."""
         return self.name, offset
-
-    @contextmanager
-    def hold(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Yield -1: there is no descriptor."""
-        yield [-1] * len(numbers)
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
         """Fill `buffer` starting at byte `offset`; return the bytes read."""
@@ -251,14 +238,21 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def saving(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Give a file to write to, which then replaces `path`; raise ReadError if it cannot be written."""
-    if os.path.exists(path) and not os.path.isfile(path):  # such as a device, which would be replaced
-        raise ReadError(f"{os.fspath(path)}: cannot be written: it is no regular file. Choose another place.")
+    """Give a file to write to, which then replaces `path`, or what that links to; raise ReadError if that fails."""
+    check_regular(path)
     try:
-        with replacing(path) as beside, beside.open("wb") as file:
+        with replacing(os.path.realpath(path)) as beside, beside.open("wb") as file:
+            if os.path.exists(path):
+                shutil.copymode(path, beside)
             yield file
     except OSError as error:
         raise ReadError(f"{os.fspath(path)}: cannot be written: {error.strerror}. Choose another place.") from error
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise ReadError if there is something that is no file, such as a device, which `saving` would replace."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ReadError(f"{os.fspath(path)}: cannot be written: it is no regular file. Choose another place.")
 
 
 @contextmanager
@@ -280,3 +274,30 @@ def loading_npz(
         raise ReadError(f"{os.fspath(path)}: cannot be read: {error.strerror}. Check the path.") from error
     except Exception as error:
         raise refusal(error) from error
+
+
+class NpyHeader(NamedTuple):
+    """The content of a .npy header, and the place in its file where the elements begin."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    is_fortran: bool
+    offset: int
+
+
+def npy_header(file: IO[bytes]) -> NpyHeader:
+    """Read the .npy header at the current position of a file; raise ValueError, whose message is a part of a sentence.
+
+    Nothing in it is executed or trusted. Whether the elements are there is not checked.
+    """
+    try:
+        version = npy.read_magic(file)
+        # Version 3.0 differs from 2.0 only in the encoding of field names.
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, is_fortran, dtype = read(file)
+    except Exception as error:  # NumPy parses it as Python source, which can fail in any way
+        words = first_line(error).partition(": <ast.")[0]  # what ast writes of a node is where it is in memory
+        raise ValueError(f"{words:.200}") from error
+    if any(n < 0 for n in shape):
+        raise ValueError(f"its shape is {shape!r}")
+    return NpyHeader(shape, dtype, is_fortran, file.tell())

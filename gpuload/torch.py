@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
-from gpuload.checks import as_array, check_loader
+from gpuload.checks import as_array, check_loader, check_outputs
 from gpuload.errors import MissingDependencyError, PlanError, shown
 from gpuload.mapped import Mapped
 from gpuload.sampling import InOrder, Shuffled, selected
@@ -181,11 +181,7 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
     def __init__(self, loader: Loader, dtype: torch.dtype | str | None = None) -> None:
         super().__init__()
         check_loader("CellDataset", loader)
-        taken = [name for name in loader.obs_dtypes if name in ("rows", *loader.tables)]
-        if taken:
-            raise PlanError(
-                f"obs column {taken[0]!r} has the name of another entry of the minibatch; rename it in the file."
-            )
+        check_outputs(loader, "entry of the minibatch")
         self._loader = loader
         self._dtype = _torch_dtype(dtype, loader)
         if loader.output == "csr":

@@ -8,7 +8,7 @@ native call can carry out thousands of reads and decodes without touching Python
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard
 
 import numpy as np
 
@@ -113,6 +113,13 @@ class Form:
     def itemsize(self) -> int:
         """Bytes of a value."""
         return ITEMSIZES[self.dtype]
+
+    @property
+    def arithmetic(self) -> tuple[float, bool]:
+        """The arguments of kernels for the transform: its target sum (0 = none), and log1p."""
+        if self.transform is None:
+            return 0.0, False
+        return float(self.transform.target_sum or 0.0), bool(self.transform.log1p)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -372,24 +379,11 @@ class Source(Protocol):
         """The bytes themselves, read-only, if they are in host memory; else None."""
 
     @property
-    def has_files(self) -> bool:
-        """Whether the bytes are in files with descriptors; if not, use `read_into`."""
-
-    @property
     def ranges(self) -> RangeReader | None:
         """Reader of many ranges at once, if each read takes long (over a network); else None."""
 
-    def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return each offset's file number, its position in that file, and the file's size.
-
-        A source of one file returns number 0 for all. No byte range that is read spans two files.
-        """
-
     def where_is(self, offset: int) -> tuple[str, int]:
         """Return the file at an offset, named for error messages, and the position in it."""
-
-    def hold(self, numbers: Sequence[int]) -> AbstractContextManager[list[int]]:
-        """Keep files open for positional reads and yield their descriptors; a few dozen at a time."""
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
         """Fill `buffer` starting at byte `offset`; return the bytes read, fewer only at the end or on a fault."""
@@ -399,6 +393,24 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Release open resources; later reads are errors."""
+
+
+class Files(Source, Protocol):
+    """A source whose bytes are in files with descriptors."""
+
+    def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return each offset's file number, its position in that file, and the file's size.
+
+        A source of one file returns number 0 for all. No byte range that is read spans two files.
+        """
+
+    def hold(self, numbers: Sequence[int]) -> AbstractContextManager[list[int]]:
+        """Keep files open for positional reads and yield their descriptors; a few dozen at a time."""
+
+
+def in_files(source: Source) -> TypeGuard[Files]:
+    """Return whether the bytes of a source are in files with descriptors; if not, use `Source.read_into`."""
+    return hasattr(source, "hold")
 
 
 class RangeReader(Protocol):

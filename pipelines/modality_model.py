@@ -20,7 +20,7 @@ from modality_engines import ENGINES, Engine
 import gpuload
 from gpuload import estimators
 from gpuload.scores import mean_r2
-from gpuload.source import replacing
+from gpuload.source import saving
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -243,7 +243,7 @@ class ProteinModel:
         learnt = {name: found.astype(str) if found.dtype == object else found for name, found in learnt.items()}
         kept = {"model": "ProteinModel", "params": self.params, "is_counts": self.is_counts_}
         about = json.dumps(kept, default=_plain)
-        with replacing(path) as beside, beside.open("wb") as file:
+        with saving(path) as file:
             np.savez(file, about=np.array(about), **learnt)
 
     @classmethod

@@ -12,8 +12,7 @@ import numpy as np
 from gpuload.stats import Stats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -54,16 +53,10 @@ class FakeSource:
     def nbytes(self) -> int:
         return self._inner.nbytes
 
-    memory, has_files, ranges = None, False, None  # so that `read_into` is used
-
-    def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        return self._inner.locate(offset)
+    memory, ranges = None, None  # and no files, so that `read_into` is used
 
     def where_is(self, offset: int) -> tuple[str, int]:
         return self._inner.where_is(offset)
-
-    def hold(self, numbers: Sequence[int]) -> AbstractContextManager[list[int]]:
-        raise AssertionError("it has no files")
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
         with self._lock:

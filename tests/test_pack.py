@@ -554,7 +554,7 @@ def test_large_integers_after_the_first_slice_are_refused(tmp_path: Path) -> Non
             rows = reader.read(start, stop)
             expected = pytest.raises(gpuload.StoreError, match=r"large\.h5ad: ") if is_refused else nullcontext()
             with expected:
-                reader.check_exact(rows, rows.judge(), start)
+                reader.judge(rows, start)
 
 
 def test_genes_beyond_16_bits(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import gpuload
 from gpuload.packing import parts, passes
-from gpuload.packing.parts import Part, PartFile, Segment, Summary, kept_open, save_part
+from gpuload.packing.parts import PartFile, PartInMemory, Segment, Summary, kept_open, save_part
 from gpuload.packing.rows import Judged
 from tests.test_pack import MEMORY, assert_same_rows, cells, written
 from tests.test_pack_faults import contents, fail, work_on
@@ -30,14 +30,14 @@ def numbers(rng: np.random.Generator, n: int, dtype: str) -> NDArray[Any]:
     return rng.integers(0, 200, n).astype(dtype)
 
 
-def random_part(counts: list[tuple[int, int]], dest: str, length: str, indices: str, values: str) -> Part:
+def random_part(counts: list[tuple[int, int]], dest: str, length: str, indices: str, values: str) -> PartInMemory:
     """Return a part with the given numbers of pieces and elements per bucket; arrays of dtype "" are absent."""
     rng = np.random.default_rng(len(counts))
     pieces, elements = (np.concatenate([[0], np.cumsum([c[i] for c in counts])]).astype(np.int64) for i in (0, 1))
     sizes = {"dest": pieces[-1], "length": pieces[-1], "indices": elements[-1], "values": elements[-1]}
     dtypes = {"dest": dest, "length": length, "indices": indices, "values": values}
     arrays = {name: numbers(rng, int(sizes[name]) if dtypes[name] else 0, dtypes[name] or "i8") for name in FIELDS}
-    return Part(Summary(2**64 - 1, Judged(7.5, are_counts=False)), pieces, elements, Segment(**arrays))
+    return PartInMemory(Summary(2**64 - 1, Judged(7.5, are_counts=False)), pieces, elements, Segment(**arrays))
 
 
 @pytest.mark.parametrize("values", ["u1", "u2", "u4", "f4", "f8"])

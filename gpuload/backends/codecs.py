@@ -222,13 +222,22 @@ def _bitshuffle_blocks(data: Bytes, itemsize: int, nbytes: int, decode_block: Ca
     return out
 
 
-def _own(module: str, name: str) -> Decoder:
-    """Return a decoder of this package, imported when it is needed; a pipeline with one has no other filter."""
+def _parquet(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int) -> Bytes:
+    from gpuload.backends import parquet  # which imports this module, as does the other
 
-    def decode_own(data: Bytes, *about: Any) -> Bytes:
-        return getattr(import_module(f"gpuload.backends.{module}"), name)(data, *about)
+    return parquet.decode(data, values, nbytes, itemsize)
 
-    return decode_own
+
+def _tile(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int, wanted: NDArray[np.int64] | None) -> Bytes:
+    from gpuload.backends import tiledb
+
+    return tiledb.decode_tile(data, values, nbytes, itemsize, wanted)
+
+
+def _band(data: Bytes, values: tuple[int, ...], nbytes: int, itemsize: int, wanted: NDArray[np.int64] | None) -> Bytes:
+    from gpuload.backends import tiledb
+
+    return tiledb.decode_band(data, values, nbytes, itemsize, wanted)
 
 
 def _room(nbytes: int) -> Any:
@@ -248,9 +257,9 @@ DECODERS: dict[str, Decoder] = {
     "lz4": _lz4,
     "lz4-sized": _lz4_sized,
     "bitshuffle": _bitshuffle,
-    "parquet": _own("parquet", "decode"),
-    "tiledb": _own("tiledb", "decode_tile"),
-    "tiledb-band": _own("tiledb", "decode_band"),
+    "parquet": _parquet,
+    "tiledb": _tile,
+    "tiledb-band": _band,
 }
 
 IN_PART = ("tiledb", "tiledb-band")

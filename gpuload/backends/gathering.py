@@ -123,7 +123,4 @@ def _empty_csr(n_rows: int, n_cols: int) -> Any:
 
 def _arithmetic(form: Form) -> tuple[NDArray[np.int32], float, bool]:
     """Return a form as kernel arguments: columns, target sum (0 = none), log1p."""
-    transform = form.transform
-    columns = _NO_COLUMNS if form.columns is None else form.columns
-    target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)
-    return columns, target_sum, transform is not None and transform.log1p
+    return _NO_COLUMNS if form.columns is None else form.columns, *form.arithmetic

@@ -196,7 +196,9 @@ class HostLoads:
         memory = layout.source.memory
         if memory is None and out is not None and (chunks := _as_stored(read, lo, hi, out)) is not None:
             offset, nbytes = read.chunk_offset[chunks], read.chunk_nbytes[chunks]
-            read_extents(layout, offset, nbytes, read.piece_dest[chunks] * out.itemsize, out.view(np.uint8))
+            read_extents(
+                layout.source, layout.name, offset, nbytes, read.piece_dest[chunks] * out.itemsize, out.view(np.uint8)
+            )
             self._stats.spent("read_s", start, read_nbytes=int(nbytes.sum()))
             return
         offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
@@ -205,7 +207,7 @@ class HostLoads:
         else:
             place = np.cumsum(nbytes) - nbytes
             buffer = self.scratch.memory("stored", int(nbytes.sum()))
-            read_extents(layout, offset, nbytes, place, buffer)
+            read_extents(layout.source, layout.name, offset, nbytes, place, buffer)
         self._stats.spent("read_s", start, read_nbytes=int(nbytes.sum()))
         use(_part(read, lo, hi, buffer, place - offset))
 
@@ -226,7 +228,7 @@ class HostLoads:
         offset, nbytes = read.extent_offset[lo:hi], read.extent_nbytes[lo:hi]
         place = np.cumsum(nbytes) - nbytes
         buffer = self._stored.take(int(nbytes.sum()))
-        read_extents(read.layout, offset, nbytes, place, buffer)
+        read_extents(read.layout.source, read.layout.name, offset, nbytes, place, buffer)
         self._stats.spent("read_s", start, read_nbytes=buffer.size)
         self._threads.submit(use, _part(read, lo, hi, buffer, place - offset)).result()
 

@@ -9,14 +9,13 @@ import numpy as np
 from gpuload.backends.native import chunks
 from gpuload.errors import ReadError
 from gpuload.layout import extent_edges, limits_of
-from gpuload.types import consecutive
+from gpuload.types import consecutive, in_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from gpuload.layout import ArrayLayout
     from gpuload.types import Source
 
 MAX_HELD = 32
@@ -54,7 +53,7 @@ def read_ranges(
     if source.ranges is not None:
         source.ranges.read_many(offset, nbytes, place, buffer)
         return int(nbytes.size)
-    if not source.has_files:
+    if not in_files(source):
         return 0
     some = np.flatnonzero(nbytes)
     if some.size < nbytes.size:  # empty ranges (chunks never written) are in no file
@@ -74,19 +73,50 @@ def read_ranges(
 
 
 def read_extents(
-    layout: ArrayLayout,
+    source: Source,
+    name: str,
     offset: NDArray[np.int64],
     nbytes: NDArray[np.int64],
     place: NDArray[np.int64],
     buffer: NDArray[np.uint8],
+    whole: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
 ) -> None:
-    """Read byte ranges of an array in full; parameters as for `read_ranges`; raise ReadError if one cannot be read."""
-    source = layout.source
+    """Read byte ranges in full; raise ReadError if one cannot be read.
+
+    Parameters
+    ----------
+    name
+        What is read, for error messages.
+    offset, nbytes, place : (n,) int64
+        As for `read_ranges`.
+    whole : pair of (n,) int64, optional
+        First byte and length of the range that each is a part of, for error messages.
+    """
     for e in range(read_ranges(source, offset, nbytes, place, buffer), offset.size):
         wanted, at = int(nbytes[e]), int(offset[e])
         got = source.read_into(buffer[place[e] : place[e] + wanted], at)
         if got < wanted:
-            raise short_read(source, layout.name, at, wanted, got)
+            if whole is not None:
+                before, at, wanted = at - int(whole[0][e]), int(whole[0][e]), int(whole[1][e])
+                if before:  # earlier bytes, which another thread reads, may be missing too
+                    got = min(before + got, bytes_available(source, at, wanted))
+            raise short_read(source, name, at, wanted, got)
+
+
+def bytes_available(source: Source, at: int, wanted: int) -> int:
+    """Return how many of the wanted bytes a source holds from an offset on, by reading them on the host.
+
+    For readers that only learn that a read failed. May raise ReadError, with the reason that the system gives.
+    """
+    scratch = np.empty(min(wanted, 1 << 20), dtype=np.uint8)
+    got = 0
+    while got < wanted:
+        part = scratch[: wanted - got]
+        n = source.read_into(part, at + got)
+        got += n
+        if n < part.size:
+            break
+    return got
 
 
 def read_each(

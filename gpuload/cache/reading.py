@@ -19,6 +19,7 @@ import numpy as np
 from gpuload.backends.buffers import BufferPool
 from gpuload.checks import check_choice
 from gpuload.errors import CorruptDataError, GpuloadError, PlanError, ReadError, first_line
+from gpuload.source import npy_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,24 +98,18 @@ class NpyForm:
 
 def read_form(sample: Sample, start: bytes) -> NpyForm:
     """Return the form of a .npy file, from its first bytes."""
-    file = io.BytesIO(start)
     try:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read(file)
-        if any(n < 0 for n in shape):
-            raise ValueError(f"its shape is {shape!r}")
-    except Exception as error:  # NumPy parses it as Python source, which can fail in any way
+        shape, dtype, is_fortran, offset = npy_header(io.BytesIO(start))
+    except ValueError as error:
         raise CorruptDataError(
-            f"{sample.key}: not a .npy file ({first_line(error):.200}); use decode='bytes' or a function for other "
-            "formats."
+            f"{sample.key}: not a .npy file ({error}); use decode='bytes' or a function for other formats."
         ) from error
     if dtype.hasobject or (is_fortran and len(shape) > 1):
         raise PlanError(
             f"{sample.key}: a .npy file of {dtype} in Fortran order or of objects cannot be read in place; use "
             "decode='bytes' or a function."
         )
-    return NpyForm(start[: file.tell()], shape, dtype)
+    return NpyForm(start[:offset], shape, dtype)
 
 
 class SampleReader:

@@ -42,16 +42,17 @@ class Reads:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count a with-block as a wait of the consumer."""
+        """Count a with-block as a wait of the consumer; each snapshot of the store may have one, in its own thread."""
         start = time.perf_counter()
-        if self._began is None:
-            self._began = start
+        with self._lock:
+            self._began = start if self._began is None else self._began
         try:
             yield
         finally:
             waited = time.perf_counter() - start
-            self.wait_s += waited
-            self._waits.append(waited)
+            with self._lock:
+                self.wait_s += waited
+                self._waits.append(waited)
 
     def as_dict(self) -> dict[str, float]:
         """Return totals, the hit ratio, and percentiles of the waits in seconds."""

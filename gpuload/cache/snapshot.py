@@ -158,7 +158,7 @@ class Snapshot:
             self._n_begun += 1
             number_of_this, position = self._n_begun, self.position
         stats = self._store.reads
-        pending: deque[_Pending] = deque()
+        pending: deque[_PendingBatch] = deque()
         left = iter(range(position, last + 1, batch_size))
         # One thread looks up and allocates, which spares the consumer's thread both; the others read.
         planner, readers = DaemonThreads(1, "gpuload-plan"), DaemonThreads(num_threads, "gpuload-read")
@@ -170,7 +170,7 @@ class Snapshot:
                 self._catalogue.check_process()
                 while len(pending) < prefetch + 1 and (start := next(left, None)) is not None:
                     ids = self._ids[start : start + batch_size]
-                    pending.append(_Pending(planner.submit(self._begin, reader, readers, ids)))
+                    pending.append(_PendingBatch(planner.submit(self._begin, reader, readers, ids)))
                 if not pending:
                     return
                 if self._is_closed:  # what is left is no longer protected
@@ -291,7 +291,7 @@ def _failed(fault: Exception) -> Future[Any]:
     return future
 
 
-class _Pending:
+class _PendingBatch:
     """A batch in progress: first looked up, then read."""
 
     def __init__(self, begun: Future[tuple[NDArray[Any] | None, list[Sample], list[Future[Any]]]]) -> None:

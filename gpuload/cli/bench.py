@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import platform
+import resource
 import time
 from contextlib import closing
 from dataclasses import asdict
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.alignment import check_join
 from gpuload.cli import bench_cache, settings, text
-from gpuload.cli.machine import peak_memory, versions
+from gpuload.cli.doctor import version_of
 from gpuload.cli.stages import HEADER, MEASURED, Round, rows, stages, together
 from gpuload.cli.utilisation import Utilisation
 from gpuload.diversity import MinibatchEntropy
@@ -21,6 +22,7 @@ from gpuload.errors import PlanError
 from gpuload.machine import usable_cores
 from gpuload.outlook import Outlooks, label_codes
 from gpuload.program import positive, table, whole_number
+from gpuload.source import saving
 from gpuload.stats import Stats
 from gpuload.types import ITEMSIZES
 
@@ -151,7 +153,7 @@ def bench(args: argparse.Namespace) -> tuple[dict[str, Any], list[Span], list[Bu
         spans = loader.stats.take_spans()
         batch_nbytes = loader.batch_size * loader.n_vars * ITEMSIZES[loader.dtype]
         taken: dict[str, Any] = {"device": loader.device, "io_mode": loader.io_mode, "n_vars": loader.n_vars}
-    peak = peak_memory()  # before measuring the ceilings takes memory
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # before measuring the ceilings takes memory
     ceilings, random_bits = _ceilings_and_random_entropy(args, batch_nbytes, taken["device"])
     rates = [r.cells_per_s for r in rounds]
     row_nbytes = batch_nbytes / loader.batch_size if args.output == "dense" else float("nan")
@@ -197,9 +199,13 @@ def _draw(args: argparse.Namespace, result: dict[str, Any], spans: list[Span], g
     forms = ([text.form_of(args.timeline)] if args.timeline else []) + (["png"] if args.report else [])
     pictures = {form: draw_timeline(spans, result["verdict"], gpus, form=form) for form in set(forms)}
     if args.timeline:
-        page.save(Path(args.timeline), pictures[forms[0]])
+        with saving(args.timeline) as file:
+            file.write(pictures[forms[0]])
     if args.report:
-        page.save(Path(args.report), page.page(result, versions(PACKAGES), pictures["png"]).encode())
+        found = {name: said for name in PACKAGES if (said := version_of(name))}
+        versions = {"python": platform.python_version(), **found}
+        with saving(args.report) as file:
+            file.write(page.page(result, versions, pictures["png"]).encode())
 
 
 def _endless(dataset: CellDataset, loader: Loader, epochs: list[dict[str, Any]]) -> Generator[Any, None, None]:

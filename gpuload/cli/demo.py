@@ -19,7 +19,7 @@ from gpuload.errors import MissingDependencyError, PlanError, ReadError
 from gpuload.formats import open_store
 from gpuload.machine import usable_cores
 from gpuload.program import positive, table, whole_number
-from gpuload.source import replacing
+from gpuload.source import replacing, saving
 
 if TYPE_CHECKING:
     import argparse
@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     _check_packages()
-    from gpuload.cli import figure, page, training
+    from gpuload.cli import figure, training
 
     if args.cells < MIN_CELLS:
         raise PlanError(
@@ -138,8 +138,10 @@ def run(args: argparse.Namespace) -> int:
         text.print_json({**report, "data_sets": [_without_curves(r) for r in results]})
     else:
         print("\n\n".join(map(_report, results)))
-    page.save(out / "demo.json", f"{json.dumps(text.plain(report), indent=1)}\n".encode())
-    page.save(out / "demo.png", figure.draw(results))
+    with saving(out / "demo.json") as file:
+        file.write(f"{json.dumps(text.plain(report), indent=1)}\n".encode())
+    with saving(out / "demo.png") as file:
+        file.write(figure.draw(results))
     if not args.json:
         text.print_saved(out / "demo.png", out / "demo.json")
     return 0

@@ -10,12 +10,14 @@ import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gpuload
-from gpuload.cli import machine, text
+from gpuload.cli import text
 from gpuload.logs import is_watched
-from gpuload.machine import memory_nbytes, usable_cores
+from gpuload.machine import available_memory, memory_nbytes, usable_cores
 
 if TYPE_CHECKING:
     import argparse
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         "required": [Finding("python", platform.python_version()), *map(_required, REQUIRED), _self_test("cpu")],
         "optional": [
             *(_optional(name, *use) for name, use in OPTIONAL.items()),
-            *(Finding(name, machine.version_of(*packages) or _UNUSED) for name, packages in GPU_PACKAGES.items()),
+            *(Finding(name, version_of(*packages) or _UNUSED) for name, packages in GPU_PACKAGES.items()),
         ],
         "machine": _machine(),
         "path": _path(is_quiet=args.quiet or not is_watched()),
@@ -94,20 +96,28 @@ def run(args: argparse.Namespace) -> int:
     return int(is_broken)
 
 
+def version_of(*packages: str) -> str | None:
+    """Return the version of the first of the packages that is installed; nothing is imported."""
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            return version(package)
+    return None
+
+
 def _noted(name: str, value: str, cure: str) -> Finding:
     """Return a finding that could be better if there is a cure for it."""
     return Finding(name, value, "note" if cure else "ok", cure)
 
 
 def _required(package: str) -> Finding:
-    found = machine.version_of(package)
+    found = version_of(package)
     if found is None:
         return Finding(package, "not installed", "broken", f"pip install {package}, or install gpuload again.")
     return Finding(package, found)
 
 
 def _optional(name: str, packages: tuple[str, ...], use: str, extra: str) -> Finding:
-    found = machine.version_of(*packages)
+    found = version_of(*packages)
     if found is None:
         return Finding(name, "not installed", "note", f"for {use}: pip install 'gpuload[{extra}]'")
     return Finding(name, f"{found} ({use})")
@@ -148,7 +158,7 @@ def _on_host(X: Any) -> Any:
 
 
 def _machine() -> list[Finding]:
-    memory = machine.available_memory()
+    memory = available_memory()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return [
         Finding("cores", f"{usable_cores()} usable of {os.cpu_count()}"),
@@ -157,7 +167,7 @@ def _machine() -> list[Finding]:
             f"{text.size(memory)} available of {text.size(memory_nbytes())}",
             "" if memory >= LOW_MEMORY else "Choose a smaller fetch_factor; `gpuload inspect` advises one.",
         ),
-        Finding("pages", f"{os.sysconf('SC_PAGESIZE')} bytes; transparent huge pages: {machine.huge_pages()}"),
+        Finding("pages", f"{os.sysconf('SC_PAGESIZE')} bytes; transparent huge pages: {_huge_pages()}"),
         _noted(
             "open files",
             f"at most {limit}",
@@ -165,6 +175,14 @@ def _machine() -> list[Finding]:
         ),
         _numba_cache(),
     ]
+
+
+def _huge_pages() -> str:
+    """Return the kernel's setting of transparent huge pages, or "unknown"."""
+    with suppress(OSError):
+        words = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().split()
+        return next((w.strip("[]") for w in words if w.startswith("[")), "unknown")
+    return "unknown"
 
 
 def _numba_cache() -> Finding:
@@ -239,7 +257,7 @@ def _gpus() -> list[str]:
     """Return the CUDA devices that CuPy or PyTorch sees; with a missing or broken driver there are none."""
     for seen, packages in ((_seen_by_cupy, GPU_PACKAGES["CuPy"]), (_seen_by_torch, ("torch",))):
         with suppress(Exception):  # each has errors of its own for that
-            if machine.version_of(*packages) is not None and (found := seen()):
+            if version_of(*packages) is not None and (found := seen()):
                 return found
     return []
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpuload.alignment import check_join
-from gpuload.cli import advice, figure, page, settings, text
-from gpuload.cli.machine import available_memory
+from gpuload.cli import advice, figure, settings, text
 from gpuload.errors import PlanError, StoreError
+from gpuload.machine import available_memory
 from gpuload.program import table
+from gpuload.source import saving
 
 if TYPE_CHECKING:
     import argparse
@@ -91,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
         if args.plot:
             per_chunk = np.diff(store.chunk_edges())
             column, form = store.obs[args.label], text.form_of(args.plot)
-            page.save(Path(args.plot), figure.draw_inspection(advised, args.label, column, per_chunk, form))
+            with saving(args.plot) as file:
+                file.write(figure.draw_inspection(advised, args.label, column, per_chunk, form))
     if args.json:
         candidates = [{**asdict(c), "is_whole_file": np.isposinf(c.n_blocks)} for c in advised.candidates]
         text.print_json({**found, "advice": {**asdict(advised), "candidates": candidates, "label": args.label}})

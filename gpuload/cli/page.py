@@ -10,11 +10,9 @@ import numpy as np
 
 from gpuload.cli import text
 from gpuload.cli.stages import HEADER, rows
-from gpuload.errors import ReadError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
 STAGES = ("read", "decode", "take_rows")
 """Stages whose rate is compared with a ceiling."""
@@ -52,20 +50,6 @@ th:first-child, td:first-child { text-align: left; } th { border-bottom: 1px sol
 td { border-bottom: 1px solid var(--faint); } svg text { fill: var(--ink); font: 13px system-ui, sans-serif; }
 img, svg { max-width: 100%; height: auto; } .note { opacity: .75; font-size: .88rem; }
 """
-
-
-def save(path: Path, content: bytes) -> None:
-    """Write a results file.
-
-    Raises
-    ------
-    ReadError
-        It cannot be written.
-    """
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise ReadError(f"{path}: cannot be written: {error.strerror}. Choose another place.") from error
 
 
 def page(result: Mapping[str, Any], versions: Mapping[str, str], timeline: bytes | None = None) -> str:

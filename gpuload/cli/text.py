@@ -16,6 +16,7 @@ from gpuload.errors import PlanError, ReadError
 from gpuload.logs import is_watched
 from gpuload.plan import chunks_per_block
 from gpuload.program import fraction, whole_number
+from gpuload.source import check_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -122,7 +123,7 @@ def check_outputs(sources: Sequence[str], *paths: str | None) -> None:
     Raises
     ------
     ReadError
-        The folder of one does not exist, or it is a folder, or this user may not write there.
+        The folder of one does not exist, or it is no regular file, or this user may not write there.
     PlanError
         One is a file to read, or an existing file that has the name of one.
     """
@@ -135,7 +136,9 @@ def check_outputs(sources: Sequence[str], *paths: str | None) -> None:
             raise ReadError(f"{path}: there is no folder {folder}; create it first, or choose another place.")
         if os.path.isdir(path):
             raise ReadError(f"{path}: this is a folder; name a file to write.")
-        if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        check_regular(path)
+        beside = os.path.dirname(os.path.realpath(path))  # a file there replaces it
+        if not os.access(beside, os.W_OK) or (os.path.exists(path) and not os.access(path, os.W_OK)):
             raise ReadError(f"{path}: cannot be written: this user may not write there. Choose another place.")
         is_data = path.endswith(ENDINGS) or os.path.realpath(path) in map(os.path.realpath, sources)
         if is_data and os.path.exists(path):

@@ -10,8 +10,8 @@ from gpuload import __version__
 from gpuload.alignment import check_join
 from gpuload.checks import parse_nbytes
 from gpuload.cli import advice, settings, text
-from gpuload.cli.machine import available_memory
 from gpuload.errors import PlanError
+from gpuload.machine import available_memory
 from gpuload.program import positive, table
 from gpuload.settings import write_settings
 from gpuload.types import ITEMSIZES

@@ -15,8 +15,8 @@ The lower bound is attained at ``fetch_factor=1``; the upper one is approached a
 the number of blocks per fetch: at four to eight times the number of classes, the loss is at most 0.1 to 0.2 bits.
 
 Which function to use: `expected_entropy` takes only the shares and is exact under the model; `entropy_of_runs` takes
-the labels in file order, needs no model, and reports where the model fails; `entropy_bounds` and `closed_form` are
-rigorous; `first_order_entropy` is what papers print, but not a bound; `measure_entropy` measures a running loader.
+the labels in file order, needs no model, and reports where the model fails; the bounds of `entropy_bounds` are
+rigorous; `measure_entropy` measures a running loader.
 
 References
 ----------
@@ -27,17 +27,14 @@ References
    omics", arXiv:2506.01883, 2025 (block sampling with batched fetching, and minibatch entropy as its measure).
 .. [4] Hoeffding, "Probability inequalities for sums of bounded random variables", Journal of the American Statistical
    Association 1963, doi:10.1080/01621459.1963.10500830 (draws with replacement vary more than those without; tails).
-.. [5] Miller, "Note on the bias of information estimates", in: Information Theory in Psychology, 1955.
 """
 
 from __future__ import annotations
 
 from gpuload.diversity.measured import MinibatchEntropy, entropy_bits, measure_entropy
 from gpuload.diversity.model import (
-    closed_form,
     entropy_bounds,
     expected_entropy,
-    first_order_entropy,
     iid_entropy,
     label_entropy,
     label_shares,
@@ -48,13 +45,11 @@ __all__ = [
     "TOLERANCE_BITS",
     "MinibatchEntropy",
     "RunsEntropy",
-    "closed_form",
     "entropy_bits",
     "entropy_bounds",
     "entropy_of_runs",
     "expected_entropy",
     "fetch_entropy",
-    "first_order_entropy",
     "iid_entropy",
     "label_entropy",
     "label_shares",

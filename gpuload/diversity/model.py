@@ -5,7 +5,6 @@ The formulas and their sources are in the docstring of `gpuload.diversity`.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -170,44 +169,6 @@ def entropy_bounds(p: ArrayLike, *, batch_size: int, block_size: int, fetch_fact
     by_blocks = {n: iid_entropy(shares, min(n, batch_size)) for n in set(touched)}
     upper = float(np.mean([by_blocks[n] for n in touched]))
     return _entropy_of_blocks(shares, batch_size, block_size), upper
-
-
-def closed_form(p: ArrayLike, *, batch_size: int, block_size: int) -> tuple[float, float]:
-    """Return closed-form bounds in bits: ``(H(p) - log2(1 + (K - 1) * block_size / batch_size), H(p))``.
-
-    Wider than `entropy_bounds`, and valid under the same conditions for every `fetch_factor`; K is the number of
-    classes that occur. If `block_size` does not divide `batch_size`, ``block_size / batch_size`` stands for the sum of
-    squared shares of the blocks in a minibatch.
-
-    Raises
-    ------
-    PlanError
-        The shares are not a distribution, or a size is not a whole number of at least 1.
-    """
-    check_at_least_one(batch_size=batch_size, block_size=block_size)
-    shares = _checked_shares(p)
-    n_whole, rest = divmod(batch_size, block_size)
-    squares = (n_whole * block_size**2 + rest**2) / batch_size**2
-    full = label_entropy(shares)
-    return max(0.0, full - math.log2(1 + (np.count_nonzero(shares) - 1) * squares)), full
-
-
-def first_order_entropy(p: ArrayLike, n_draws: float) -> float:
-    """Return the first-order approximation ``H(p) - (K - 1) / (2 n ln 2)`` of the mean entropy of n independent draws.
-
-    Warning: this is an approximation for n well above the number of classes K, not a bound. With ``n_draws=batch_size /
-    block_size`` it is meant for ``fetch_factor=1``; it exceeds the true value for many common settings (14 plates,
-    minibatches of 64, blocks of 4: 3.19 bits against 3.09) and is negative for large blocks. Use `entropy_bounds`.
-
-    Raises
-    ------
-    PlanError
-        The shares are not a distribution, or `n_draws` is not above 0.
-    """
-    if not n_draws > 0:
-        raise PlanError(f"n_draws={n_draws!r}: expected a number above 0.")
-    shares = _checked_shares(p)
-    return label_entropy(shares) - (np.count_nonzero(shares) - 1) / (2 * n_draws * math.log(2))
 
 
 def plug_in_bits(weights: NDArray[Any]) -> float:

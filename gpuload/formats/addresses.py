@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
 
 from gpuload.checks import check_order
-from gpuload.errors import PlanError, ReadError, shown
+from gpuload.errors import PlanError, ReadError, shown, unopened
 from gpuload.formats.zarr_trees import NODE_FILES
 from gpuload.remote import Patience, open_remote
 from gpuload.remote.folder import path_of
@@ -296,7 +296,7 @@ def first_bytes(path: str) -> bytes:
             with open(path, "rb") as file:
                 return file.read(8)
     except OSError as error:
-        raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
+        raise unopened(path, error) from error
     raise ReadError(f"{path}: this is a pipe, which cannot be read out of order; write it to a file first.")
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuload import machine
-from gpuload.errors import CorruptDataError, GpuloadError, ReadError, StoreError, first_line, listing, nearest
+from gpuload.errors import CorruptDataError, GpuloadError, ReadError, StoreError, first_line, listing, nearest, unlisted
 from gpuload.layout import ArrayLayout
 from gpuload.store import DenseMatrix
 
@@ -193,7 +193,7 @@ def names_in(folder: str) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except OSError as error:
-        raise ReadError(f"{folder}: cannot be listed: {error.strerror}. Check its permissions.") from error
+        raise unlisted(folder, error) from error
 
 
 def numbered(n: int, first: int = 0) -> NDArray[np.object_]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.layout import ArrayLayout
-    from gpuload.store import Matrix, ObsColumn
+    from gpuload.store import Matrix
 
 
 def is_anndata(cells: object) -> bool:
@@ -106,32 +106,28 @@ def _kind(value: object) -> str:
 
 
 def _open_anndata(adata: Any, where: str, layer: str, obs: Sequence[str], var: Sequence[str]) -> Store:
-    from gpuload.formats.obs import frame_columns
-
     X, genes, name, cure = _member(adata, where, layer)
     if (place := _place_in_file(X)) is not None:
         return _open_file(adata, where, *place, obs, var, genes)
     matrix, sources = _matrix(X, where, name, cure)
-    arrays.check_length(f"{where}: obs", adata.n_obs, matrix.n_rows, "cells")
     var_names = arrays.numbered(matrix.n_vars) if genes is None else arrays.as_strings(genes.index)
-    arrays.check_length(f"{where}: var", var_names.size, matrix.n_vars, "genes")
-    of_genes = _var_columns(adata, var, where, genes)
-    columns, logged = frame_columns(adata, obs, where), _logged(adata, where, layer)
-    return Store((matrix,), (where,), var_names, columns, sources, var=(of_genes,), logged=logged)
+    store = Store((matrix,), (where,), var_names, {}, sources)
+    return _with_columns(store, adata, where, layer, obs, var, genes)
 
 
-def _logged(adata: Any, where: str, layer: str) -> tuple[str, ...]:
-    """Return the name of an AnnData whose layer is an X that was log-transformed, as scanpy notes in uns; else none."""
-    return (where,) if layer == "X" and "log1p" in adata.uns else ()
-
-
-def _var_columns(adata: Any, names: Sequence[str], where: str, genes: Any) -> dict[str, ObsColumn]:
-    """Return columns of a matrix's var; raise StoreError if its columns have no names, nor anything else."""
+def _with_columns(
+    store: Store, adata: Any, where: str, layer: str, obs: Sequence[str], var: Sequence[str], genes: Any
+) -> Store:
+    """Return the store of a matrix with columns of obs and of its var; raise StoreError if it has no var (None)."""
     from gpuload.formats.obs import frame_columns
 
-    if genes is None and names:
-        raise arrays.no_var(where, names)
-    return frame_columns(adata, names, where, genes, "var") if names else {}
+    arrays.check_length(f"{where}: obs", adata.n_obs, store.n_obs, "cells")
+    arrays.check_length(f"{where}: var", store.var_names.size, store.matrices[0].n_vars, "genes")
+    if var and genes is None:
+        raise arrays.no_var(where, var)
+    of_genes = frame_columns(adata, var, where, genes, "var") if var else {}
+    logged = (where,) if layer == "X" and "log1p" in adata.uns else ()  # as scanpy notes
+    return replace(store, obs=frame_columns(adata, obs, where), var=(of_genes,), logged=logged)
 
 
 def _open_backed(adata: Any, where: str, layer: str, obs: Sequence[str], var: Sequence[str]) -> Store:
@@ -172,17 +168,13 @@ def _open_file(
     adata: Any, where: str, path: str, layer: str, obs: Sequence[str], var: Sequence[str], genes: Any
 ) -> Store:
     """Open a matrix in a file; names, obs and var come from memory, as they may have been changed."""
-    from gpuload.formats.obs import frame_columns
     from gpuload.formats.recognise import open_path
 
     store = open_path(path, layer=layer, obs=())
     with closed_on_error(store):
-        arrays.check_length(f"{where}: obs", adata.n_obs, store.n_obs, "cells")
-        var_names = store.var_names if genes is None else arrays.as_strings(genes.index)
-        arrays.check_length(f"{where}: var", var_names.size, store.n_vars, "genes")
-        of_genes = _var_columns(adata, var, where, genes)
-        columns, logged = frame_columns(adata, obs, where), _logged(adata, where, layer)
-        return replace(store, obs=columns, var_names=var_names, var=(of_genes,), logged=logged)
+        if genes is not None:
+            store = replace(store, var_names=arrays.as_strings(genes.index))
+        return _with_columns(store, adata, where, layer, obs, var, genes)
 
 
 def _member(adata: Any, where: str, layer: str) -> tuple[Any, Any, str, str]:

@@ -16,16 +16,15 @@ import logging
 import math
 import zipfile
 from io import BytesIO
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.lib import format as npy
 
 from gpuload import machine
 from gpuload.errors import CorruptDataError, StoreError, first_line, listing
 from gpuload.formats import arrays
 from gpuload.formats.zips import data_start
-from gpuload.source import BufferSource, FileSource, closed_on_error
+from gpuload.source import BufferSource, FileSource, closed_on_error, npy_header
 from gpuload.store import CsrMatrix, Store
 
 if TYPE_CHECKING:
@@ -34,20 +33,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.layout import ArrayLayout
+    from gpuload.source import NpyHeader
     from gpuload.types import Source
 
 _log = logging.getLogger("gpuload")
 
 CURE = "pass an .h5ad file, or an AnnData"
-
-
-class _Array(NamedTuple):
-    """The content of a .npy header, and the offset of the elements."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    is_fortran: bool
-    offset: int
 
 
 def open_npy(path: str, *, layer: str, obs: Sequence[str]) -> Store:
@@ -116,19 +107,11 @@ def open_npz(path: str, *, layer: str, obs: Sequence[str]) -> Store:
         return Store((matrix,), (path,), arrays.numbered(n_vars), {}, sources)
 
 
-def _read_header(file: IO[bytes], where: str) -> _Array:
-    """Read the header at the current position of `file`; `offset` counts from the beginning of `file`."""
+def _read_header(file: IO[bytes], where: str) -> NpyHeader:
     try:
-        version = npy.read_magic(file)
-        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
-        # Version 3.0 differs from 2.0 only in the encoding of field names, and fields are refused.
-        shape, is_fortran, dtype = (read or npy.read_array_header_2_0)(file)
-    except Exception as error:  # NumPy parses it as Python source, which can fail in any way
-        words = first_line(error).partition(": <ast.")[0]  # what ast writes of a node is where it is in memory
-        raise CorruptDataError(f"{where}: its .npy header cannot be read ({words:.200}); save it again.") from error
-    if any(not isinstance(n, int) or n < 0 for n in shape):
-        raise CorruptDataError(f"{where}: its .npy header gives the shape {shape!r}; save it again.")
-    return _Array(tuple(shape), dtype, is_fortran, file.tell())
+        return npy_header(file)
+    except ValueError as error:
+        raise CorruptDataError(f"{where}: its .npy header cannot be read ({error}); save it again.") from error
 
 
 def _open_zip(file: IO[bytes], path: str) -> zipfile.ZipFile:

@@ -61,7 +61,7 @@ class ListColumn:
     greatest: NDArray[np.float64]
 
 
-class Table:
+class ParquetTable:
     """A file: the content of its footer, and its columns of one value per row.
 
     Parameters
@@ -228,10 +228,10 @@ class Table:
 
 
 @contextmanager
-def opened(path: str) -> Iterator[Table]:
+def opened(path: str) -> Iterator[ParquetTable]:
     """Open a file, or an object at an address, for its footer and its columns of one value per row."""
     with closing(source_of(path)) as source:
-        yield Table(source)
+        yield ParquetTable(source)
 
 
 def source_of(path: str) -> FileSource | RemoteSource:
@@ -252,7 +252,7 @@ def join_columns(paths: Sequence[str], name: str, parts: Sequence[Any]) -> Any:
     Parameters
     ----------
     parts
-        As returned by `Table.columns`; the number of rows of a file that lacks the column. At least one has it.
+        As returned by `ParquetTable.columns`; the number of rows of a file that lacks the column. At least one has it.
 
     Raises
     ------

@@ -103,7 +103,7 @@ def obs_columns(path: str) -> list[str]:
         return table.flat()
 
 
-class Files(FolderSource):
+class ParquetFiles(FolderSource):
     """Files at any paths, as one concatenation of bytes."""
 
     def __init__(self, files: Sequence[Cells]) -> None:
@@ -117,7 +117,7 @@ class Files(FolderSource):
         return self._paths[number]
 
 
-_Source = Files | RemoteSource
+_Source = ParquetFiles | RemoteSource
 
 
 def _sources(files: Sequence[Cells]) -> tuple[tuple[_Source, ...], list[tuple[_Source, int]]]:
@@ -131,7 +131,9 @@ def _sources(files: Sequence[Cells]) -> tuple[tuple[_Source, ...], list[tuple[_S
         together.setdefault(("", "") if address is None else (address.remote.name, address.query), []).append(number)
     places: dict[int, tuple[_Source, int]] = {}
     for (name, _), numbers in together.items():
-        source = Files([files[k] for k in numbers]) if not name else _objects(name, [files[k].path for k in numbers])
+        source = (
+            ParquetFiles([files[k] for k in numbers]) if not name else _objects(name, [files[k].path for k in numbers])
+        )
         places |= {number: (source, k) for k, number in enumerate(numbers)}
     return tuple(dict.fromkeys(source for source, _ in places.values())), [places[k] for k in range(len(files))]
 

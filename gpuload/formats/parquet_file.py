@@ -21,7 +21,7 @@ from gpuload.backends.reading import short_read
 from gpuload.errors import CorruptDataError, StoreError, listing
 from gpuload.formats.arrays import RESTORE
 from gpuload.formats.index import Index
-from gpuload.formats.parquet import Table, source_of
+from gpuload.formats.parquet import ParquetTable, source_of
 from gpuload.formats.parquet_rows import about, damaged, row_lengths, spec_of
 from gpuload.source import FileSource
 from gpuload.threads import cached_property
@@ -137,7 +137,7 @@ def _state(source: FileSource | RemoteSource) -> tuple[int, int]:
 
 def _read(source: FileSource | RemoteSource, layer: str) -> Cells:
     """Return a file's description, from the file itself."""
-    table = Table(source)
+    table = ParquetTable(source)
     names = _columns(table, layer)
     genes, values = (table.list_column(name) for name in names)
     if genes.dtype.kind not in "iu":
@@ -160,7 +160,7 @@ def _read(source: FileSource | RemoteSource, layer: str) -> Cells:
     )
 
 
-def _columns(table: Table, layer: str) -> tuple[str, str]:
+def _columns(table: ParquetTable, layer: str) -> tuple[str, str]:
     """Return the names of the columns of genes and of values."""
     known = table.lists()
     if layer == "X":

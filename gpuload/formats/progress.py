@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 T = TypeVar("T")
-Part = TypeVar("Part")
+Item = TypeVar("Item")
 
 _AT_A_TIME, _FAR_AT_A_TIME = 8, 32
 """Parts that are worked on concurrently; more if each has latency."""
@@ -51,7 +51,7 @@ class Progress:
             _log.warning("%s: %s in %.0f s%s.", where, what, now - self._start, self._ending)
 
 
-def each_of(parts: Iterable[Part], work: Callable[[Part], T], *, is_far: bool) -> list[T]:
+def each_of(parts: Iterable[Item], work: Callable[[Item], T], *, is_far: bool) -> list[T]:
     """Return what a function that reads files returns for each part, in order, calling it concurrently.
 
     If some calls fail, the error of the first of their parts is raised.

@@ -13,7 +13,7 @@ from glob import glob, has_magic
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gpuload.errors import BusyError, ReadError, StoreError
+from gpuload.errors import BusyError, ReadError, StoreError, unopened
 from gpuload.formats.addresses import as_address, child_of, first_bytes
 from gpuload.formats.arrays import names_in, no_var
 from gpuload.formats.zarr_trees import METADATA
@@ -291,7 +291,7 @@ def _check_place(place: str, path: str) -> None:
     try:
         os.stat(place)
     except PermissionError as error:
-        raise ReadError(f"{path}: cannot be opened: {error.strerror}. Check the path and its permissions.") from error
+        raise unopened(path, error) from error
     except OSError:
         pass  # it is not there
 

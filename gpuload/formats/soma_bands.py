@@ -8,7 +8,6 @@ then those of columns or of values; see `backends.native.tiledb.gather_rows`, wh
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from gpuload.backends.tiledb import HEADER
 from gpuload.types import consecutive
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -113,7 +112,6 @@ class BandSource:
     """
 
     memory = None
-    has_files = False
     max_gap, max_extent = _MAX_GAP, _MAX_EXTENT
 
     def __init__(self, inner: FolderSource | RemoteSource, tiles: Tiles, bands: Bands, which: int) -> None:
@@ -200,15 +198,6 @@ class BandSource:
         """Return the path of the file of the first tile of the band at an address, and the position in it."""
         k = min(int(np.searchsorted(self._run_stop, offset, side="right")), self._run.size - 1)
         return self._inner.where_is(int(self._address[k])) if k >= 0 else (self.name, offset)
-
-    def locate(self, offset: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return file number 0, the address and the size, for each address."""
-        return np.zeros_like(offset), offset, np.full_like(offset, self.nbytes)
-
-    @contextmanager
-    def hold(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Yield -1: there is no descriptor."""
-        yield [-1] * len(numbers)
 
     def forget(self, offset: int, nbytes: int) -> None:
         """Drop copies of bytes that turned out to be damaged; see `RangeReader.forget`."""

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     _Column = tuple[NDArray[Any], NDArray[np.bool_]]
     """The values of a column, and which of them are missing."""
 
-    Table = tuple[NDArray[np.int64], dict[str, Any]]
+    _IdsAndColumns = tuple[NDArray[np.int64], dict[str, Any]]
 
 _FRAGMENTS, _COMMITS, _SCHEMA, _ENUMERATIONS = "__fragments", "__commits", "__schema", "__enumerations"
 _METADATA = "__fragment_metadata.tdb"
@@ -117,7 +117,7 @@ class Array:
                 raise StoreError(f"{self.where}: column {name!r} does not hold {wanted}; leave it out, or write it so.")
             known.filters.check()
 
-    def table(self, columns: Mapping[str, _Column], ids: str) -> Table:
+    def table(self, columns: Mapping[str, _Column], ids: str) -> _IdsAndColumns:
         """Return ids and columns as `read_tables` does, given all that their fragments hold."""
         every = columns[ids][0].astype(np.int64)
         is_plain = not self._may_replace(ids) and bool(np.all(every[1:] > every[:-1]))
@@ -300,7 +300,7 @@ def open_arrays(files: Files, keys: Sequence[str]) -> list[Array]:
     return [Array(files, key, raw) for key, raw in zip(keys, _read_each(files.read_once, wanted), strict=True)]
 
 
-def read_tables(tables: Mapping[Array, Sequence[str]], ids: str, *others: Array) -> dict[Array, Table]:
+def read_tables(tables: Mapping[Array, Sequence[str]], ids: str, *others: Array) -> dict[Array, _IdsAndColumns]:
     """Return columns of sparse arrays of one cell per id; the files of all of them are read concurrently.
 
     Parameters

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpuload.errors import ReadError
+from gpuload.errors import ReadError, unlisted
 from gpuload.folder_source import FolderSource
 from gpuload.formats.addresses import as_address
 from gpuload.remote.source import RemoteSource
@@ -37,7 +37,7 @@ class NearFiles:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise ReadError(f"{path}: cannot be listed: {error.strerror}. Check its permissions.") from error
+            raise unlisted(path, error) from error
 
     def below(self, key: str) -> list[str]:  # noqa: ARG002 - to list folders takes as long as to read such files
         """Return the keys of all files below a folder, if each read has latency and they are known; else none."""

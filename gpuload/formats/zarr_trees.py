@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from gpuload.errors import CorruptDataError, ReadError, StoreError
+from gpuload.errors import CorruptDataError, ReadError, StoreError, unlisted
 from gpuload.folder_source import FolderSource
 from gpuload.formats.zips import data_start
 from gpuload.source import FileSource
@@ -97,9 +97,7 @@ class FolderTree(Tree):
             with os.scandir(os.path.join(self.name, key)) as entries:
                 return sorted(entry.name for entry in entries if entry.is_dir() or _leads_nowhere(entry.path))
         except OSError as error:
-            raise ReadError(
-                f"{os.path.join(self.name, key)}: cannot be listed: {error.strerror}. Check its permissions."
-            ) from error
+            raise unlisted(os.path.join(self.name, key), error) from error
 
     def chunks(self, key: str, names: Iterable[str] = ()) -> tuple[Source, dict[str, tuple[int, int]]]:
         """Return a source of this array's files only; see `Tree.chunks`."""

@@ -195,10 +195,11 @@ def pack(
             if not jobs.has_order(own):
                 jobs.write_order(own, jobs.draw_order(n_obs, seed, labels, is_kept=keep_order), chosen)
             for matrix in matrices:
-                own_lengths, origin = lengths.pop(0), matrix.job.origin
+                origin = matrix.job.origin
                 workplace.begin_matrix(origin.own)
                 if not jobs.has_offsets(origin):
-                    jobs.write_offsets(origin, own_lengths)
+                    jobs.write_offsets(origin, lengths[0])
+                del lengths[0]  # 8 bytes for each cell, which nothing needs from here on
             packed = Work(matrices, files, columns, memory_nbytes, client, num_threads, told).carry_out(target)
         for file, stamp in zip(files, stamps, strict=True):
             if _stamp(file) != stamp:  # it may have been replaced: matrices and tables would be of two files

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from distributed import Client
 
     from gpuload.packing.job import Job
-    from gpuload.packing.passes import Span
+    from gpuload.packing.passes import RowRange
 
 CONNECT_S = 10
 """Timeout in seconds for the scheduler to answer."""
@@ -136,7 +136,7 @@ class Cluster:
         """See `Local.write_buckets`."""
         return self._each(_write_bucket, (dtype,), numbers)
 
-    def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Generator[int, None, None]:
+    def digests(self, spans: Sequence[RowRange], file_rows: Sequence[int]) -> Generator[int, None, None]:
         """See `Local.digests`."""
         return self._each(_digest_span, (tuple(file_rows),), spans)
 
@@ -180,7 +180,7 @@ def _write_bucket(run: str, job: Job, num_threads: int | None, dtype: np.dtype[A
         fill_bucket(job, _sources(run, job, num_threads), number, parts, dtype)
 
 
-def _digest_span(run: str, job: Job, num_threads: int | None, file_rows: tuple[int, ...], span: Span) -> int:
+def _digest_span(run: str, job: Job, num_threads: int | None, file_rows: tuple[int, ...], span: RowRange) -> int:
     with _at_work(run):
         return digest_span(_kept(run, "target", lambda: result_reader(job, num_threads)), span, file_rows)
 

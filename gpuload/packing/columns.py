@@ -23,7 +23,7 @@ from gpuload.formats.arrays import OBSM
 from gpuload.packing import workplace
 from gpuload.packing.files import sync_folder, sync_folders, write_whole
 from gpuload.packing.job import Origin, cut_rows, has_offsets, plan_job, row_lengths, write_offsets, write_order
-from gpuload.packing.parts import Part, Segment, Summary, kept_open, part_path, save_part, summed_up
+from gpuload.packing.parts import PartInMemory, Segment, Summary, kept_open, part_path, save_part, summed_up
 from gpuload.packing.passes import all_parts, each
 from gpuload.packing.rows import RowReader
 from gpuload.packing.shards import done_path, new_bucket, write_matrix_metadata, write_shards
@@ -138,8 +138,7 @@ def _write_part(job: Job, reader: RowReader, number: int) -> None:
         return
     start, stop = job.slices[number], job.slices[number + 1]
     genes = reader.read(start, stop)
-    judged = genes.judge()
-    reader.check_exact(genes, judged, start)
+    judged = reader.judge(genes, start)
     counts = np.zeros(job.n_buckets, dtype=np.int64)
     count_buckets(genes.indices, job.offsets, job.bucket, counts)
     edges = np.concatenate([[0], np.cumsum(counts)])
@@ -150,7 +149,7 @@ def _write_part(job: Job, reader: RowReader, number: int) -> None:
         start, genes.indptr, genes.indices, genes.values, job.offsets, job.bucket, edges.copy(), cells, columns, values
     )
     digest = int(digest_elements(start, genes.indptr, genes.indices, genes.bits, True))
-    save_part(path, Part(Summary(digest, judged), edges, edges, Segment(cells, _NO_LENGTH, columns, values)))
+    save_part(path, PartInMemory(Summary(digest, judged), edges, edges, Segment(cells, _NO_LENGTH, columns, values)))
 
 
 def _write_bucket(job: Job, reader: RowReader, number: int, parts: Sequence[PartFile], dtype: np.dtype[Any]) -> None:

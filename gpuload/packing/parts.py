@@ -18,6 +18,7 @@ import numpy as np
 
 from gpuload.backends.native.runs import copy_runs
 from gpuload.errors import ReadError
+from gpuload.layout import split_at_multiples
 from gpuload.packing.files import write_whole
 from gpuload.packing.rows import Judged
 from gpuload.packing.workplace import PARTS
@@ -68,7 +69,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class PartInMemory:
     """A slice of the sources, by bucket, in memory.
 
     Attributes
@@ -91,12 +92,11 @@ class Part:
         return Segment(whole.dest[pieces], whole.length[pieces], whole.indices[elements], whole.values[elements])
 
 
-def make_part(job: Job, reader: RowReader, number: int) -> Part:
+def make_part(job: Job, reader: RowReader, number: int) -> PartInMemory:
     """Read a slice, and put its rows together by bucket."""
     start, stop = job.slices[number], job.slices[number + 1]
     rows = reader.read(start, stop)
-    judged = rows.judge()
-    reader.check_exact(rows, judged, start)
+    judged = reader.judge(rows, start)
     summary = Summary(rows.digest(reader.stored_rows(start, stop)), judged)
     source, dest, length, piece_edges = _pieces(job, rows, start, stop)
     ends = np.cumsum(length)
@@ -106,7 +106,7 @@ def make_part(job: Job, reader: RowReader, number: int) -> Part:
     if indices.size:
         copy_runs(source, length, ends - length, rows.indices, indices)
     copy_runs(source, length, ends - length, rows.values, values)
-    return Part(summary, piece_edges, element_edges, Segment(dest, length, indices, values))
+    return PartInMemory(summary, piece_edges, element_edges, Segment(dest, length, indices, values))
 
 
 def _pieces(job: Job, rows: Rows, start: int, stop: int) -> tuple[NDArray[np.int64], ...]:
@@ -115,14 +115,8 @@ def _pieces(job: Job, rows: Rows, start: int, stop: int) -> tuple[NDArray[np.int
     Also return the pieces at which the buckets begin and end.
     """
     size = job.bucket
-    row_length = np.diff(rows.indptr)
     row_dest = job.offsets[job.place[start:stop]]
-    first, last = row_dest // size, (row_dest + row_length - 1) // size
-    n = np.where(row_length > 0, last - first + 1, 0)
-    row = np.repeat(np.arange(n.size), n)
-    bucket = first[row] + np.arange(row.size) - np.repeat(np.cumsum(n) - n, n)
-    low = np.maximum(row_dest[row], bucket * size)
-    high = np.minimum(row_dest[row] + row_length[row], (bucket + 1) * size)
+    row, bucket, low, high = split_at_multiples(np.stack([row_dest, row_dest + np.diff(rows.indptr)], axis=1), size)
     source = rows.indptr[row] + low - row_dest[row]
     by_bucket = np.argsort(bucket, kind="stable")
     edges = np.searchsorted(bucket[by_bucket], np.arange(job.n_buckets + 1))
@@ -141,7 +135,7 @@ def write_part(job: Job, reader: RowReader, number: int) -> None:
         save_part(path, make_part(job, reader, number))
 
 
-def save_part(path: str, part: Part) -> None:
+def save_part(path: str, part: PartInMemory) -> None:
     """Write a part to disk."""
     judged = part.summary.judged
     arrays = {name: getattr(part.whole, name) for name in _CUT_BY}
@@ -253,7 +247,7 @@ def kept_open(parts: Sequence[PartFile]) -> Iterator[None]:
         yield
 
 
-def summed_up(parts: Iterable[Part | PartFile]) -> Summary:
+def summed_up(parts: Iterable[PartInMemory | PartFile]) -> Summary:
     """Return the summary of all parts."""
     digest, judged = 0, Judged()
     for part in parts:

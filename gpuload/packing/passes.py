@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from gpuload.formats import SOURCE_FILE
-from gpuload.packing.parts import Part, PartFile, kept_open, make_part, part_path, write_part
+from gpuload.packing.parts import PartFile, PartInMemory, kept_open, make_part, part_path, write_part
 from gpuload.packing.rows import RowReader
 from gpuload.packing.shards import done_path, write_bucket
 from gpuload.packing.tables import SOURCE_ROW, source_rows
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 AT_ONE_TIME = 2
 """Concurrent tasks: while one waits for the disk or moves rows, the other's chunks are decoded or encoded."""
 
-Span = tuple[int, int]
+RowRange = tuple[int, int]
 """First row, and end."""
 
 
@@ -36,7 +36,9 @@ class Local:
         Parts kept in memory, by number; None: on disk.
     """
 
-    def __init__(self, job: Job, reader: RowReader, num_threads: int | None, parts: dict[int, Part] | None) -> None:
+    def __init__(
+        self, job: Job, reader: RowReader, num_threads: int | None, parts: dict[int, PartInMemory] | None
+    ) -> None:
         self._job = job
         self._reader = reader
         self._num_threads = num_threads
@@ -53,7 +55,7 @@ class Local:
         with kept_open(on_disk):
             yield from each(lambda number: fill_bucket(self._job, self._reader, number, parts, dtype), numbers)
 
-    def digests(self, spans: Sequence[Span], file_rows: Sequence[int]) -> Generator[int, None, None]:
+    def digests(self, spans: Sequence[RowRange], file_rows: Sequence[int]) -> Generator[int, None, None]:
         """Read rows of the target back, and yield the digest of each span."""
         with result_reader(self._job, self._num_threads) as reader:
             yield from each(lambda span: digest_span(reader, span, file_rows), spans)
@@ -71,7 +73,7 @@ def all_parts(job: Job) -> list[PartFile]:
 
 
 def fill_bucket(
-    job: Job, reader: RowReader, number: int, parts: Iterable[Part | PartFile], dtype: np.dtype[Any]
+    job: Job, reader: RowReader, number: int, parts: Iterable[PartInMemory | PartFile], dtype: np.dtype[Any]
 ) -> None:
     """Bring a bucket's shards to the disk, unless they are there."""
     if not os.path.exists(done_path(job, number)):
@@ -85,7 +87,7 @@ def result_reader(job: Job, num_threads: int | None) -> RowReader:
     return RowReader.of([job.result], layer, num_threads=num_threads, is_wide=job.is_wide, obs=obs)
 
 
-def digest_span(reader: RowReader, span: Span, file_rows: Sequence[int]) -> int:
+def digest_span(reader: RowReader, span: RowRange, file_rows: Sequence[int]) -> int:
     """Return the digest of rows of the target, by their place in the sources."""
     start, stop = span
     return reader.read(start, stop).digest(source_rows(reader.store, start, stop, file_rows))

@@ -203,10 +203,11 @@ class RowReader:
             source.check_unchanged()
         return self.store.recipe(ranges)
 
-    def check_exact(self, rows: Rows, judged: Judged, start: int) -> None:
-        """Raise StoreError if one of the rows, from `start` on, holds integers that float64 may have rounded."""
+    def judge(self, rows: Rows, start: int) -> Judged:
+        """Judge rows, from `start` on; raise StoreError if one holds integers that float64 may have rounded."""
+        judged = rows.judge()
         if judged.largest < _EXACT:
-            return
+            return judged
         first = self.store.file_start if self.chosen is None else np.searchsorted(self.chosen, self.store.file_start)
         edges = rows.indptr[np.clip(first - start, 0, rows.indptr.size - 1)]
         for path, dtype, (low, high) in zip(self.store.paths, _dtypes(self.store), pairwise(edges), strict=True):
@@ -215,6 +216,7 @@ class RowReader:
                     f"{path}: it holds integers of {_EXACT} or more, which cannot be kept exactly; rewrite it as "
                     "float64."
                 )
+        return judged
 
     def close(self) -> None:
         """Stop the threads; close the files."""

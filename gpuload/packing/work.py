@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from gpuload.packing.job import Job
     from gpuload.packing.matrices import Matrix
-    from gpuload.packing.parts import Part, Summary
+    from gpuload.packing.parts import PartInMemory, Summary
 
 _SHARES = (0.55, 0.25, 0.2)
 """Fraction of the time that each pass takes, for progress."""
@@ -130,7 +130,7 @@ class Work:
     def _write(self, matrix: Matrix, at: float) -> Summary:
         """Write the shards of a matrix to disk; return its summary."""
         job, share = matrix.job, self._share(matrix)
-        in_memory: dict[int, Part] | None = {} if self._fits(job) and not _finished(job) else None
+        in_memory: dict[int, PartInMemory] | None = {} if self._fits(job) and not _finished(job) else None
         workers = self._workers(matrix, in_memory)
         self._count(workers.write_parts(range(job.n_slices)), job.n_slices, at, share * _SHARES[0])
         summary = summed_up(all_parts(job) if in_memory is None else in_memory.values())
@@ -158,7 +158,7 @@ class Work:
         """Return whether the parts may be kept in memory."""
         return self.client is None and job.nbytes <= self.memory // 4
 
-    def _workers(self, matrix: Matrix, in_memory: dict[int, Part] | None) -> Local | Cluster:
+    def _workers(self, matrix: Matrix, in_memory: dict[int, PartInMemory] | None) -> Local | Cluster:
         if self.client is None:
             return Local(matrix.job, matrix.reader, self.num_threads, in_memory)
         return Cluster(matrix.job, self.client, self.num_threads)

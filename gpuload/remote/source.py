@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -24,7 +23,7 @@ from gpuload.source import find_files, locate_byte
 from gpuload.threads import DaemonThreads, is_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -279,7 +278,6 @@ class RemoteSource:
     """
 
     memory = None
-    has_files = False
 
     def __init__(self, name: str, remote: Remote, objects: Sequence[RemoteObject]) -> None:
         self.name = name
@@ -309,17 +307,12 @@ class RemoteSource:
         """Return the start address of the object there, and the offset in it."""
         if not self.objects:
             return self.name, offset
-        number, at, _ = locate_byte(self, offset)
+        number, at, _ = locate_byte(self.base, self._nbytes, offset)
         return f"{self.remote.name}/{self.objects[number].key}", at
-
-    @contextmanager
-    def hold(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Return -1: there is no descriptor."""
-        yield [-1] * len(numbers)
 
     def read_into(self, buffer: NDArray[np.uint8], offset: int) -> int:
         """Fill `buffer` from an address on; return the bytes read, fewer only at the end of the object there."""
-        _, at, size = locate_byte(self, offset)
+        _, at, size = locate_byte(self.base, self._nbytes, offset)
         n = max(0, min(buffer.size, size - at))
         step = np.arange(0, n, self.max_extent, dtype=np.int64)
         self.read_many(offset + step, np.minimum(self.max_extent, n - step), step, buffer)
@@ -348,7 +341,7 @@ class RemoteSource:
     def forget(self, offset: int, nbytes: int) -> None:
         """Drop copies of bytes that turned out to be damaged; see `RangeReader.forget`."""
         if self.near is not None and nbytes:
-            number, at, _ = locate_byte(self, offset)
+            number, at, _ = locate_byte(self.base, self._nbytes, offset)
             self.near.forget(self.objects[number], at, at + nbytes)
 
     def reach(self, number: int) -> Reach | None:

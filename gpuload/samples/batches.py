@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import default_collate
 
 from gpuload.errors import CorruptDataError, ReadError
-from gpuload.samples.tensor_files import Span, bytes_of
+from gpuload.samples.tensor_files import StoredTensor, bytes_of
 from gpuload.threads import PATIENCE_S, DaemonThreads, taken_out
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from gpuload.samples.sampleset import SampleSet
     from gpuload.stats import Stats
 
-_Queue = SimpleQueue["tuple[Batch, int, NDArray[np.uint8] | None] | None"]
+_Queue = SimpleQueue["tuple[BatchInProgress, int, NDArray[np.uint8] | None] | None"]
 """A sample to read: its batch and row, and its bytes if they are here already; None is the end."""
 
 
-class Batch:
+class BatchInProgress:
     """A batch in progress; the first of its samples to arrive determines what memory it needs.
 
     Attributes
@@ -54,7 +54,7 @@ class Batch:
         self._samples, self._buffers, self._collate_fn = samples, buffers, collate_fn
         self.ids = [samples.ids[i] for i in indices.tolist()]
         self._lock = threading.Lock()
-        self._form: Span | None = None
+        self._form: StoredTensor | None = None
         self._memory: torch.Tensor | None = None
         self._whole: list[Any] = [None] * len(indices)
         self._faults: dict[int, BaseException] = {}
@@ -142,7 +142,7 @@ class Batch:
             if not isinstance(sample, torch.Tensor) or not sample.is_contiguous() or sample.requires_grad:
                 return sample
             data = bytes_of(sample)
-            span = Span(0, data.size, sample.dtype, tuple(sample.shape))
+            span = StoredTensor(0, data.size, sample.dtype, tuple(sample.shape))
         with self._lock:
             if self._memory is None:
                 self._form, n = span, len(self.ids)
@@ -192,7 +192,7 @@ class Crew:
             self.close()
             raise
 
-    def take(self, batch: Batch) -> None:
+    def take(self, batch: BatchInProgress) -> None:
         """Have all samples of a batch read."""
         for row in range(len(batch.ids)):
             self._wanted.put((batch, row, None))
@@ -212,7 +212,7 @@ def _end(*queues: _Queue) -> None:
         queue.put(None)
 
 
-def _serve(queue: _Queue, step: Callable[[Batch, int, NDArray[np.uint8] | None], None]) -> None:
+def _serve(queue: _Queue, step: Callable[[BatchInProgress, int, NDArray[np.uint8] | None], None]) -> None:
     """Do a step for each sample in a queue, until its end."""
     while (task := queue.get()) is not None:
         batch, row, data = task
@@ -224,9 +224,9 @@ def _serve(queue: _Queue, step: Callable[[Batch, int, NDArray[np.uint8] | None],
     queue.put(None)  # for the next thread
 
 
-def _fetch(fetched: _Queue, batch: Batch, row: int, _: NDArray[np.uint8] | None) -> None:
+def _fetch(fetched: _Queue, batch: BatchInProgress, row: int, _: NDArray[np.uint8] | None) -> None:
     fetched.put((batch, row, batch.fetch(row)))
 
 
-def _place(batch: Batch, row: int, data: NDArray[np.uint8] | None) -> None:
+def _place(batch: BatchInProgress, row: int, data: NDArray[np.uint8] | None) -> None:
     batch.place(row, batch.fetch(row) if data is None else data)

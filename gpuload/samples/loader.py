@@ -16,7 +16,7 @@ from gpuload.checks import check_bool, check_choice, check_seed, check_share, ch
 from gpuload.errors import PlanError, shown
 from gpuload.machine import usable_cores
 from gpuload.permute import Permutation
-from gpuload.samples.batches import Batch, Crew
+from gpuload.samples.batches import BatchInProgress, Crew
 from gpuload.state import check_fingerprint
 from gpuload.stats import Stats
 from gpuload.threads import MOST_IN_FLIGHT, OneAtATime, cached_property
@@ -220,14 +220,16 @@ class SampleLoader:
             self._next = epoch + 1, 0
         order = self.order(epoch)
         batches = iter(range(step, len(self)))
-        under_way: deque[Batch] = deque()
+        under_way: deque[BatchInProgress] = deque()
         n_skipped, n_before = 0, self.stats.n_batches - step
         crew = Crew(min(self._n_requests, order.size), self._n_threads)
         try:
             while True:
                 while len(under_way) <= self._prefetch and (number := next(batches, None)) is not None:
                     part = order[number * self.batch_size : (number + 1) * self.batch_size]
-                    batch = Batch(self.samples, part, self._buffers, self._collate_fn, self.stats, n_before + number)
+                    batch = BatchInProgress(
+                        self.samples, part, self._buffers, self._collate_fn, self.stats, n_before + number
+                    )
                     crew.take(batch)
                     under_way.append(batch)
                     del batch

@@ -13,7 +13,7 @@ from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, 
 from gpuload.remote import Patience, as_remote
 from gpuload.remote.errors import check_length
 from gpuload.remote.patience import OUTAGE_S
-from gpuload.samples.tensor_files import FORMATS, Descriptions, Span, bytes_of, load
+from gpuload.samples.tensor_files import FORMATS, Descriptions, StoredTensor, bytes_of, load
 from gpuload.source import read_at
 from gpuload.threads import MOST_IN_FLIGHT, DaemonThreads
 
@@ -125,7 +125,7 @@ class SampleSet:
         """Return the bytes of a sample."""
         return self._source.read(f"{id_}{self._suffix}")
 
-    def span(self, data: NDArray[np.uint8]) -> Span | None:
+    def span(self, data: NDArray[np.uint8]) -> StoredTensor | None:
         """Return where the values of a sample lie in its bytes; None where it has to be deserialised."""
         return None if self._descriptions is None else self._descriptions.find(data)
 

@@ -28,7 +28,7 @@ _MOST = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StoredTensor:
     """Location of the values of a file's tensor."""
 
     start: int
@@ -44,11 +44,12 @@ class Descriptions:
         self._decode = decode
         self._known: dict[bytes, tuple[torch.dtype, tuple[int, ...], int, bool]] = {}
 
-    def find(self, data: NDArray[np.uint8]) -> Span | None:
+    def find(self, data: NDArray[np.uint8]) -> StoredTensor | None:
         """Return the location of the values of a file's tensor, or None if its own library must read it."""
         if self._decode == "bytes":
-            return Span(0, data.size, torch.uint8, (data.size,))
-        described = getattr(self, f"_describe_{self._decode}")(data)
+            return StoredTensor(0, data.size, torch.uint8, (data.size,))
+        describe = {"pt": self._describe_pt, "npy": _describe_npy, "safetensors": _describe_safetensors}[self._decode]
+        described = describe(data)
         if described is None:
             return None
         header, start = described
@@ -59,7 +60,7 @@ class Descriptions:
             return None
         if has_sum and not _pt_sum_is_right(data, start, nbytes):
             raise CorruptDataError("the sum of its values is not the one stored with them; restore the file")
-        return Span(start, nbytes, dtype, shape)
+        return StoredTensor(start, nbytes, dtype, shape)
 
     def _learn(self, header: bytes, start: int, data: NDArray[np.uint8]) -> bool:
         """Read a file with the format's library; return whether its values are the bytes from `start` on."""
@@ -79,19 +80,6 @@ class Descriptions:
         has_sum = self._decode == "pt" and _pt_sum_is_right(data, start, raw.size)  # torch can be told to write no crc
         self._known[header] = (values.dtype, tuple(values.shape), raw.size, has_sum)
         return True
-
-    @staticmethod
-    def _describe_npy(data: NDArray[np.uint8]) -> tuple[bytes, int] | None:
-        if data.size < 12:
-            return None
-        is_long = data[6] > 1
-        length = int(data[8:12].view("<u4")[0]) + 12 if is_long else int(data[8:10].view("<u2")[0]) + 10
-        return data[:length].tobytes(), length
-
-    @staticmethod
-    def _describe_safetensors(data: NDArray[np.uint8]) -> tuple[bytes, int] | None:
-        length = int(data[:8].view("<u8")[0]) + 8 if data.size > 8 else data.size + 1
-        return (data[:length].tobytes(), length) if length <= data.size else None
 
     def _describe_pt(self, data: NDArray[np.uint8]) -> tuple[bytes, int] | None:
         """Return a tensor's pickle and the location of its storage: the first and the fifth entry of a zip file."""
@@ -116,6 +104,19 @@ class Descriptions:
         if start is None:
             return None
         return struct.pack("<I", len(pickled)) + place.to_bytes(8, "little") + pickled, start
+
+
+def _describe_npy(data: NDArray[np.uint8]) -> tuple[bytes, int] | None:
+    if data.size < 12:
+        return None
+    is_long = data[6] > 1
+    length = int(data[8:12].view("<u4")[0]) + 12 if is_long else int(data[8:10].view("<u2")[0]) + 10
+    return data[:length].tobytes(), length
+
+
+def _describe_safetensors(data: NDArray[np.uint8]) -> tuple[bytes, int] | None:
+    length = int(data[:8].view("<u8")[0]) + 8 if data.size > 8 else data.size + 1
+    return (data[:length].tobytes(), length) if length <= data.size else None
 
 
 def _pt_entry(data: NDArray[np.uint8], place: int, name: bytes) -> int | None:

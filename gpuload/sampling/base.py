@@ -201,13 +201,13 @@ class Strategy(ABC):
     """
 
     @property
-    @abstractmethod
     def n_rows(self) -> int:
         """Number of rows in one epoch, over all ranks."""
+        raise NotImplementedError
 
-    @abstractmethod
     def order(self, key_words: tuple[int, ...]) -> RowOrder:
         """Return the order of one epoch, which may depend only on `key_words` (seed, epoch and purpose)."""
+        raise NotImplementedError
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class Strategy(ABC):
 
     @property
     def is_per_rank(self) -> bool:
-        """Whether `per_rank` is called, for every rank, in place of `order`."""
+        """Whether `per_rank` is called, for every rank, in place of `order` and `n_rows`."""
         return False
 
     @property

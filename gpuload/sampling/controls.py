@@ -177,13 +177,9 @@ class PairedControl:
 
     def _refuse(self, names: Names, lost: NDArray[np.integer]) -> None:
         groups = np.unique(lost)
-        n_more = groups.size - 1
-        more = f", nor for {n_more} more group{'s' if n_more > 1 else ''}" if n_more else ""
-        raise PlanError(
-            f"PairedControl: there is no control for cells with {names[groups[0]]} "
-            f"({np.count_nonzero(lost == groups[0])} of them){more}; match fewer columns, pass fallback=, or leave "
-            "these cells out with a Subset."
-        )
+        cure = "pass fallback=, or leave these cells out with a Subset"
+        n_cells = int(np.count_nonzero(lost == groups[0]))
+        raise uncontrolled("PairedControl", names[groups[0]], n_cells, groups.size - 1, cure)
 
 
 def find_controls(
@@ -219,6 +215,14 @@ def find_controls(
     if not is_control.any():
         raise _no_control(asker, name, column, control, wanted)
     return is_control, is_labelled
+
+
+def uncontrolled(asker: str, which: str, n_cells: int, n_more: int, cure: str) -> PlanError:
+    """Return the error for cells of a group, n_cells of them, that no control fits, nor those of n_more groups."""
+    more = f", nor for {n_more} more group{'s' if n_more > 1 else ''}" if n_more else ""
+    return PlanError(
+        f"{asker}: there is no control for cells with {which} ({n_cells} of them){more}; match fewer columns, {cure}."
+    )
 
 
 def _no_control(asker: str, name: str, column: Column, control: Any, wanted: list[Any]) -> PlanError:

@@ -10,17 +10,14 @@ import numpy as np
 
 from gpuload.checks import check_bool
 from gpuload.errors import PlanError
-from gpuload.order import FileOrder, MappedOrder
 from gpuload.permute import random_keys
 from gpuload.sampling.base import Strategy
-from gpuload.sampling.rows import list_of_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from gpuload.order import RowOrder
     from gpuload.sampling.base import Cells
     from gpuload.sampling.rows import RowList
 
@@ -110,7 +107,7 @@ class Custom:
 
 @dataclass(frozen=True, eq=False)
 class Given(Strategy):
-    """Blocks from a function, per rank; a plan calls `per_rank` for them, and `order` is the order of a single rank.
+    """Blocks from a function, per rank.
 
     Attributes
     ----------
@@ -151,22 +148,10 @@ class Given(Strategy):
             )
         return there
 
-    @property
-    def n_rows(self) -> int:
-        """Number of rows in the first epoch, for a single rank."""
-        return self._rows((0, 0)).n_rows
-
-    def order(self, key_words: tuple[int, ...]) -> RowOrder:
-        """Return the order of one epoch, for a single rank."""
-        return MappedOrder(FileOrder(self.is_mixed), self._rows(key_words))
-
     def describe(self) -> dict[str, Any]:
         """Return the function's name: its behaviour is unknown."""
         function = getattr(self.function, "__qualname__", type(self.function).__qualname__)
         return {"name": "Custom", "function": function, **({} if self.is_mixed else {"shuffle_fetch": False})}
-
-    def _rows(self, key_words: tuple[int, ...]) -> RowList:
-        return list_of_runs(self.per_rank(key_words, 0, 1))
 
 
 def as_blocks(given: Any, rank: int, n_rows: int) -> NDArray[np.int64]:

@@ -210,7 +210,7 @@ class Mixture:
 
     def over(self, cells: Cells) -> Strategy:
         """Find the cells of each part; whole files take no memory, masks up to 4 bytes per cell."""
-        pairs, files = self._pairs(), _Files(cells)
+        pairs, files = self._pairs(), _FilesByName(cells)
         parts = [self._rows(part, cells, files) for part, _ in pairs]
         edges = np.concatenate([[0], np.cumsum([part.n_rows for part in parts])])
         shares = np.array([float(share) for _, share in pairs])
@@ -225,7 +225,7 @@ class Mixture:
         return [(part, share) for part, share in given]
 
     @staticmethod
-    def _rows(part: Any, cells: Cells, files: _Files) -> RowList:
+    def _rows(part: Any, cells: Cells, files: _FilesByName) -> RowList:
         if isinstance(part, (str, os.PathLike)):
             name = os.fspath(part)
             rows = list_of_runs(files.rows_of(name))
@@ -237,7 +237,7 @@ class Mixture:
         return rows
 
 
-class _Files:
+class _FilesByName:
     """The files of a loader by name: there may be thousands, each of which a mixture names."""
 
     def __init__(self, cells: Cells) -> None:

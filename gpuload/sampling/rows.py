@@ -212,8 +212,7 @@ def _group_table(
         order = _order(part, n_groups)
         counts = np.bincount(part, minlength=n_groups + 1)
         order, counts = order[int(counts[0]) :], counts[1:]
-        shift = place - (np.cumsum(counts) - counts)
-        at = np.repeat(shift, counts) + np.arange(order.size)
+        at = consecutive(place, counts)
         table[at] = order + start
         if moved is not None:
             moved[1][at] = moved[0][start : start + part.size][order]

@@ -64,7 +64,7 @@ class Subset:
             raise PlanError(f"Subset: it selects no cells{those}; name at least one.")
         part = cells.part(within)
         inner = plain(part) if self.inner is None else as_sampler(self.inner).over(part)
-        return Part(inner, within)
+        return Restricted(inner, within)
 
     def _mask(self, cells: Cells) -> NDArray[np.bool_]:
         n_rows, given = cells.n_store_rows, as_array("Subset", self.rows)
@@ -95,7 +95,7 @@ class Subset:
 
 
 @dataclass(frozen=True, eq=False)
-class Part(Strategy):
+class Restricted(Strategy):
     """A strategy over a subset of rows, numbered consecutively."""
 
     inner: Strategy
@@ -147,7 +147,7 @@ class Part(Strategy):
 def selected(strategy: Strategy, n_rows: int) -> tuple[RowList, Strategy]:
     """Return the rows that nested Subsets leave of `n_rows`, ascending, and the strategy within them."""
     rows: RowList | None = None
-    while isinstance(strategy, Part):
+    while isinstance(strategy, Restricted):
         own = strategy.rows
         rows = own if rows is None else row_list(rows.take(own.slice(0, own.n_rows)))
         strategy = strategy.inner

@@ -43,7 +43,7 @@ class Timed:
         seconds = self._s_per_byte * nbytes.sum() if self.n_started > 1 else 0.2
         outer = self
 
-        class Pending:
+        class PendingRead:
             def result(self) -> None:
                 CLOCK.now_s += seconds
 
@@ -53,7 +53,7 @@ class Timed:
             def cancel(self) -> None:
                 outer.n_closed += 0
 
-        return Pending()
+        return PendingRead()
 
     def close(self) -> None:
         self.n_closed += 1

@@ -27,9 +27,10 @@ from hypothesis import strategies as st
 from gpuload.backends.cuda import kvikio as kvikio_module
 from gpuload.backends.cuda.far import FarReader
 from gpuload.backends.cuda.kvikio import KvikioReader
-from gpuload.backends.cuda.pinned import PinnedReader, _few_files, _fill
-from gpuload.backends.cuda.readers import PAGE, Pending, place_extents
+from gpuload.backends.cuda.pinned import PinnedReader, _few_files
+from gpuload.backends.cuda.readers import PAGE, PendingRead, place_extents
 from gpuload.backends.native.staging import stage_windows
+from gpuload.backends.reading import read_extents
 from gpuload.errors import DeviceError, MissingDependencyError, PlanError, ReadError
 from gpuload.folder_source import FolderSource
 from gpuload.remote import Patience, Reach
@@ -212,7 +213,7 @@ def test_short_parts_of_objects_are_requested_again_and_reported() -> None:
     ranges = (np.array([10]), np.array([40]), np.array([0]))
     told = r"^fake://bucket/a: reading 40 bytes of /X/data at byte 10 through KvikIO failed: wanted 40 bytes, got 39\."
     with pytest.raises(ReadError, match=told):
-        far.read(Pending(), source, NAME, ranges, np.zeros(40, dtype=np.uint8), None)
+        far.read(PendingRead(), source, NAME, ranges, np.zeros(40, dtype=np.uint8), None)
     assert asked == [(10, 40)] * 3
     source.close()
 
@@ -479,11 +480,11 @@ def test_a_short_read_counts_what_other_threads_read(file: FileSource) -> None:
     whole = np.array([90_000]), np.array([50_000])
     host = np.zeros(1000, dtype=np.uint8)
     with pytest.raises(ReadError, match="at byte 90000: wanted 50000 bytes, got 10003"):
-        _fill(file, NAME, whole, np.array([120_000]), np.array([1000]), np.array([0]), host)
+        read_extents(file, NAME, np.array([120_000]), np.array([1000]), np.array([0]), host, whole)
 
 
 def test_a_failure_takes_precedence_over_cancellations() -> None:
-    pending = Pending()
+    pending = PendingRead()
     for error in (CancelledError(), ReadError("disk on fire."), DeviceError("later")):
         task: Future[None] = Future()
         task.set_exception(error)

@@ -23,7 +23,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 from gpuload import BusyError, DeviceError, PlanError, ReadError, StoreError, open_loader, program
-from gpuload.cli import COMMANDS, advice, demo, doctor, inspect, machine, main, real_data, text
+from gpuload.cli import COMMANDS, advice, demo, doctor, inspect, main, real_data, text
 from gpuload.errors import CorruptDataError, MissingDependencyError
 from gpuload.formats.obs import write_h5ad
 from gpuload.synthetic import tahoe_shaped
@@ -155,6 +155,9 @@ def test_data_files_are_not_overwritten(run, path, tmp_path, command, option):
     assert (code, out, other.read_text()) == (2, "", "g0")
     code, out, err = run(command, path, "--seconds", 0.05, option, tmp_path)
     assert (code, out, err) == (1, "", f"gpuload {command}: {tmp_path}: this is a folder; name a file to write.\n")
+    code, out, err = run(command, path, "--seconds", 0.05, option, "/dev/null")
+    told = "/dev/null: cannot be written: it is no regular file. Choose another place."
+    assert (code, out, err) == (1, "", f"gpuload {command}: {told}\n")
 
 
 @pytest.mark.parametrize("command", ["inspect", "tune"])
@@ -793,14 +796,14 @@ def test_doctor_as_json(run):
 
 
 def test_doctor_exits_with_1_if_a_required_package_is_missing(run, monkeypatch):
-    real = machine.version
+    real = doctor.version
 
     def version(package):
         if package in ("h5py", "torch"):
             raise PackageNotFoundError(package)
         return real(package)
 
-    monkeypatch.setattr(machine, "version", version)
+    monkeypatch.setattr(doctor, "version", version)
     code, out, _ = run("doctor")
     assert code == 1
     assert "h5py         not installed (BROKEN)" in out

@@ -18,7 +18,7 @@ from gpuload.backends import codecs
 from gpuload.backends import parquet as backend
 from gpuload.cli import main
 from gpuload.formats import open_store, parquet_cells, parquet_file
-from gpuload.formats.parquet import Table
+from gpuload.formats.parquet import ParquetTable
 from gpuload.formats.parquet_rows import about, spec_of
 from gpuload.formats.recognise import GENES_FILE
 from gpuload.source import FileSource
@@ -113,7 +113,7 @@ def test_random_files_are_read_as_written(
 def assert_windows_find_the_same_rows(path: Path, window: int) -> None:
     """Compare row starts found in windows of a column chunk, as read remotely, with those found in a file."""
     with closing(FileSource(path)) as source:
-        table, raw = Table(source), np.fromfile(path, dtype=np.uint8)
+        table, raw = ParquetTable(source), np.fromfile(path, dtype=np.uint8)
         for column in map(table.list_column, ("genes", "expressions")):
             for offset, nbytes, n in zip(column.offset, column.nbytes, table.group_rows().tolist(), strict=True):
                 spec = spec_of(about(column), column.dtype, max_rows=n)
@@ -478,7 +478,7 @@ def test_index_is_reused(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("read again")
 
     monkeypatch.setattr(backend, "row_starts", fail)
-    monkeypatch.setattr(parquet_file, "Table", fail)
+    monkeypatch.setattr(parquet_file, "ParquetTable", fail)
     monkeypatch.setattr(parquet_cells, "genes_of", lambda _: (3, np.array(NAMES, dtype=object), None))
     np.testing.assert_array_equal(read(kept), counts()[:70].toarray())
 

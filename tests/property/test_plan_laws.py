@@ -20,7 +20,7 @@ from gpuload.permute import Permutation, permuted_table
 from gpuload.plan import Plan
 from gpuload.sampling import InOrder, Shuffled, Strategy, custom
 from gpuload.sampling.rows import RowList
-from gpuload.sampling.subset import Part
+from gpuload.sampling.subset import Restricted
 from gpuload.sampling.weights import Chosen
 from tests.strategies import plans
 
@@ -202,7 +202,7 @@ def test_rows_are_spread_evenly() -> None:
         (94, Shuffled((4, 90), 48)),
         (90, Shuffled((90,), 45)),
         (90, Shuffled((90,), edges=np.array([0, 30, 60, 90]))),
-        (90, Part(Shuffled((90,), 45), RowList(np.array([0]), np.array([90])))),
+        (90, Restricted(Shuffled((90,), 45), RowList(np.array([0]), np.array([90])))),
     ],
     ids=["one block", "and a short one", "chunks", "by weight", "half", "two", "three chunks", "a subset"],
 )

@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 import gpuload
 from gpuload.diversity import (
     TOLERANCE_BITS,
-    closed_form,
     entropy_bits,
     entropy_bounds,
     entropy_of_runs,
     expected_entropy,
     fetch_entropy,
-    first_order_entropy,
     iid_entropy,
     label_entropy,
     label_shares,
@@ -179,9 +177,11 @@ def distributions(draw: st.DrawFn) -> np.ndarray:
 def test_bounds_hold_for_any_shares_and_sizes(p, sizes):
     found = expected_entropy(p, **sizes)
     lower, upper = entropy_bounds(p, **sizes)
-    low, high = closed_form(p, batch_size=sizes["batch_size"], block_size=sizes["block_size"])
-    assert low - 1e-9 <= lower <= found + 1e-9
-    assert found <= upper + 1e-9 <= high + 2e-9
+    n_whole, rest = divmod(sizes["batch_size"], sizes["block_size"])
+    squares = (n_whole * sizes["block_size"] ** 2 + rest**2) / sizes["batch_size"] ** 2  # of the shares of the blocks
+    full = label_entropy(p)
+    assert full - np.log2(1 + (np.count_nonzero(p) - 1) * squares) - 1e-9 <= lower <= found + 1e-9
+    assert found <= upper + 1e-9 <= full + 2e-9
 
 
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.filter_too_much])
@@ -211,16 +211,13 @@ def test_upper_bound_does_not_hold_without_label_runs():
     assert entropy_bounds(label_shares(codes), **sizes)[1] == pytest.approx(0.0)
 
 
-def test_first_order_is_not_a_bound():
+def test_draws_are_as_mixed_as_their_first_order_approximation():
+    """It is good for many draws; of a minibatch of 16 blocks it is 0.1 bits above the lower bound, which is reached."""
     p = plate_shares()
-    assert first_order_entropy(p, 64) == pytest.approx(iid_entropy(p, 64), abs=0.03)
+    first_order = {n: label_entropy(p) - (p.size - 1) / (2 * n * np.log(2)) for n in (16, 64)}
+    assert first_order[64] == pytest.approx(iid_entropy(p, 64), abs=0.03)
     lower, _ = entropy_bounds(p, batch_size=64, block_size=4, fetch_factor=1)
-    assert first_order_entropy(p, 64 / 4) == pytest.approx(3.191, abs=0.001)
-    assert lower == pytest.approx(3.091, abs=0.001)
-    assert first_order_entropy(p, 64 / 64) < 0
-    assert closed_form(p, batch_size=64, block_size=4)[0] < lower
-    with pytest.raises(PlanError, match=r"^n_draws=0: expected a number above 0\.$"):
-        first_order_entropy(p, 0)
+    assert (first_order[16], lower) == pytest.approx((3.191, 3.091), abs=0.001)
 
 
 @pytest.mark.parametrize(("batch_size", "block_size"), [(64, 16), (64, 48), (64, 100), (10, 3)])

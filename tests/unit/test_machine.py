@@ -1,4 +1,4 @@
-"""Cores for this process's threads: those it may run on, its container's time, its share under torchrun."""
+"""Cores for this process's threads: those it may run on, its container's time, its share under torchrun. Memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             return set(range(parent if process == PARENT and parent is not None else own))
 
         monkeypatch.setattr(os, "sched_getaffinity", cores)
-        monkeypatch.setattr(machine, "_CPU_LIMIT", str(tmp_path / "cpu.max"))
+        monkeypatch.setattr(machine, "_GROUP", str(tmp_path))
         if limit is not None:
             (tmp_path / "cpu.max").write_text(limit)
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -62,6 +62,34 @@ def test_they_share_what_their_container_has(on) -> None:
 
 def test_a_process_that_is_bound_keeps_its_cores(on) -> None:
     assert on(8, processes="8") == 8
+
+
+def test_what_the_kernel_cached_of_files_is_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A container that has read a large file uses all of its memory, most of it for that file."""
+    free = machine.available_memory()  # of the machine, or less
+    monkeypatch.setattr(machine, "_GROUP", str(tmp_path))
+    for name, content in {
+        "memory.max": f"{1 << 24}\n",
+        "memory.current": f"{(1 << 24) - 10}\n",
+        "memory.stat": "anon 4000\nfile 1000\nshmem 90\ninactive_file 700\nactive_file 210\n",
+    }.items():
+        (tmp_path / name).write_text(content)
+    assert machine.memory_nbytes() == 1 << 24
+    assert machine.available_memory() == 920 < free
+    (tmp_path / "memory.current").write_text(f"{1 << 25}")  # as a limit may be lowered
+    assert machine.available_memory() == 0
+
+
+@pytest.mark.parametrize("limit", ["max\n", None])
+def test_without_a_limit_all_memory_of_the_machine_is_available(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str | None
+) -> None:
+    monkeypatch.setattr(machine, "_GROUP", str(tmp_path))
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert machine.memory_nbytes() == there
+    assert 0 < machine.available_memory() <= there
 
 
 def test_a_loader_has_so_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:

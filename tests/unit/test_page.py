@@ -5,15 +5,9 @@ from __future__ import annotations
 import math
 import re
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import pytest
-
-from gpuload import ReadError
 from gpuload.cli import page
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def stage(share: float, rate: float, ceiling: float) -> dict[str, float]:
@@ -140,8 +134,3 @@ def test_the_timeline_is_part_of_the_page() -> None:
     text = page.page(result(), {}, b"\x89PNG")
     check(text)
     assert 'src="data:image/png;base64,iVBORw=="' in text
-
-
-def test_an_unwritable_path_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ReadError, match=r"none.bench\.html: cannot be written: No such file or directory\. Choose"):
-        page.save(tmp_path / "none" / "bench.html", b"")

@@ -25,7 +25,7 @@ import gpuload
 from gpuload.backends.buffers import BufferPool
 from gpuload.errors import CorruptDataError, MissingDependencyError, PlanError, ReadError
 from gpuload.samples import SampleLoader, SampleSet
-from gpuload.samples.batches import Batch
+from gpuload.samples.batches import BatchInProgress
 from gpuload.stats import Stats
 from tests.remotes import CountingRemote, FlakyRemote
 
@@ -436,7 +436,7 @@ def test_a_failed_sample_raises_after_the_batches_before_it(data: Path) -> None:
 
 def test_of_several_failed_samples_the_first_is_named_however_threads_race(data: Path) -> None:
     for most_faults in (0, 2):
-        batch = Batch(SampleSet(IDS, LABELS, data), np.arange(3), BufferPool(1), None, Stats(1), 0)
+        batch = BatchInProgress(SampleSet(IDS, LABELS, data), np.arange(3), BufferPool(1), None, Stats(1), 0)
         for row in (2, 0, 1):
             batch.note_fault(row, ReadError(f"row {row}"))
         with pytest.raises(ReadError, match=f"row {most_faults}"):
@@ -686,7 +686,7 @@ def test_the_memory_of_a_batch_with_failed_samples_is_freed_at_once(data: Path, 
                 next(iter(loader))
         else:
             assert sum(len(y) for _, y in loader) == N - 10
-        left = [found for found in gc.get_objects() if type(found) is Batch]
+        left = [found for found in gc.get_objects() if type(found) is BatchInProgress]
     finally:
         gc.enable()
     assert not left

@@ -9,6 +9,7 @@ import pytest
 import gpuload
 from gpuload.errors import PlanError, ReadError
 from gpuload.settings import takes_settings, write_settings
+from gpuload.source import saving
 
 SAVED = {"batch_size": 16, "block_size": "chunk", "fetch_factor": 3, "num_threads": 1, "prefetch": 1}
 
@@ -94,10 +95,27 @@ def test_files_that_are_not_settings_are_refused(tmp_path, plain):
     path.write_text("[1]")
     with pytest.raises(PlanError, match=r"settings\.json: it holds a list; expected names with values\.$"):
         echo("x", settings=path)
-    with pytest.raises(ReadError, match=r"cannot be written: .*\. Choose another place\.$"):
+    with pytest.raises(ReadError, match=r"settings\.json: cannot be written: No such file or directory\. Choose"):
         write_settings(tmp_path / "none" / "settings.json", {}, {})
     with pytest.raises(PlanError, match=r"^batch_size=0: expected a whole number of at least 1\.$"):
         gpuload.open_loader(plain.path, settings={"batch_size": 0})
+
+
+def test_a_saved_file_replaces_what_a_link_leads_to(tmp_path):
+    """With the mode that it had, and nothing is left beside it."""
+    link, there = tmp_path / "settings.json", tmp_path / "shared" / "fast.json"
+    there.parent.mkdir()
+    link.symlink_to("shared/fast.json")
+    write_settings(link, {}, {})  # a link to nothing yet
+    there.chmod(0o640)
+    write_settings(link, SAVED, {})
+    assert link.is_symlink()
+    assert (json.loads(there.read_text())["settings"], there.stat().st_mode & 0o777) == (SAVED, 0o640)
+    before, inode = there.read_text(), there.stat().st_ino
+    with pytest.raises(ValueError, match="half"), saving(link) as file:
+        raise ValueError(file.write(b"half") and "half of it")
+    assert (there.read_text(), there.stat().st_ino) == (before, inode)
+    assert sorted(tmp_path.rglob("*")) == [link, there.parent, there]
 
 
 def test_known_settings_are_those_of_the_loader(plain):

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from gpuload.backends.cuda.readers import Pending
+from gpuload.backends.cuda.readers import PendingRead
 from gpuload.errors import ReadError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class MeasuredReader:
         stream: Any,
         *,
         name: str = "its data",
-    ) -> Pending:
+    ) -> PendingRead:
         """Start to read byte ranges; see `Reader.start`."""
         chosen = self._chosen
         if chosen is not None:
@@ -82,7 +82,7 @@ class MeasuredReader:
             number = (n_rounds + turn) % len(self.readers)
             self._n_started += 1
 
-        def start(reader: Reader) -> Pending:
+        def start(reader: Reader) -> PendingRead:
             return reader.start(source, offset, nbytes, place, out, stream, name=name)
 
         return _Trial(self, number, start, int(nbytes.sum()), stream)
@@ -120,11 +120,11 @@ class MeasuredReader:
         _log.info("reading: chose %r (%s)", self._chosen.io_mode, speeds)
 
 
-class _Trial(Pending):
+class _Trial(PendingRead):
     """A read timed until its bytes are on the device."""
 
     def __init__(
-        self, owner: MeasuredReader, number: int, start: Callable[[Reader], Pending], nbytes: int, stream: Any
+        self, owner: MeasuredReader, number: int, start: Callable[[Reader], PendingRead], nbytes: int, stream: Any
     ) -> None:
         super().__init__()
         self._owner = owner

@@ -20,6 +20,7 @@ from gpuload.backends.cuda.steps import CHECKSUM_NBYTES, chunk_nbytes, steps_of
 from gpuload.backends.cuda.work import N_THREADS, Work, kernel_type, slots
 from gpuload.backends.native.chunks import BAD_CRC32C
 from gpuload.backends.native.inflate import BAD_CHECKSUM
+from gpuload.types import consecutive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -380,7 +381,7 @@ class Decoder:
         read, layout, numbers, work = part.read, part.read.layout, part.numbers, part.work
         lo, hi = read.chunk_pieces[numbers], read.chunk_pieces[numbers + 1]
         count = hi - lo
-        pieces = np.repeat(lo - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
+        pieces = consecutive(lo, count)
         on = work.upload(
             base=np.repeat(base, count),
             src=read.piece_src[pieces],

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.backends.cuda.device import Device
-    from gpuload.backends.cuda.readers import Pending
+    from gpuload.backends.cuda.readers import PendingRead
     from gpuload.remote import Patience
     from gpuload.remote.source import RemoteSource
     from gpuload.types import Source
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 IN_FLIGHT = 64
 """Requests in flight, as on the CPU."""
 
-Part = tuple[int, int, int, Any]
+_Request = tuple[int, int, int, Any]
 """A part of a range in flight: its first byte in the object, its length, its address, and KvikIO's future."""
 
 
@@ -67,7 +67,7 @@ class FarReader:
 
     def read(
         self,
-        pending: Pending,
+        pending: PendingRead,
         source: Source,
         name: str,
         ranges: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
@@ -87,7 +87,7 @@ class FarReader:
         memory, (offset, nbytes, place) = self._device.address(out), ranges
         number, at, size = far.locate(offset)
         handles = {k: self._open(far, k) for k in np.unique(number[nbytes > 0]).tolist()}
-        in_flight: deque[tuple[int, Part]] = deque()
+        in_flight: deque[tuple[int, _Request]] = deque()
         n_read = 0
         try:
             for e in np.flatnonzero(nbytes).tolist():
@@ -134,11 +134,17 @@ class FarReader:
             aws_session_token=reach.session_token,
         )
 
-    def _begin(self, handle: Any, at: int, n: int, address: int) -> Part:
+    def _begin(self, handle: Any, at: int, n: int, address: int) -> _Request:
         return at, n, address, handle.pread(self._span(address, n), n, at)
 
     def _finish(
-        self, pending: Pending, source: RemoteSource, name: str, handles: dict[int, Any], number: int, part: Part
+        self,
+        pending: PendingRead,
+        source: RemoteSource,
+        name: str,
+        handles: dict[int, Any],
+        number: int,
+        part: _Request,
     ) -> int:
         """Wait for a part, request it again if it failed, and return its number of bytes."""
         at, n, address, _ = part

@@ -237,9 +237,8 @@ class Gatherer:
                 self._columns[id(form.columns)] = form.columns, *uploaded
             _, columns, lease = self._columns[id(form.columns)]
             lease.used_on(stream)
-        transform = form.transform
-        target_sum = 0.0 if transform is None or transform.target_sum is None else float(transform.target_sum)
-        return columns, np.float64(target_sum), np.int32(transform is not None and transform.log1p)
+        target_sum, log1p = form.arithmetic
+        return columns, np.float64(target_sum), np.int32(log1p)
 
 
 def _whole(positions: NDArray[np.int32], n_rows: int) -> tuple[NDArray[np.int32], int]:

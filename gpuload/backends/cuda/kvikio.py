@@ -38,17 +38,17 @@ from gpuload.backends.cuda.far import FarReader
 from gpuload.backends.cuda.pinned import PinnedReader
 from gpuload.backends.cuda.readers import (
     PAGE,
-    Pending,
+    PendingRead,
     Threads,
-    bytes_available,
     check_places,
     file_ends,
     place_extents,
 )
-from gpuload.backends.reading import short_read
+from gpuload.backends.reading import bytes_available, short_read
 from gpuload.checks import check_whole
 from gpuload.errors import DeviceError, MissingDependencyError, PlanError, ReadError
 from gpuload.remote import Patience
+from gpuload.types import in_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.backends.cuda.device import Device
-    from gpuload.types import Source
+    from gpuload.types import Files, Source
 
 NUM_THREADS = 8
 """KvikIO's default number of threads here: fewer left a PCIe link idle (rapidsai/kvikio issue 453)."""
@@ -120,11 +120,11 @@ class KvikioReader:
         self._device = device
         self._task_nbytes = task_nbytes
         self._num_threads = num_threads or _default_num_threads(kvikio.defaults)
-        self._files = _Files(kvikio.CuFile)
+        self._files = _CuFiles(kvikio.CuFile)
         self._lock = threading.Lock()
         self.read_nbytes = self._far_nbytes = 0
         far_nbytes = min(task_nbytes, kvikio.defaults.get("task_size"))
-        self._far = FarReader(kvikio.RemoteFile, _Span, device, far_nbytes, Patience()) if remote else None
+        self._far = FarReader(kvikio.RemoteFile, _DeviceRange, device, far_nbytes, Patience()) if remote else None
         self._pool_threads = max(self._num_threads, FAR_IN_FLIGHT) if remote else self._num_threads
         _pool_size.join(kvikio.defaults, self._pool_threads)
         self._monitor = SummaryMonitor()
@@ -178,19 +178,19 @@ class KvikioReader:
         stream: Any,
         *,
         name: str = "its data",
-    ) -> Pending:
+    ) -> PendingRead:
         """Start to read byte ranges; see `Reader.start`."""
         self._threads.check(source)
         if self._far is not None and self._far.reaches(source):
-            pending, before = Pending(), self._device.record(stream)
+            pending, before = PendingRead(), self._device.record(stream)
             self._threads.submit(pending, self._read_far, source, name, (offset, nbytes, place), out, before)
             return pending
-        if not source.has_files:
+        if not in_files(source):
             return self._pinned.start(source, offset, nbytes, place, out, stream, name=name)
         read_offset, read_nbytes, _, _ = place_extents(offset, nbytes, file_ends(source, offset))
         first = place - (offset - read_offset)
         check_places(first, read_nbytes, int(out.shape[0]))
-        pending = Pending()
+        pending = PendingRead()
         before = self._device.record(stream)
         self._threads.submit(
             pending, self._read, source, name, (offset, nbytes), (read_offset, read_nbytes, first), out, before
@@ -204,8 +204,8 @@ class KvikioReader:
 
     def _read(
         self,
-        pending: Pending,
-        source: Source,
+        pending: PendingRead,
+        source: Files,
         name: str,
         wanted: tuple[NDArray[np.int64], NDArray[np.int64]],
         ranges: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
@@ -227,7 +227,7 @@ class KvikioReader:
                     break
                 file = self._files.take(source, int(number[e]))
                 try:
-                    future = file.handle.pread(_Span(memory + first, n), n, at_byte, self._task_nbytes)
+                    future = file.handle.pread(_DeviceRange(memory + first, n), n, at_byte, self._task_nbytes)
                 except Exception as error:  # noqa: BLE001 - a small read runs immediately, and may fail in any way
                     self._files.give_back(file)
                     failure = e, _reason(error)
@@ -260,7 +260,7 @@ class KvikioReader:
         if is_cut_short:
             raise CancelledError
 
-    def _read_far(self, pending: Pending, source: Source, *rest: Any) -> None:
+    def _read_far(self, pending: PendingRead, source: Source, *rest: Any) -> None:
         """Read ranges of objects with KvikIO's own client."""
         assert self._far is not None  # noqa: S101
         n_read = self._far.read(pending, source, *rest)
@@ -310,13 +310,13 @@ class _File:
 
     __slots__ = ("handle", "n_users", "source")
 
-    def __init__(self, source: Source, handle: Any) -> None:
+    def __init__(self, source: Files, handle: Any) -> None:
         self.source = source  # kept alive, so that its id is not reused
         self.handle = handle
         self.n_users = 0
 
 
-class _Files:
+class _CuFiles:
     """The files that KvikIO has open: each opened once, the least recently used closed when there are too many."""
 
     def __init__(self, open_file: Callable[[str], Any]) -> None:
@@ -324,7 +324,7 @@ class _Files:
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[int, int], _File] = OrderedDict()
 
-    def take(self, source: Source, number: int) -> _File:
+    def take(self, source: Files, number: int) -> _File:
         """Return a file of a source, which stays open until it is given back."""
         key = id(source), number
         with self._lock:
@@ -347,7 +347,7 @@ class _Files:
             while self._open:
                 self._open.popitem()[1].handle.close()
 
-    def _new(self, source: Source, number: int) -> _File:
+    def _new(self, source: Files, number: int) -> _File:
         with source.hold([number]) as (descriptor,):
             try:
                 return _File(source, self._open_file(f"/proc/self/fd/{descriptor}"))
@@ -361,7 +361,7 @@ class _Files:
             self._open.pop(key).handle.close()
 
 
-class _Span:
+class _DeviceRange:
     """A range of device memory, in the form that KvikIO expects; cheaper than slicing an array."""
 
     __slots__ = ("__cuda_array_interface__",)

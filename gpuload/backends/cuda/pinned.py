@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from gpuload.backends.cuda.readers import PAGE, Pending, Threads, bytes_available, check_places
+from gpuload.backends.cuda.readers import PAGE, PendingRead, Threads, check_places
 from gpuload.backends.native.staging import stage_windows
-from gpuload.backends.reading import MAX_HELD, read_ranges, short_read
+from gpuload.backends.reading import MAX_HELD, read_extents
 from gpuload.checks import check_whole
 from gpuload.errors import DeviceError
+from gpuload.layout import split_at_multiples
+from gpuload.types import in_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gpuload.backends.cuda.device import Device
-    from gpuload.types import Source
+    from gpuload.types import Files, Source
 
 BUFFER_NBYTES = 2 << 20
 """Bytes per buffer, and per window: large enough to copy at the link's full speed, and small enough that all buffers
@@ -78,13 +80,13 @@ class PinnedReader:
         stream: Any,
         *,
         name: str = "its data",
-    ) -> Pending:
+    ) -> PendingRead:
         """Start to read byte ranges of any source; see `Reader.start`."""
         self._threads.check(source)
         check_places(place, nbytes, int(out.shape[0]))
         read = _Read(name, offset, nbytes, _cut_into_windows(offset, nbytes, place, self._buffer_nbytes), out, stream)
         files = _few_files(source, read.windows.at, self._num_threads * MAX_HELD)
-        pending = Pending()
+        pending = PendingRead()
         for _ in range(min(self._num_threads, read.windows.n)):
             self._threads.submit(pending, self._take_windows, source, read, files)
         return pending
@@ -94,19 +96,19 @@ class PinnedReader:
         self._stopped[0] = 1
         self._threads.close()
 
-    def _take_windows(self, pending: Pending, source: Source, read: _Read, files: _Files | None) -> None:
+    def _take_windows(self, pending: PendingRead, source: Source, read: _Read, files: _FewFiles | None) -> None:
         """Read windows of device memory, and have them copied there, until none is left."""
         self._device.use()
         if files is None:
             for window in self._turns(pending, read.windows):
                 self._copy(source, read, window)
             return
-        while (window := self._copy_natively(pending, source, read, files)) < read.windows.n:
+        while (window := self._copy_natively(pending, read, files)) < read.windows.n:
             self._copy(source, read, window)  # again: this reports what is wrong
         if read.windows.turn[0] < read.windows.n:
             raise CancelledError
 
-    def _turns(self, pending: Pending, windows: _Windows) -> Iterator[int]:
+    def _turns(self, pending: PendingRead, windows: _Windows) -> Iterator[int]:
         """Yield the number of the next window as long as there is one; raise CancelledError if no more are wanted."""
         while True:
             with self._lock:
@@ -125,7 +127,7 @@ class PinnedReader:
         with self._ring.lent(1) as (buffer,):
             self._device.wait(buffer.event)
             whole, base = (read.offset[extent], read.nbytes[extent]), int(place[0])
-            _fill(source, read.name, whole, windows.at[part], windows.nbytes[part], place - base, buffer.host)
+            read_extents(source, read.name, windows.at[part], windows.nbytes[part], place - base, buffer.host, whole)
             self._count(int(windows.nbytes[part].sum()))
             try:
                 for first, last in windows.runs[:, slice(*windows.run_edges[window : window + 2])].T.tolist():
@@ -133,10 +135,10 @@ class PinnedReader:
             finally:
                 self._device.record(read.stream, buffer.event)
 
-    def _copy_natively(self, pending: Pending, source: Source, read: _Read, files: _Files) -> int:
+    def _copy_natively(self, pending: PendingRead, read: _Read, files: _FewFiles) -> int:
         """Do so for all windows; return how many there are, or the first that cannot be read in full."""
         windows, device, counts = read.windows, self._device, np.zeros(2, dtype=np.int64)
-        with self._ring.lent(2) as buffers, source.hold(files.numbers) as descriptors:
+        with self._ring.lent(2) as buffers, files.source.hold(files.numbers) as descriptors:
             window = stage_windows(
                 windows.turn,
                 (pending.stopped, self._stopped),
@@ -262,22 +264,23 @@ class _Read:
     stream: Any
 
 
-class _Files(NamedTuple):
-    """The files that a read needs: their numbers; of each part, which of them it is in, and where."""
+class _FewFiles(NamedTuple):
+    """The files that a read needs: whose, and their numbers; of each part, which of them it is in, and where."""
 
+    source: Files
     numbers: list[int]
     number: NDArray[np.intp]
     at: NDArray[np.int64]
 
 
-def _few_files(source: Source, offset: NDArray[np.int64], max_files: int) -> _Files | None:
+def _few_files(source: Source, offset: NDArray[np.int64], max_files: int) -> _FewFiles | None:
     """Return where parts are in the files of a source; None if it has none, or so many that not all can be open."""
-    if source.ranges is not None or not source.has_files:
+    if source.ranges is not None or not in_files(source):
         return None
     number, at, _ = source.locate(offset)
     is_next = np.diff(number, prepend=-1) != 0
     numbers = number[is_next]
-    return _Files(numbers.tolist(), np.cumsum(is_next) - 1, at) if numbers.size <= max_files else None
+    return _FewFiles(source, numbers.tolist(), np.cumsum(is_next) - 1, at) if numbers.size <= max_files else None
 
 
 def _cut_into_windows(
@@ -295,12 +298,8 @@ def _cut_into_windows(
     some = np.flatnonzero(nbytes)
     some = some[np.argsort(place[some], kind="stable")]
     base = place[some[:1]]
-    lo, hi = place[some] - base, place[some] + nbytes[some] - base
-    n_windows = (hi - 1) // window_nbytes - lo // window_nbytes + 1
-    mine = np.repeat(np.arange(some.size), n_windows)
-    window = (lo // window_nbytes)[mine] + np.arange(mine.size) - np.repeat(np.cumsum(n_windows) - n_windows, n_windows)
-    first = np.maximum(lo[mine], window * window_nbytes)
-    last = np.minimum(hi[mine], (window + 1) * window_nbytes)
+    lo = place[some] - base
+    mine, window, first, last = split_at_multiples(np.stack([lo, lo + nbytes[some]], axis=1), window_nbytes)
     is_new = np.diff(window, prepend=-1) > 0
     is_apart = is_new | (first - np.append(0, last[:-1]) >= _MAX_GAP)
     edges, run = (np.append(np.flatnonzero(starts), mine.size) for starts in (is_new, is_apart))
@@ -313,32 +312,3 @@ def _cut_into_windows(
         np.stack([first[run[:-1]], last[run[1:] - 1]]) + base,
         np.searchsorted(run, edges),
     )
-
-
-def _fill(
-    source: Source,
-    name: str,
-    whole: tuple[NDArray[np.int64], NDArray[np.int64]],
-    at: NDArray[np.int64],
-    nbytes: NDArray[np.int64],
-    place: NDArray[np.int64],
-    host: NDArray[np.uint8],
-) -> None:
-    """Read parts of ranges into a buffer; natively if the source has files.
-
-    Parameters
-    ----------
-    whole : pair of (n,) int64
-        First byte and length of the range that each part belongs to, for error messages.
-    at, nbytes, place : (n,) int64
-        Source offset, length, and place in the buffer of each part.
-    """
-    for p in range(read_ranges(source, at, nbytes, place, host), at.size):
-        wanted = int(nbytes[p])
-        got = source.read_into(host[place[p] : place[p] + wanted], int(at[p]))
-        if got < wanted:
-            offset, n = int(whole[0][p]), int(whole[1][p])
-            before = int(at[p]) - offset
-            if before:  # earlier bytes, which another thread reads, may be missing too
-                got = min(before + got, bytes_available(source, offset, n))
-            raise short_read(source, name, offset, n, got)

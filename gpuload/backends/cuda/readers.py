@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from gpuload.types import Source
+    from gpuload.types import Files, Source
 
 PAGE = 4096
 """Direct transfers have file offsets and sizes that are multiples of this (GPUDirect Storage, cuFile API reference)."""
@@ -44,7 +44,7 @@ class Reader(Protocol):
         stream: Any,
         *,
         name: str = "its data",
-    ) -> Pending:
+    ) -> PendingRead:
         """Start to read byte ranges.
 
         Parameters
@@ -73,7 +73,7 @@ class Reader(Protocol):
         """Stop the threads and close open files, after the reads in progress; may be called twice."""
 
 
-class Pending:
+class PendingRead:
     """A read in progress."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Threads:
         if self._is_closed:
             raise _closed(source)
 
-    def submit(self, pending: Pending, run: Callable[..., None], source: Source, *args: Any) -> None:
+    def submit(self, pending: PendingRead, run: Callable[..., None], source: Source, *args: Any) -> None:
         """Run a part of a read of a source in a thread; if it fails, no further part is started."""
         try:
             task = self._pool.submit(_run, pending, run, source, *args)
@@ -191,7 +191,7 @@ def _closed(source: Source) -> ReadError:
     return ReadError(f"{source.name}: the loader was closed; open it again with open_loader().")
 
 
-def _run(pending: Pending, run: Callable[..., None], *args: Any) -> None:
+def _run(pending: PendingRead, run: Callable[..., None], *args: Any) -> None:
     pending.check()
     try:
         run(pending, *args)
@@ -200,7 +200,7 @@ def _run(pending: Pending, run: Callable[..., None], *args: Any) -> None:
         raise
 
 
-def file_ends(source: Source, offset: NDArray[np.int64]) -> NDArray[np.int64]:
+def file_ends(source: Files, offset: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return, for each offset of a source, the end of the file that contains it; (n,) int64."""
     _, at, nbytes = source.locate(offset)
     return offset - at + nbytes
@@ -247,19 +247,3 @@ def check_places(first: NDArray[np.int64], nbytes: NDArray[np.int64], room_nbyte
         raise ValueError(
             "place: ranges overlap, or there is no room for the pages they touch; take places from place_extents()."
         )
-
-
-def bytes_available(source: Source, at: int, wanted: int) -> int:
-    """Return how many of the wanted bytes a source holds from an offset on, by reading them on the host.
-
-    For readers that only learn that a read failed. May raise ReadError, with the reason that the system gives.
-    """
-    scratch = np.empty(min(wanted, 1 << 20), dtype=np.uint8)
-    got = 0
-    while got < wanted:
-        part = scratch[: wanted - got]
-        n = source.read_into(part, at + got)
-        got += n
-        if n < part.size:
-            break
-    return got

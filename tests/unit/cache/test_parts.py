@@ -9,6 +9,7 @@ import threading
 import time
 import zlib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +130,24 @@ def test_the_stage_that_reading_waits_for_is_named() -> None:
     assert re.fullmatch(r"consumer-bound: it waited \d\.\d% of its time", reads.verdict(0.0))
     reads.add_remote()  # the first of an epoch is read for its form, too
     assert reads.as_dict()["hit_ratio"] == 0
+
+
+def test_waits_of_several_threads_are_all_counted() -> None:
+    class Slow(float):
+        def __add__(self, other: float) -> Slow:
+            time.sleep(0.01)
+            return Slow(float(self) + other)
+
+    def wait(_: int) -> None:
+        with reads.waiting():
+            time.sleep(0.01)
+
+    reads = Reads()
+    reads.wait_s = Slow(0.0)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(wait, range(8)))
+    assert len(reads._waits) == 8
+    assert reads.wait_s == pytest.approx(sum(reads._waits))
 
 
 def test_a_digest_of_an_unknown_kind_leaves_no_file_open(tmp_path: Path, no_leaks: None) -> None:
