@@ -177,6 +177,11 @@ class PairedControl:
         if self.pair_controls:
             return is_control, is_labelled
         if not (is_labelled & ~is_control).any():
+            if has_others("PairedControl", self.column, column, self.control):
+                raise PlanError(
+                    f"PairedControl({self.column!r}): where= or a Subset leaves only controls; keep cells with another "
+                    f"value in column {self.column!r}, to pair them with."
+                )
             raise PlanError(
                 f"PairedControl({self.column!r}): all cells are controls; there are none to pair them with."
             )
@@ -226,6 +231,12 @@ def find_controls(
     if not is_control.any():
         raise _no_control(asker, name, column, control, wanted)
     return is_control, is_labelled
+
+
+def has_others(asker: str, name: str, column: Column, control: Any) -> bool:
+    """Return whether any cell of a column has a value that does not mark controls; parameters as `find_controls`."""
+    is_control, is_labelled = find_controls(asker, name, column, control, lambda values: values)
+    return bool((is_labelled & ~is_control).any())
 
 
 def _no_control(asker: str, name: str, column: Column, control: Any, wanted: list[Any]) -> PlanError:

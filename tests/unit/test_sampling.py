@@ -313,6 +313,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
             "PairedControl('drug'): all cells are controls; there are none to pair them with.",
         ),
         (
+            Subset([0, 3], PairedControl("drug", "dmso", match="batch")),
+            "PairedControl('drug'): where= or a Subset leaves only controls; keep cells with another value in col",
+        ),
+        (
             PairedControl("drug", "dmso", match="batch"),
             "PairedControl: there is no control for cells with batch=3 (1 of them); match fewer columns, pass",
         ),
