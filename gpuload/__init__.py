@@ -360,7 +360,7 @@ def open_loader(
     dtype = opening.check_dtype(dtype, output)
     layers, obsm = check_names("layer", layer, least=1), check_names("obsm", obsm)
     modalities = check_modalities(modality, paths)
-    transform = check_transform(transform, layers, modalities[1:])
+    transform = check_transform(transform, layers, modalities)
     join = check_join(join, fills=check_missing_genes(missing_genes, genes, join))
     wanted = None if where is None else parse_where(where)
     wanted_genes = parse_where(genes, "genes") if isinstance(genes, str) else None

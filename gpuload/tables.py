@@ -76,7 +76,7 @@ def check_transform(transform: Any, layers: tuple[str, ...], modalities: tuple[s
     Parameters
     ----------
     layers, modalities
-        Valid keys of a mapping: all layers, and all modalities but the first.
+        Valid keys of a mapping are all layers, which are the first modality's, and all modalities but the first.
     """
     is_mapping = isinstance(transform, Mapping)
     for name, value in transform.items() if is_mapping else {"": transform}.items():
@@ -87,8 +87,13 @@ def check_transform(transform: Any, layers: tuple[str, ...], modalities: tuple[s
                 f"{where}={shown(value)}: expected a gpuload.Transform, such as gpuload.Transform(log1p=True), or "
                 f"None{own}."
             )
-        if is_mapping and name not in (*layers, *modalities):
-            known = ", ".join(map(repr, (*layers, *modalities)))
+        if is_mapping and name not in (*layers, *modalities[1:]):
+            known = ", ".join(map(repr, (*layers, *modalities[1:])))
+            if name in modalities:
+                raise PlanError(
+                    f"transform[{name!r}]: {name!r} is the first modality, whose matrices are called by their layers; "
+                    f"use {layers[0]!r}: the matrices are {known}."
+                )
             raise PlanError(f"transform[{name!r}]: there is no matrix of this name; the matrices are {known}.")
     return dict(transform) if is_mapping else transform
 

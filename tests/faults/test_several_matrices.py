@@ -82,7 +82,17 @@ def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: 
         ),
         (
             {"transform": {"rna": None}, "modality": ["rna", "prot"]},
-            "transform['rna']: there is no matrix of this name; the matrices are 'X', 'prot'.",
+            (
+                "transform['rna']: 'rna' is the first modality, whose matrices are called by their layers; use 'X': "
+                "the matrices are 'X', 'prot'."
+            ),
+        ),
+        (
+            {"transform": {"rna": None}, "modality": "rna", "layer": ["counts", "X"]},
+            (
+                "transform['rna']: 'rna' is the first modality, whose matrices are called by their layers; use "
+                "'counts': the matrices are 'counts', 'X'."
+            ),
         ),
     ],
 )
