@@ -108,6 +108,19 @@ def test_missing_layer_is_refused(path: Path) -> None:
     assert refusal(path, layer=["X", "nope"]) == expected
 
 
+def test_a_column_of_another_modality_is_found_there(tmp_path: Path) -> None:
+    rna, prot = part(0, genes=GENES), part(0, genes=GENES)
+    prot.obs["tags"] = 1.0
+    (path,) = write(tmp_path, [prot])
+    has = "obs has no column 'tags'; it has 'donor', 'depth'; modality 'prot' has 'tags': pass obs_table= with that"
+    for other in (prot, path, [path]):
+        assert refusal({"rna": rna, "prot": other}, obs="tags") == f"<AnnData>: {has} column of its obs."
+    assert "its own columns go without 'rna:': use 'depth'." in refusal({"rna": rna, "prot": prot}, obs="rna:depth")
+    missing = "<AnnData>: obs has no column 'tags'; it has 'donor', 'depth'."
+    assert refusal({"rna": rna, "prot": tmp_path / "nowhere"}, obs="tags") == missing
+    assert refusal({"rna": rna, "prot": other_forms.counts()}, obs="tags") == missing
+
+
 @pytest.fixture(scope="module")
 def zarr_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a store that was written before descriptors are counted: zarr keeps some for itself."""
