@@ -275,9 +275,9 @@ def open_loader(
         cells.
     transform
         Arithmetic fused into the gather, for example ``gpuload.Transform(target_sum=1e4, log1p=True)``, which are the
-        defaults: ``Transform(log1p=True)`` scales too, unless ``target_sum=None`` is given. Applies to X and the other
-        layers; other modalities and obsm are left unchanged. A mapping sets it per layer or other modality: ``{"X":
-        gpuload.Transform(), "prot": None}``. A warning is logged if X was log-transformed already, as far as an AnnData
+        defaults: ``Transform(log1p=True)`` scales too, unless ``target_sum=None`` is given. Applies to X and to the
+        other layers, counts among them; other modalities and obsm are left unchanged. A mapping sets it per layer or
+        other modality, and leaves those that it does not name unchanged: ``{"X": gpuload.Transform()}``. A warning is logged if X was log-transformed already, as far as an AnnData
         says so by ``uns["log1p"]``, as scanpy writes it; in zarr at an address, only where objects can be listed.
     output
         ``"dense"`` for (n, n_vars) arrays, or ``"csr"`` for CSR matrices.
