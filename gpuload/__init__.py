@@ -51,7 +51,7 @@ from gpuload.sampling import (
 from gpuload.settings import takes_settings
 from gpuload.source import closed_on_error
 from gpuload.splitting import Split, split, subsample
-from gpuload.tables import check_missing_genes, check_modalities, check_transform, make_tables
+from gpuload.tables import check_layers, check_missing_genes, check_modalities, check_transform, make_tables
 from gpuload.threads import import_whole
 from gpuload.types import Batch, Transform, resident_dtype
 from gpuload.where import parse as parse_where
@@ -277,8 +277,9 @@ def open_loader(
         Arithmetic fused into the gather, for example ``gpuload.Transform(target_sum=1e4, log1p=True)``, which are the
         defaults: ``Transform(log1p=True)`` scales too, unless ``target_sum=None`` is given. Applies to X and to the
         other layers, counts among them; other modalities and obsm are left unchanged. A mapping sets it per layer or
-        other modality, and leaves those that it does not name unchanged: ``{"X": gpuload.Transform()}``. A warning is logged if X was log-transformed already, as far as an AnnData
-        says so by ``uns["log1p"]``, as scanpy writes it; in zarr at an address, only where objects can be listed.
+        other modality, and leaves those that it does not name unchanged: ``{"X": gpuload.Transform()}``. A warning is
+        logged if X was log-transformed already, as far as an AnnData says so by ``uns["log1p"]``, as scanpy writes it;
+        in zarr at an address, only where objects can be listed.
     output
         ``"dense"`` for (n, n_vars) arrays, or ``"csr"`` for CSR matrices.
     dtype
@@ -358,7 +359,7 @@ def open_loader(
     block_size = opening.block_size_for(sampler, block_size)
     check_choice("output", output, ("dense", "csr"))
     dtype = opening.check_dtype(dtype, output)
-    layers, obsm = check_names("layer", layer, least=1), check_names("obsm", obsm)
+    layers, obsm = check_layers(layer), check_names("obsm", obsm)
     modalities = check_modalities(modality, paths)
     transform = check_transform(transform, layers, modalities)
     join = check_join(join, fills=check_missing_genes(missing_genes, genes, join))

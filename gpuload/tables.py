@@ -64,6 +64,12 @@ class Table:
         return self.store.nbytes_per_row(resident_dtype(self.form.dtype))
 
 
+def check_layers(given: Any) -> tuple[str, ...]:
+    """Return the names of the requested layers; or raise PlanError."""
+    in_two_forms = "; for one with and without a transform, open {'norm': paths, 'raw': paths}, transform={'X': ...}"
+    return check_names("layer", given, least=1, twice=in_two_forms)
+
+
 def check_modalities(given: Any, paths: Any) -> tuple[str, ...]:
     """Return the names of the requested modalities, or of all in a mapping if none are given; or raise PlanError."""
     names = check_names("modality", given)

@@ -47,7 +47,13 @@ def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: 
         ({"layer": []}, "layer=[]: expected at least one name."),
         ({"layer": 3}, "layer=3: expected a name, or a list of names."),
         ({"layer": ["X", ""]}, "layer=['X', '']: expected a name, or a list of names."),
-        ({"layer": ["X", "s", "X"]}, "layer=['X', 's', 'X']: 'X' is given twice; pass every name once."),
+        (
+            {"layer": ["X", "s", "X"]},
+            (
+                "layer=['X', 's', 'X']: 'X' is given twice; pass every name once; for one with and without a "
+                "transform, open {'norm': paths, 'raw': paths}, transform={'X': ...}."
+            ),
+        ),
         ({"obsm": ["X_pca", None]}, "obsm=['X_pca', None]: expected a name, or a list of names."),
         ({"obsm": ["p", "p"]}, "obsm=['p', 'p']: 'p' is given twice; pass every name once."),
         ({"modality": ["rna", "rna"]}, "modality=['rna', 'rna']: 'rna' is given twice; pass every name once."),
