@@ -267,12 +267,12 @@ def open_loader(
     where
         Filter on obs columns: ``"cell_type == 'T cell' and pct_mito < 0.1"``. Supports ==, !=, <, <=, >, >=, in, and,
         or, not, isna(column) and notna(column); quote a column whose name is not a Python identifier in backticks.
-        Ordered categories compare by their order: ``stage >= 'II'``. Missing values equal nothing, so ``not flag``
-        holds for cells whose flag is missing: add ``and notna(flag)`` to leave them out. For many values use ``column
-        in ['a', 'b']``, which looks at each cell once; a chain of ``or`` looks once per value. The columns need not be
-        in `obs`, and the filter does not read X. Equivalent to ``sampler=Subset(mask, sampler)``: with any sampler, the
-        other cells are never read, rows keep their numbers over all cells, and a sampler's labels and weights cover all
-        cells.
+        Columns of numbers compare with each other: ``n_spliced > n_unspliced``. Ordered categories compare by their
+        order: ``stage >= 'II'``. Missing values equal nothing, so ``not flag`` holds for cells whose flag is missing:
+        add ``and notna(flag)`` to leave them out. For many values use ``column in ['a', 'b']``, which looks at each
+        cell once; a chain of ``or`` looks once per value. The columns need not be in `obs`, and the filter does not
+        read X. Equivalent to ``sampler=Subset(mask, sampler)``: with any sampler, the other cells are never read, rows
+        keep their numbers over all cells, and a sampler's labels and weights cover all cells.
     transform
         Arithmetic fused into the gather, for example ``gpuload.Transform(target_sum=1e4, log1p=True)``, which are the
         defaults: ``Transform(log1p=True)`` scales too, unless ``target_sum=None`` is given. Applies to X and to the
