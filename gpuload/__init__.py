@@ -51,7 +51,7 @@ from gpuload.sampling import (
 from gpuload.settings import takes_settings
 from gpuload.source import closed_on_error
 from gpuload.splitting import Split, split, subsample
-from gpuload.tables import check_missing_genes, check_modalities, check_transform, make_tables
+from gpuload.tables import check_layers, check_missing_genes, check_modalities, check_transform, make_tables
 from gpuload.threads import import_whole
 from gpuload.types import Batch, Transform, resident_dtype
 from gpuload.where import parse as parse_where
@@ -267,18 +267,19 @@ def open_loader(
     where
         Filter on obs columns: ``"cell_type == 'T cell' and pct_mito < 0.1"``. Supports ==, !=, <, <=, >, >=, in, and,
         or, not, isna(column) and notna(column); quote a column whose name is not a Python identifier in backticks.
-        Ordered categories compare by their order: ``stage >= 'II'``. Missing values equal nothing, so ``not flag``
-        holds for cells whose flag is missing: add ``and notna(flag)`` to leave them out. For many values use ``column
-        in ['a', 'b']``, which looks at each cell once; a chain of ``or`` looks once per value. The columns need not be
-        in `obs`, and the filter does not read X. Equivalent to ``sampler=Subset(mask, sampler)``: with any sampler, the
-        other cells are never read, rows keep their numbers over all cells, and a sampler's labels and weights cover all
-        cells.
+        Columns of numbers compare with each other: ``n_spliced > n_unspliced``. Ordered categories compare by their
+        order: ``stage >= 'II'``. Missing values equal nothing, so ``not flag`` holds for cells whose flag is missing:
+        add ``and notna(flag)`` to leave them out. For many values use ``column in ['a', 'b']``, which looks at each
+        cell once; a chain of ``or`` looks once per value. The columns need not be in `obs`, and the filter does not
+        read X. Equivalent to ``sampler=Subset(mask, sampler)``: with any sampler, the other cells are never read, rows
+        keep their numbers over all cells, and a sampler's labels and weights cover all cells.
     transform
         Arithmetic fused into the gather, for example ``gpuload.Transform(target_sum=1e4, log1p=True)``, which are the
-        defaults: ``Transform(log1p=True)`` scales too, unless ``target_sum=None`` is given. Applies to X and the other
-        layers; other modalities and obsm are left unchanged. A mapping sets it per layer or other modality: ``{"X":
-        gpuload.Transform(), "prot": None}``. A warning is logged if X was log-transformed already, as far as an AnnData
-        says so by ``uns["log1p"]``, as scanpy writes it; in zarr at an address, only where objects can be listed.
+        defaults: ``Transform(log1p=True)`` scales too, unless ``target_sum=None`` is given. Applies to X and to the
+        other layers, counts among them; other modalities and obsm are left unchanged. A mapping sets it per layer or
+        other modality, and leaves those that it does not name unchanged: ``{"X": gpuload.Transform()}``. A warning is
+        logged if X was log-transformed already, as far as an AnnData says so by ``uns["log1p"]``, as scanpy writes it;
+        in zarr at an address, only where objects can be listed.
     output
         ``"dense"`` for (n, n_vars) arrays, or ``"csr"`` for CSR matrices.
     dtype
@@ -358,9 +359,9 @@ def open_loader(
     block_size = opening.block_size_for(sampler, block_size)
     check_choice("output", output, ("dense", "csr"))
     dtype = opening.check_dtype(dtype, output)
-    layers, obsm = check_names("layer", layer, least=1), check_names("obsm", obsm)
+    layers, obsm = check_layers(layer), check_names("obsm", obsm)
     modalities = check_modalities(modality, paths)
-    transform = check_transform(transform, layers, modalities[1:])
+    transform = check_transform(transform, layers, modalities)
     join = check_join(join, fills=check_missing_genes(missing_genes, genes, join))
     wanted = None if where is None else parse_where(where)
     wanted_genes = parse_where(genes, "genes") if isinstance(genes, str) else None

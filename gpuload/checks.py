@@ -92,7 +92,7 @@ def check_outputs(loader: Loader, what: str) -> None:
 
 
 def check_names(
-    name: str, given: Any, *, least: int = 0, what: str = "a name", sampler: str = "", also: str = ""
+    name: str, given: Any, *, least: int = 0, what: str = "a name", sampler: str = "", also: str = "", twice: str = ""
 ) -> tuple[str, ...]:
     """Return one or several names as a tuple; raise PlanError for anything else, too few, or duplicates.
 
@@ -101,6 +101,8 @@ def check_names(
     given
         The value given: one string, or several in an order that is the same in every process, so not a set. None is
         none, if there may be none.
+    also, twice
+        What else may be passed, and what instead of a name twice, as the end of a sentence.
     """
     if given is None and not least:
         return ()
@@ -113,8 +115,8 @@ def check_names(
     if len(names) < least:
         raise PlanError(f"{said}: expected at least one name.")
     if len(set(names)) < len(names):
-        twice = next(n for place, n in enumerate(names) if n in names[:place])
-        raise PlanError(f"{said}: {str(twice)!r} is given twice; pass every name once{also}.")
+        repeated = next(n for place, n in enumerate(names) if n in names[:place])
+        raise PlanError(f"{said}: {str(repeated)!r} is given twice; pass every name once{also}{twice}.")
     return names
 
 

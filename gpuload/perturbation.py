@@ -21,7 +21,7 @@ from gpuload.checks import check_obs_names, check_whole, is_number
 from gpuload.dealing import group_by
 from gpuload.errors import PlanError, shown
 from gpuload.sampling import Sequential, Subset
-from gpuload.sampling.controls import find_controls, uncontrolled
+from gpuload.sampling.controls import find_controls, has_others, uncontrolled
 from gpuload.sampling.rows import SLICE
 from gpuload.tables import check_modalities
 from gpuload.where import parse as parse_where
@@ -315,6 +315,11 @@ def _screen(
     found = find_controls("knockdown", column, store.obs[column], control, lambda values: values[is_in])
     is_control[is_in], is_perturbed[is_in] = found[0], found[1] & ~found[0]
     if not is_perturbed.any():
+        if has_others("knockdown", column, store.obs[column], control):
+            raise PlanError(
+                f"knockdown: where= leaves only controls; keep cells with another value in column {column!r}, to "
+                "compare with them."
+            )
         raise PlanError(f"knockdown: column {column!r} names no perturbed cells beside the controls; pass another.")
     is_perturbed &= group >= 0
     if not is_perturbed.any():

@@ -64,6 +64,12 @@ class Table:
         return self.store.nbytes_per_row(resident_dtype(self.form.dtype))
 
 
+def check_layers(given: Any) -> tuple[str, ...]:
+    """Return the names of the requested layers; or raise PlanError."""
+    in_two_forms = "; for one with and without a transform, open {'norm': paths, 'raw': paths}, transform={'X': ...}"
+    return check_names("layer", given, least=1, twice=in_two_forms)
+
+
 def check_modalities(given: Any, paths: Any) -> tuple[str, ...]:
     """Return the names of the requested modalities, or of all in a mapping if none are given; or raise PlanError."""
     names = check_names("modality", given)
@@ -76,7 +82,7 @@ def check_transform(transform: Any, layers: tuple[str, ...], modalities: tuple[s
     Parameters
     ----------
     layers, modalities
-        Valid keys of a mapping: all layers, and all modalities but the first.
+        Valid keys of a mapping are all layers, which are the first modality's, and all modalities but the first.
     """
     is_mapping = isinstance(transform, Mapping)
     for name, value in transform.items() if is_mapping else {"": transform}.items():
@@ -87,8 +93,13 @@ def check_transform(transform: Any, layers: tuple[str, ...], modalities: tuple[s
                 f"{where}={shown(value)}: expected a gpuload.Transform, such as gpuload.Transform(log1p=True), or "
                 f"None{own}."
             )
-        if is_mapping and name not in (*layers, *modalities):
-            known = ", ".join(map(repr, (*layers, *modalities)))
+        if is_mapping and name not in (*layers, *modalities[1:]):
+            known = ", ".join(map(repr, (*layers, *modalities[1:])))
+            if name in modalities:
+                raise PlanError(
+                    f"transform[{name!r}]: {name!r} is the first modality, whose matrices are called by their layers; "
+                    f"use {layers[0]!r}: the matrices are {known}."
+                )
             raise PlanError(f"transform[{name!r}]: there is no matrix of this name; the matrices are {known}.")
     return dict(transform) if is_mapping else transform
 

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import anndata
+import numpy as np
 import pytest
 
 from benchmarks import run_pack, run_pack_memory
@@ -18,12 +19,19 @@ if TYPE_CHECKING:
 
 def test_codecs_are_compared(tmp_path: Path) -> None:
     path = written(cells(100, 50), tmp_path / "in.h5ad")
-    table = run_pack.codecs(path)
+    table = run_pack.codecs(path, run_pack.typed_cells)
     assert {row["cells_per_chunk"] for row in table} == set(run_pack.CELLS_PER_CHUNK)
     plain = next(row for row in table if row["codec"] == "none")
     nnz = cells(100, 50).X.nnz
     assert plain["data_bytes_per_cell"] + plain["indices_bytes_per_cell"] == nnz * (2 + 2) / 100
     assert all(row["encode_cells_per_s"] > 0 and row["decode_cells_per_s"] > 0 for row in table)
+    of_floats = run_pack.codecs(path, run_pack.normalised_cells)
+    assert of_floats[0]["data_bytes_per_cell"] == nnz * 4 / 100
+    arrays, n_cells = run_pack.normalised_cells(path, 3)
+    adata = anndata.read_h5ad(path)[:3].copy()
+    assert n_cells == 3
+    X = adata.X.toarray()
+    np.testing.assert_allclose(arrays["data"], np.log1p(X / X.sum(axis=1, keepdims=True) * 1e4)[X > 0], rtol=1e-5)
 
 
 def test_packing_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

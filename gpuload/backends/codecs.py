@@ -271,11 +271,13 @@ def encode_zstd(plain: Any, level: int) -> bytes:
     return bytes(imagecodecs.zstd_encode(plain, level=level))
 
 
-def encode_blosc(plain: Any, compressor: str, level: int, itemsize: int) -> bytes:
-    """Compress bytes into a blosc container, with byte shuffle; `compressor` is a blosc name."""
-    return bytes(
-        imagecodecs.blosc_encode(plain, level=level, compressor=compressor, shuffle=1, typesize=itemsize, numthreads=1)
-    )
+def encode_blosc(values: NDArray[Any], compressor: str, level: int, *, is_shuffled: bool) -> bytes:
+    """Compress values, shape (n,), into a blosc container; `compressor` is a blosc name.
+
+    Byte shuffle is of the array's own elements: imagecodecs heeds its dtype, and no ``typesize``.
+    """
+    settings: dict[str, Any] = {"level": level, "compressor": compressor, "shuffle": int(is_shuffled), "numthreads": 1}
+    return bytes(imagecodecs.blosc_encode(values, **settings))  # type: ignore[arg-type]  # it takes arrays too
 
 
 BY_ADDRESS = ("zstd", "lz4", "lz4-sized", "blosc", "bitshuffle")

@@ -98,7 +98,12 @@ def open_matrices(
             stores[name] = open_store(cells, layer=layer, obs=obs, join=join, var=var)
             on_error.enter_context(closed_on_error(stores[name]))
 
-        add("X", first, layers[0], [name for name in obs if name not in in_table], join, var)
+        try:
+            add("X", first, layers[0], [name for name in obs if name not in in_table], join, var)
+        except StoreError as error:
+            if error.missing_column is not None and isinstance(paths, Mapping):
+                _explain_elsewhere(error, modalities[0], paths)
+            raise
         if obs_table is not None:
             table, cell_names = obs_table
             names = [name for name in obs if name in in_table]
@@ -259,6 +264,18 @@ def _open_all(each: Sequence[Any], layer: str, obs: Sequence[str], join: Join, v
     finally:
         pool.close()
     return stores
+
+
+def _explain_elsewhere(error: StoreError, modality: str, paths: Mapping[str, Any]) -> None:
+    """Add to the error for a column of obs that the first modality lacks which of the others has it."""
+    from gpuload.formats.mudata import explain_elsewhere
+
+    columns: dict[str, Sequence[str]] = {modality: ()}
+    for name in paths:
+        with suppress(GpuloadError):  # the error is about another path
+            parts = _parts(paths[name])
+            columns[name] = () if _is_far(parts) else _columns_of(parts[0])
+    explain_elsewhere(error, modality, columns)
 
 
 def _with_column(each: Sequence[Any], name: str) -> str | None:

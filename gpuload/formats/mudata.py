@@ -9,6 +9,7 @@ References
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from gpuload.formats.arrays import check_length, member, no_column
 from gpuload.formats.obs import column_names, read_column
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gpuload.store import ObsColumn, Store
 
@@ -83,10 +84,37 @@ def read_modality(
     own, shared = (column_names(member(one, "obs", path)) for one in (group, root))
     for name in obs:
         if name not in own and name not in shared:
-            raise no_column(f"{path}/{modality}", name, [*own, *(n for n in shared if n not in own)])
+            here = [*own, *(n for n in shared if n not in own)]
+            error, each = no_column(f"{path}/{modality}", name, here), {modality: here}
+            with suppress(KeyError, OSError, ValueError):  # the error is about this column, not about damage elsewhere
+                others = [other for other in _names(root, path) if other != modality]
+                each |= {other: column_names(member(root["mod"][other], "obs", path)) for other in others}
+            explain_elsewhere(error, modality, each)
+            raise error
     store = read(group, [name for name in obs if name in own], f"{path}/{modality}")
     columns = {name: store.obs[name] if name in own else _shared(root, modality, name, store, path) for name in obs}
     return replace(store, obs=columns)
+
+
+def explain_elsewhere(error: StoreError, modality: str, columns: Mapping[str, Sequence[str]]) -> None:
+    """Add to the error for a column of obs that a modality lacks where it may be, if there is a guess.
+
+    Parameters
+    ----------
+    columns
+        The columns available to the cells of each modality.
+    """
+    name = error.missing_column or ""
+    prefix, _, rest = name.partition(":")
+    cure = ""
+    if prefix == modality and rest in columns[modality]:
+        cure = f"its own columns go without {prefix + ':'!r}: use {rest!r}"
+    for other, names in columns.items():
+        found = rest if prefix == other else name
+        if not cure and other != modality and found in names:
+            cure = f"modality {other!r} has {found!r}: pass obs_table= with that column of its obs"
+    if cure:
+        error.args = (f"{str(error).rstrip('.')}; {cure}.",)
 
 
 def obs_columns(root: Any, path: str, modality: str) -> list[str]:

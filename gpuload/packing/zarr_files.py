@@ -38,6 +38,9 @@ ALIGNMENT = 4096
 
 ZSTD_LEVEL, LZ4_LEVEL = 3, 5
 
+ZSTD_LEVELS = (2, 3)
+"""Blosc's levels with zstd, for whole numbers and for floats: zstd's own 3 and 5."""
+
 _LONGEST_NAME = 255
 """Longest folder name in bytes on all common Linux file systems."""
 
@@ -63,11 +66,11 @@ class Strings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How chunks are encoded.
+    """How chunks are encoded: in blosc's containers, since zarr's standard defines those, but not bare LZ4.
 
-    zstd is used bare for whole numbers, since byte shuffle gains nothing there (measured, see
-    benchmarks/results/pack.jsonl), and in blosc with byte shuffle for floats. lz4 is used in blosc: zarr's standard
-    defines those frames, but not bare LZ4.
+    Whole numbers are byte-shuffled: the high bytes of sorted gene numbers, and of counts, compress to almost nothing.
+    Floats are not: normalised counts are the same few values over and over, which shuffled bytes would hide
+    (benchmarks/results/pack.jsonl has the sizes and rates of both).
 
     Attributes
     ----------
@@ -82,12 +85,10 @@ class Codec:
         order: dict[str, Any] = _LITTLE_ENDIAN if dtype.itemsize > 1 else {"name": "bytes"}
         if self.name == "none":
             return [order]
-        if not self._is_blosc(dtype):
-            return [order, _ZSTD]
         configuration = {
             "cname": self.name,
-            "clevel": self._level,
-            "shuffle": "shuffle",
+            "clevel": self._level(dtype),
+            "shuffle": "shuffle" if _is_shuffled(dtype) else "noshuffle",
             "typesize": dtype.itemsize,
             "blocksize": 0,
         }
@@ -95,19 +96,17 @@ class Codec:
 
     def encode(self, chunk: NDArray[Any]) -> Any:
         """Return the stored bytes of a chunk."""
-        plain = chunk.view(np.uint8).reshape(-1).data
+        values = chunk.reshape(-1)
         if self.name == "none":
-            return plain
-        if self._is_blosc(chunk.dtype):
-            return encode_blosc(plain, self.name, self._level, chunk.dtype.itemsize)
-        return encode_zstd(plain, ZSTD_LEVEL)
+            return values.view(np.uint8).data
+        return encode_blosc(values, self.name, self._level(chunk.dtype), is_shuffled=_is_shuffled(chunk.dtype))
 
-    @property
-    def _level(self) -> int:
-        return ZSTD_LEVEL if self.name == "zstd" else LZ4_LEVEL
+    def _level(self, dtype: np.dtype[Any]) -> int:
+        return LZ4_LEVEL if self.name == "lz4" else ZSTD_LEVELS[dtype.kind == "f"]
 
-    def _is_blosc(self, dtype: np.dtype[Any]) -> bool:
-        return self.name == "lz4" or dtype.kind == "f"
+
+def _is_shuffled(dtype: np.dtype[Any]) -> bool:
+    return dtype.itemsize > 1 and dtype.kind != "f"
 
 
 def shard_pieces(chunks: Sequence[Any], n_places: int) -> Iterator[Any]:

@@ -156,7 +156,12 @@ class Cells:
         return replace(self, file_rows=tuple(file_rows.tolist()), edges=edges, chosen=chosen, store_rows=store_rows)
 
     def classes(self, *columns: str) -> Classes:
-        """Return each cell's class by one column or several jointly; numbers and booleans are classes too."""
+        """Return each cell's class by one column or several jointly; numbers and booleans are classes too.
+
+        Without a column, all cells are one class.
+        """
+        if not columns:
+            return Classes(np.zeros(self.n_rows, dtype=np.int8), names_of(np.array(["all cells"], dtype=object)))
         codes, names = self._coded(columns[0])
         for column in columns[1:]:
             codes, names = joint(codes, names, *self._coded(column))

@@ -51,10 +51,11 @@ class PairedControl:
     control
         The value of that column that marks controls, or a list of such values.
     match
-        The columns on which a cell and its control are matched.
+        The columns on which a cell and its control are matched. If empty or None, the controls are one group: a cell is
+        paired with any of them.
     fallback
         A smaller set of these columns to match on for cells whose group has no controls; if empty, such a group is an
-        error.
+        error. Leave it out if `match` is empty: there is nothing smaller.
     size, remainder
         Perturbed cells per set, and how to treat incomplete sets, as for `gpuload.Grouped`. None: no sets; perturbed
         cells are shuffled individually.
@@ -73,7 +74,7 @@ class PairedControl:
 
     column: str
     control: Any
-    match: str | Sequence[str] = ("batch", "cell_type")
+    match: str | Sequence[str] | None = ("batch", "cell_type")
     fallback: str | Sequence[str] = ()
     size: int | None = None
     remainder: str = "drop"
@@ -83,10 +84,16 @@ class PairedControl:
     def __post_init__(self) -> None:
         if not isinstance(self.column, str) or not self.column:
             raise PlanError(f"PairedControl(column={shown(self.column)}): expected the name of an obs column.")
-        if not set(self._fallback) < set(self._match):
+        match, fallback = self._match, self._fallback
+        if fallback and not match:
+            raise PlanError(
+                f"PairedControl(fallback={self.fallback!r}): match is empty, so a cell is paired with any control and "
+                "needs no fallback; leave it out."
+            )
+        if fallback and not set(fallback) < set(match):
             raise PlanError(
                 f"PairedControl(fallback={self.fallback!r}): expected some of the columns of match, but not all of "
-                f"{self._match!r}."
+                f"{match!r}."
             )
         if self.size is not None:
             check_number("PairedControl", "size", self.size)
@@ -101,7 +108,7 @@ class PairedControl:
 
     @property
     def _match(self) -> tuple[str, ...]:
-        return check_obs_names("match", self.match, least=1, sampler="PairedControl")
+        return check_obs_names("match", self.match, sampler="PairedControl")
 
     @property
     def _fallback(self) -> tuple[str, ...]:
@@ -170,6 +177,11 @@ class PairedControl:
         if self.pair_controls:
             return is_control, is_labelled
         if not (is_labelled & ~is_control).any():
+            if has_others("PairedControl", self.column, column, self.control):
+                raise PlanError(
+                    f"PairedControl({self.column!r}): where= or a Subset leaves only controls; keep cells with another "
+                    f"value in column {self.column!r}, to pair them with."
+                )
             raise PlanError(
                 f"PairedControl({self.column!r}): all cells are controls; there are none to pair them with."
             )
@@ -223,6 +235,12 @@ def uncontrolled(asker: str, which: str, n_cells: int, n_more: int, cure: str) -
     return PlanError(
         f"{asker}: there is no control for cells with {which} ({n_cells} of them){more}; match fewer columns, {cure}."
     )
+
+
+def has_others(asker: str, name: str, column: Column, control: Any) -> bool:
+    """Return whether any cell of a column has a value that does not mark controls; parameters as `find_controls`."""
+    is_control, is_labelled = find_controls(asker, name, column, control, lambda values: values)
+    return bool((is_labelled & ~is_control).any())
 
 
 def _no_control(asker: str, name: str, column: Column, control: Any, wanted: list[Any]) -> PlanError:

@@ -13,6 +13,7 @@ import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -265,6 +266,23 @@ def test_source_file_is_an_obs_column(two: tuple[Path, Path]) -> None:
         for batch in loader:
             perturbed, controls = gpuload.split_pairs(batch)
             assert (perturbed.rows // 4 == controls.rows // 4).all()
+
+
+def test_a_damaged_file_is_left_out_by_the_path_in_the_message(two: tuple[Path, Path]) -> None:
+    with h5py.File(two[1], "r+") as file:
+        indices = file["X/indices"][()]
+        indices[-1] = 10_000
+        file["X/indices"][...] = indices
+    settings: dict[str, Any] = {"batch_size": 2, "fetch_factor": 1, "shuffle": False, "device": "cpu"}
+    with gpuload.open_loader(two[0].parent, **settings) as loader:
+        with pytest.raises(gpuload.CorruptDataError) as caught:
+            list(loader)
+        state = loader.state_dict()
+    path = str(caught.value).partition(":")[0]
+    with gpuload.open_loader(two[0].parent, where=f"source_file != {path!r}", **settings) as rest:
+        assert rows_of(rest).tolist() == [4, 5, 6, 7]  # their numbers among all cells
+        with pytest.raises(gpuload.PlanError, match="state: it is of other data or settings than this loader"):
+            rest.load_state_dict(state)
 
 
 def test_stored_source_file_column_is_handed_over(two: tuple[Path, Path], tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_compiling_is_shown_where_somebody_waits(
     monkeypatch.setattr(sys, "stderr", _Terminal(is_terminal=is_terminal))
     with caplog.at_level(logging.INFO):
         assert numba.njit(add)(1, 2) == 3
-    said = "compiling kernels, which are kept for later: the first minibatch can take ten seconds longer"
+    said = "compiling kernels, which are kept for later: the first minibatch can take 10 to 30 seconds longer"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [(level, said)]
 
 

@@ -181,6 +181,7 @@ def written(folder: Path) -> Path:
         part.X = csr_matrix(counts)
         part.write_h5ad(folder / "screen" / f"{name}.h5ad")
     proteins = anndata.AnnData(rng.normal(size=(600, 12)).astype(np.float32), obs=obs[[]])
+    proteins.obs["n_tags"] = rng.integers(0, 9, 600)
     proteins.write_h5ad(folder / "prot.h5ad")
     for name in ("cells", "cite"):
         mudata.MuData({"rna": adata.copy(), "prot": proteins.copy()}).write(folder / f"{name}.h5mu")

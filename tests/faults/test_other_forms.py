@@ -207,6 +207,28 @@ def test_mudata_modalities(tmp_path: Path) -> None:
     assert_refused("StoreError", path / "rna", "'cell_lines'", "did you mean 'cell_line'", obs=["cell_lines"])
 
 
+def test_a_column_of_another_modality_is_found_there(tmp_path: Path) -> None:
+    path = made("mudata-rna", tmp_path).parent
+    frame = cells_frame()[["passed"]]
+    with h5py.File(path, "r+") as file:
+        del file["mod/prot/obs"]
+        write_elem(file, "mod/prot/obs", frame.iloc[::-1])
+    have = "it has 'cell_line', 'depth', 'donor', 'n_counts'"
+    there = "modality 'prot' has 'passed': pass obs_table= with that column of its obs."
+    for name in ("passed", "prot:passed"):
+        assert_refused("StoreError", path / "rna", f"/rna: obs has no column {name!r}; {have}; {there}", obs=[name])
+    own = "did you mean 'depth'? It has 'cell_line', 'depth', 'donor', 'n_counts'; its own columns go without 'rna:': "
+    assert_refused("StoreError", path / "rna", f"{own}use 'depth'.", obs=["rna:depth"])
+    assert_refused("StoreError", path / "rna", f"obs has no column 'prot:no'; {have}.", obs=["prot:no"])
+    table = frame.rename(columns={"passed": "prot:passed"})
+    with gpuload.open_loader(path, modality=["rna", "prot"], obs=["prot:passed", "donor"], obs_table=table) as loader:
+        expected = cells_frame()["passed"].iloc[::-1]
+        assert loader.obs["prot:passed"].astype(float).tolist() == expected.astype(float).tolist()
+    with h5py.File(path, "r+") as file:  # damage elsewhere does not hide what is missing
+        file["mod/few/obs"].attrs["column-order"] = 3
+    assert_refused("StoreError", path / "rna", f"/rna: obs has no column 'passed'; {have}.", obs=["passed"])
+
+
 def test_another_modality_than_the_only_one(tmp_path: Path) -> None:
     path = made("mudata-alone", tmp_path)
     said = f"{path}: there is no modality 'atac'; its modalities are 'rna'. Choose one by the path, for example "

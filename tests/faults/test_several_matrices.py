@@ -47,7 +47,13 @@ def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: 
         ({"layer": []}, "layer=[]: expected at least one name."),
         ({"layer": 3}, "layer=3: expected a name, or a list of names."),
         ({"layer": ["X", ""]}, "layer=['X', '']: expected a name, or a list of names."),
-        ({"layer": ["X", "s", "X"]}, "layer=['X', 's', 'X']: 'X' is given twice; pass every name once."),
+        (
+            {"layer": ["X", "s", "X"]},
+            (
+                "layer=['X', 's', 'X']: 'X' is given twice; pass every name once; for one with and without a "
+                "transform, open {'norm': paths, 'raw': paths}, transform={'X': ...}."
+            ),
+        ),
         ({"obsm": ["X_pca", None]}, "obsm=['X_pca', None]: expected a name, or a list of names."),
         ({"obsm": ["p", "p"]}, "obsm=['p', 'p']: 'p' is given twice; pass every name once."),
         ({"modality": ["rna", "rna"]}, "modality=['rna', 'rna']: 'rna' is given twice; pass every name once."),
@@ -82,7 +88,17 @@ def refusal(given: Any, kind: type[Exception] = gpuload.StoreError, **settings: 
         ),
         (
             {"transform": {"rna": None}, "modality": ["rna", "prot"]},
-            "transform['rna']: there is no matrix of this name; the matrices are 'X', 'prot'.",
+            (
+                "transform['rna']: 'rna' is the first modality, whose matrices are called by their layers; use 'X': "
+                "the matrices are 'X', 'prot'."
+            ),
+        ),
+        (
+            {"transform": {"rna": None}, "modality": "rna", "layer": ["counts", "X"]},
+            (
+                "transform['rna']: 'rna' is the first modality, whose matrices are called by their layers; use "
+                "'counts': the matrices are 'counts', 'X'."
+            ),
         ),
     ],
 )
@@ -96,6 +112,19 @@ def test_settings_are_checked_before_any_file_is_opened(settings: dict[str, Any]
 def test_missing_layer_is_refused(path: Path) -> None:
     expected = f"{path}: there is no layer 'nope'; choose one of its layers, 'scaled', 'spliced', or layer='X'."
     assert refusal(path, layer=["X", "nope"]) == expected
+
+
+def test_a_column_of_another_modality_is_found_there(tmp_path: Path) -> None:
+    rna, prot = part(0, genes=GENES), part(0, genes=GENES)
+    prot.obs["tags"] = 1.0
+    (path,) = write(tmp_path, [prot])
+    has = "obs has no column 'tags'; it has 'donor', 'depth'; modality 'prot' has 'tags': pass obs_table= with that"
+    for other in (prot, path, [path]):
+        assert refusal({"rna": rna, "prot": other}, obs="tags") == f"<AnnData>: {has} column of its obs."
+    assert "its own columns go without 'rna:': use 'depth'." in refusal({"rna": rna, "prot": prot}, obs="rna:depth")
+    missing = "<AnnData>: obs has no column 'tags'; it has 'donor', 'depth'."
+    assert refusal({"rna": rna, "prot": tmp_path / "nowhere"}, obs="tags") == missing
+    assert refusal({"rna": rna, "prot": other_forms.counts()}, obs="tags") == missing
 
 
 @pytest.fixture(scope="module")

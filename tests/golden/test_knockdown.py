@@ -494,7 +494,7 @@ def test_unknown_targets_are_told_of(screen: anndata.AnnData, caplog: pytest.Log
         ({"control": "control"}, r"knockdown\(control='control'\): no cell has that value in column 'target'"),
         ({"control": "ctr"}, r"no cell has that value in column 'target'; did you mean 'ctrl'\?"),
         ({"where": "target != 'ctrl'"}, "the cells with that value in column 'target' are left out by where="),
-        ({"where": "target == 'ctrl'"}, "knockdown: column 'target' names no perturbed cells beside the controls"),
+        ({"where": "target == 'ctrl'"}, "knockdown: where= leaves only controls; keep cells with another value in co"),
         (
             {"where": "target in ['ctrl', 'no gene']"},
             "no perturbation in column 'target', such as 'no gene', is the name of a gene, such as 'gene0'; pass t",
@@ -542,3 +542,9 @@ def test_bad_arguments_are_refused(
         gpuload.knockdown(screen, given.pop("column"), **given)
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith((".", "?"))
+
+
+def test_without_any_perturbed_cells_there_is_nothing_to_compare(screen: anndata.AnnData) -> None:
+    told = "knockdown: column 'target' names no perturbed cells beside the controls; pass another"
+    with pytest.raises(gpuload.PlanError, match=told):
+        gpuload.knockdown(screen, "target", control=list(screen.obs["target"].unique()), device="cpu")

@@ -356,3 +356,17 @@ def test_each_modality_is_joined_by_its_own_genes(tmp_path: Path) -> None:
             np.testing.assert_array_equal(batch.X, dense(whole["rna"][:, list(loader.var_names)].X)[batch.rows])
             own = list(loader.tables["modalities/prot"].var_names)
             np.testing.assert_array_equal(batch.modalities["prot"], dense(whole["prot"][:, own].X)[batch.rows])
+
+
+@pytest.mark.parametrize("form", [in_a_file, in_memory, in_parts])
+def test_one_matrix_with_and_without_a_transform(tmp_path: Path, form: Callable[..., Any]) -> None:
+    cells = part(0, n_obs=41, genes=GENES)
+    given, raw = form(tmp_path, cells), dense(cells.X)
+    totals = raw.sum(axis=1, keepdims=True)
+    normalised = np.log1p(1e4 * raw / np.maximum(totals, 1))
+    with gpuload.open_loader(
+        {"norm": given, "raw": given}, transform={"X": gpuload.Transform()}, genes=GENES[:5], **SMALL
+    ) as loader:
+        for batch in loader:
+            np.testing.assert_allclose(batch.X, normalised[batch.rows, :5], rtol=1e-5)
+            np.testing.assert_array_equal(batch.modalities["raw"], raw[batch.rows])

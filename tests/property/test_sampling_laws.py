@@ -384,6 +384,7 @@ def every_sampler(n: int) -> dict[str, Any]:
         "triples-of-sets": PairedControl("drug", "dmso", match="batch", size=2, n_controls=3),
         "pairs-of-sets": PairedControl("drug", "dmso", match="batch", size=4),
         "pairs-of-sets-fill": PairedControl("drug", "dmso", match=["batch"], size=2, remainder="fill"),
+        "pairs-with-any": PairedControl("drug", "dmso", match=(), n_controls=3),
         "pairs-with-controls": PairedControl("drug", "dmso", match="batch", size=2, pair_controls=True),
         "neighbors": PairedNeighbor(graph_of(n), 3, alone="drop"),
         "subset-neighbors": Subset(mask, PairedNeighbor(graph_of(n))),
@@ -805,6 +806,25 @@ def test_perturbed_cells_are_dropped_equally_often() -> None:
         hits[rows[:, :16]] += 1
     share = 80 / 90
     assert np.abs(hits[:90] - n_epochs * share).max() < 4.5 * np.sqrt(n_epochs * share * (1 - share))
+
+
+@pytest.mark.parametrize("match", [(), [], None])
+@pytest.mark.parametrize("size", [None, 4])
+def test_without_columns_to_match_on_any_control_is_drawn(match: Any, size: int | None) -> None:
+    rng = np.random.default_rng(5)
+    n = 700
+    drug = rng.choice(["dmso", "x", "y", None], n, p=[0.2, 0.4, 0.35, 0.05])
+    cells = cells_of(300, 400, obs={"drug": column(drug)}, batch_size=16, fetch_rows=64, block_size=6)
+    strategy = PairedControl("drug", "dmso", match=match, size=size).over(cells)
+    halves = [fetch.reshape(-1, 2, 8) for fetch in fetches_of(strategy, cells) if fetch.size % 16 == 0]
+    assert len(halves) > 5
+    treated, control = (np.concatenate([half[:, i] for half in halves]).ravel() for i in (0, 1))
+    assert not set(drug[treated]) & {"dmso", None}
+    assert np.all(drug[control] == "dmso")
+    assert np.any((treated < 300) & (control >= 300)), "controls come from all files"
+    assert np.all(np.bincount(control, minlength=n)[drug == "dmso"] > 1), "all controls are used"
+    if size is not None:
+        assert np.all(drug[treated].reshape(-1, size) == drug[treated].reshape(-1, size)[:, :1])
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 5])

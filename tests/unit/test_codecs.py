@@ -179,10 +179,16 @@ def test_reason_is_the_librarys_own_words_or_what_it_raises(monkeypatch: pytest.
 
 def test_encoders_heed_the_codec_and_the_level() -> None:
     for name, code in (("lz4", 1), ("zstd", 4)):  # as blosc numbers them
-        small, large = (codecs.encode_blosc(RAW, name, level, 1) for level in (9, 0))
+        small, large = (
+            codecs.encode_blosc(np.frombuffer(RAW, np.uint8), name, level, is_shuffled=False) for level in (9, 0)
+        )
         assert decoded("blosc", small) == bytes(numcodecs.Blosc().decode(small)) == RAW
         assert small[2] >> 5 == code
         assert len(small) < len(RAW) < len(large)
+    numbers = np.sort(np.random.default_rng(0).integers(0, 60_000, 4000)).astype("u2")  # of which high bytes repeat
+    plain, shuffled = (codecs.encode_blosc(numbers, "lz4", 5, is_shuffled=shuffled) for shuffled in (False, True))
+    assert decoded("blosc", shuffled, numbers.nbytes) == bytes(numcodecs.Blosc().decode(shuffled)) == numbers.tobytes()
+    assert len(shuffled) < 0.75 * numbers.nbytes < 0.99 * len(plain)
     small, large = (codecs.encode_zstd(RAW, level) for level in (19, 1))
     assert bytes(numcodecs.Zstd().decode(small)) == RAW
     assert len(small) < len(large)

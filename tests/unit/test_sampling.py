@@ -128,7 +128,11 @@ def cells(**more: Any) -> Cells:
         (lambda: gpuload.split_pairs([], 0), "split_pairs(n_partners=0): expected a whole number of at least 1."),
         (lambda: PairedControl("a", "c", pair_controls=1), "PairedControl(pair_controls=1): expected True or False."),
         (lambda: PairedControl(1, "c"), "PairedControl(column=1): expected the name of an obs column."),
-        (lambda: PairedControl("a", "c", match=()), "PairedControl(match=()): expected at least one name."),
+        (lambda: PairedControl("a", "c", match=3), "PairedControl(match=3): expected the name of an obs column, or a"),
+        (
+            lambda: PairedControl("a", "c", match=(), fallback="b"),
+            "PairedControl(fallback='b'): match is empty, so a cell is paired with any control and needs no fallback;",
+        ),
         (
             lambda: PairedControl("a", "c", match="b", fallback="b"),
             "PairedControl(fallback='b'): expected some of the columns of match, but not all of ('b',).",
@@ -327,6 +331,10 @@ LABELS = np.array(["a", "a", "a", "b", "b", None], dtype=object)
         (
             PairedControl("drug", ["dmso", "x"], match="batch"),
             "PairedControl('drug'): all cells are controls; there are none to pair them with.",
+        ),
+        (
+            Subset([0, 3], PairedControl("drug", "dmso", match="batch")),
+            "PairedControl('drug'): where= or a Subset leaves only controls; keep cells with another value in col",
         ),
         (
             PairedControl("drug", "dmso", match="batch"),
@@ -824,6 +832,7 @@ def test_descriptions_are_json_and_distinguish_settings() -> None:
         Subset(mask, PairedControl("drug", "dmso", match="batch", n_controls=3)),
         Subset(mask, PairedControl("drug", "dmso", match="batch", pair_controls=True)),
         Subset(mask, PairedControl("drug", "x", match="batch")),
+        Subset(mask, PairedControl("drug", "dmso", match=())),
         PairedNeighbor(GRAPH),
         PairedNeighbor(GRAPH.T),
         PairedNeighbor(GRAPH, 2),
@@ -869,6 +878,7 @@ def test_samplers_list_the_columns_they_need() -> None:
     assert ClassBalanced("a").columns == ("a",)
     assert ClassBalanced(["a", "b"]).columns == ("a", "b")
     assert PairedControl("a", "c", match=("b", "a")).columns == ("a", "b")
+    assert PairedControl("a", "c", match=None).columns == PairedControl("a", "c", match=()).columns == ("a",)
     assert Subset([1], Grouped("g", 2)).columns == ("g",)
     assert Subset([1], lambda *_: []).columns == ()
     assert Weighted([1]).columns == Mixture({"a": 1}).columns == Sequential().columns == ()

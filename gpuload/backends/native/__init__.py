@@ -60,7 +60,7 @@ class _Announcement(event.Listener):
             self.is_due = False
             logging.getLogger("gpuload").log(
                 logging.WARNING if is_watched() else logging.INFO,
-                "compiling kernels, which are kept for later: the first minibatch can take ten seconds longer",
+                "compiling kernels, which are kept for later: the first minibatch can take 10 to 30 seconds longer",
             )
 
     def on_end(self, event: event.Event) -> None:
