@@ -338,11 +338,15 @@ def headline(records: Iterable[dict[str, Any]]) -> str:
 
 
 def other_run(records: Sequence[dict[str, Any]]) -> str:
-    """Return one line of Markdown: where the numbers were measured, and a few tasks with our cells/s and speed-ups."""
+    """Return one line of Markdown: where the numbers were measured, and a few tasks with our cells/s and speed-ups.
+
+    A run that has none of those in `ALSO` and `BESIDE_OTHERS` tells all of its tasks.
+    """
     by_name = {summary.name: summary for summary in summarise(records) if summary.n_rounds}
     tasks = [(task, ours, dict(zip(HEADLINE_RIVALS, others, strict=True))) for task, ours, others in HEADLINE]
+    few = [*(task for task in tasks if task[0] in ALSO), *BESIDE_OTHERS]
     told = []
-    for task, ours, others in [*(task for task in tasks if task[0] in ALSO), *BESIDE_OTHERS]:
+    for task, ours, others in few if any(ours in by_name for _, ours, _ in few) else tasks:
         if ours in by_name:
             rate = by_name[ours].cells_per_s
             without = by_name.get(WITHOUT.get(ours, ""))

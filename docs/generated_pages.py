@@ -27,6 +27,7 @@ TITLES = {
     "rivals_depth": "Counts drawn to a lower depth",
     "rivals_indexed": "Map-style datasets",
     "rivals_kept": "Later epochs from memory",
+    "rivals_packed": "A packed store beside annbatch's collection",
     "gpu": "On a GPU",
     "stages": "Each stage beside what the machine allows",
     "ranks": "One rank on all cores, two on half of them each",

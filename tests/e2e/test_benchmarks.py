@@ -300,7 +300,7 @@ def test_arms_have_unique_names_and_known_rivals():
 
 
 def test_readme_tables_match_the_records(tmp_path):
-    names = ("rivals_epyc", "rivals_epyc_before", "rivals", "rivals_depth", "rivals_indexed", "rivals_kept")
+    names = ("rivals_epyc", "rivals_epyc_before", "rivals", "rivals_depth", "rivals_indexed", "rivals_kept", "rivals_packed")
     results = [RESULTS / f"{name}.jsonl" for name in names]
     readme, details = tmp_path / "README.md", tmp_path / "details.md"
     for copy, page in ((readme, ROOT / "README.md"), (details, ROOT / "benchmarks" / "README.md")):
