@@ -354,7 +354,8 @@ def other_run(records: Sequence[dict[str, Any]]) -> str:
             ratios += [
                 f"{rate / by_name[other].cells_per_s:.1f}x {name}" for name, other in others.items() if other in by_name
             ]
-            told.append(f"{task[0].upper()}{task[1:]}: {rate:,.0f} cells/s ({', '.join(ratios)}).")
+            begin = task if task.startswith("annbatch") else f"{task[0].upper()}{task[1:]}"  # which is a name
+            told.append(f"{begin}: {rate:,.0f} cells/s ({', '.join(ratios)}).")
     return f"- {_machine(_last(records))}; {_commits(records)}. {' '.join(told)}"
 
 
