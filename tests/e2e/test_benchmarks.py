@@ -300,7 +300,15 @@ def test_arms_have_unique_names_and_known_rivals():
 
 
 def test_readme_tables_match_the_records(tmp_path):
-    names = ("rivals_epyc", "rivals_epyc_before", "rivals", "rivals_depth", "rivals_indexed", "rivals_kept", "rivals_packed")
+    names = (
+        "rivals_epyc",
+        "rivals_epyc_before",
+        "rivals",
+        "rivals_depth",
+        "rivals_indexed",
+        "rivals_kept",
+        "rivals_packed",
+    )
     results = [RESULTS / f"{name}.jsonl" for name in names]
     readme, details = tmp_path / "README.md", tmp_path / "details.md"
     for copy, page in ((readme, ROOT / "README.md"), (details, ROOT / "benchmarks" / "README.md")):
@@ -349,7 +357,7 @@ def test_every_record_file_has_a_documented_command():
     page = (ROOT / "benchmarks" / "README.md").read_text()
     for path in RESULTS.glob("*.jsonl"):
         run = path.stem
-        for suffix in ("_epyc", "_kept", "_depth", "_indexed", "_apart"):  # a machine, some arms, other options
+        for suffix in ("_epyc", "_kept", "_depth", "_indexed", "_packed", "_apart"):  # a machine, some arms, other options
             run = run.partition(suffix)[0]
         command = f"python -m benchmarks.run_{run}"
         assert command in page, path.name
