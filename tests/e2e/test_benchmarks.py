@@ -357,7 +357,7 @@ def test_every_record_file_has_a_documented_command():
     page = (ROOT / "benchmarks" / "README.md").read_text()
     for path in RESULTS.glob("*.jsonl"):
         run = path.stem
-        for suffix in ("_epyc", "_kept", "_depth", "_indexed", "_packed", "_apart"):  # a machine, some arms, other options
+        for suffix in ("_epyc", "_kept", "_depth", "_indexed", "_packed", "_apart"):  # a machine, arms, other options
             run = run.partition(suffix)[0]
         command = f"python -m benchmarks.run_{run}"
         assert command in page, path.name
