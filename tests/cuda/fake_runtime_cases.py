@@ -303,7 +303,7 @@ def test_codecs_are_decoded_and_checked(
     json.dumps(found)
     rows = {(row["codec"], row["cells_per_chunk"]): row for row in found["codecs"]}
     assert set(rows) == {(codec, n) for codec in gpu_ceilings.CODECS for n in run_pack.CELLS_PER_CHUNK}
-    for row in run_pack.codecs(path):
+    for row in run_pack.codecs(path, run_pack.typed_cells):
         if row["codec"] in gpu_ceilings.CODECS:  # the same cells in the same chunks are as many bytes
             ours, header = rows[row["codec"], row["cells_per_chunk"]], row["codec"] == "lz4"
             n_chunks = -(-found["n_cells"] // row["cells_per_chunk"])

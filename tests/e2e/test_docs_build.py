@@ -164,16 +164,20 @@ def test_records_support_the_claims_about_a_gpu() -> None:
     rates = [codecs[codec, n]["bytes_per_s"] / 1e9 for codec in ("lz4", "zstd-1", "zstd-3") for n in (64, 256)]
     assert f"at {min(rates):.0f} to {max(rates):.0f} GB/s, some nine million cells/s" in pack
     assert all(8.5e6 < codecs[codec, 64]["cells_per_s"] < 9.5e6 for codec in ("lz4", "zstd-1", "zstd-3"))
-    sizes = {
-        codec: sum(v for k, v in codecs[codec, 64].items() if k.endswith("per_cell")) for codec in ("lz4", "zstd-3")
-    }
-    assert 0.69 < sizes["zstd-3"] / sizes["lz4"] < 0.71
-    on_cpu = {
-        row["codec"]: row["decode_cells_per_s"]
-        for row in json.loads((results / "pack.jsonl").read_text().splitlines()[-1])["codecs"]
-        if row["cells_per_chunk"] == 64
-    }
-    assert 3 < on_cpu["blosc-lz4-5-shuffle"] / on_cpu["zstd-3"] < 4
+    packing = json.loads((results / "pack.jsonl").read_text().splitlines()[-1])
+    on_cpu = {row["codec"]: row for row in packing["codecs"] if row["cells_per_chunk"] == 64}
+    of_floats = {row["codec"]: row for row in packing["codecs_of_floats"] if row["cells_per_chunk"] == 64}
+    lz4, zstd = on_cpu["blosc-lz4-5-shuffle"], on_cpu["blosc-zstd-2-shuffle"]
+    assert 2.7 < lz4["decode_cells_per_s"] / zstd["decode_cells_per_s"] < 3, "almost three times as many cells"
+
+    def nbytes(row: dict[str, Any]) -> float:
+        return sum(n for name, n in row.items() if name.endswith("per_cell"))
+
+    assert 0.78 < nbytes(zstd) / nbytes(lz4) < 0.82, "smaller by a fifth"
+    assert 0.68 < nbytes(lz4) / nbytes(on_cpu["blosc-lz4-5"]) < 0.72, "about 30 % off"
+    assert nbytes(of_floats["blosc-lz4-5"]) < 0.6 * nbytes(of_floats["blosc-lz4-5-shuffle"])
+    (store_nbytes,) = {turn["store_nbytes"] for turn in packing["turns"] if turn["packer"] == "gpuload"}
+    assert f"take {100 * (1 - store_nbytes / packing['file']['nbytes']):.0f} % less" in pack.replace("\n  ", " ")
     assert not [r for r in records if r["arm"].startswith("gpuload-packed-")], "other codecs are timed: say so"
 
     rows = {r["arm"]: r for r in map(json.loads, (results / "modality.jsonl").read_text().splitlines())}
