@@ -20,7 +20,7 @@ from gpuload.sampling.rows import as_ranges
 from gpuload.types import Batch, Downsampling, expand_ranges
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping
+    from collections.abc import Generator, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A position in an epoch: `step` minibatches of `plan` have been yielded."""
+    """A position in an epoch: the consumer has received `step` minibatches of `plan`."""
 
     plan: Plan
     step: int = 0
@@ -102,14 +102,13 @@ class Engine:
             "minibatches_ready": sum(take.is_ready() for take in takes),
         }
 
-    def batches(self, now: Place, convert: Callable[[Batch], T]) -> Generator[T, None, None]:
-        """Yield the converted minibatches from a position on, in order; closing the generator cancels the rest.
+    def batches(self, start: Place) -> Generator[Batch, None, None]:
+        """Yield the minibatches from a position on, in order; closing the generator cancels the rest.
 
-        The position advances once a minibatch is converted: if that fails or is interrupted, none is lost. No minibatch
-        is kept, so that its memory is freed after the consumer's last use.
+        It keeps no minibatch, so that its memory is freed after the consumer's last use.
         """
-        plan, ahead, stats = now.plan, self._takes_ahead, self._backend.stats
-        first, n_passed = divmod(now.step, plan.fetch_factor) if now.step < plan.n_batches else (plan.n_fetches, 0)
+        plan, ahead, stats = start.plan, self._takes_ahead, self._backend.stats
+        first, n_passed = divmod(start.step, plan.fetch_factor) if start.step < plan.n_batches else (plan.n_fetches, 0)
         to_load = ((index, n_passed if index == first else 0) for index in range(first, plan.n_fetches))
         loads: deque[_Load] = deque()
         takes: deque[_Take] = deque()
@@ -119,27 +118,27 @@ class Engine:
             while loads:
                 load = loads[0]  # stays queued while awaited, so that it is cancelled with the rest
                 while takes and not load.is_ready():
-                    yield self._hand_over(takes, now, convert)
+                    yield self._hand_over(takes, plan)
                 is_busy, start_s = self._backend.busy(), time.perf_counter()
                 try:
                     residents = _residents_of(load)
                 except Exception:
                     while takes:  # yield everything before the fault, however far ahead the loads are
-                        yield self._hand_over(takes, now, convert)
+                        yield self._hand_over(takes, plan)
                     raise
                 stats.spent("wait_s", time.perf_counter() if is_busy() else start_s)
                 loads.popleft()
-                starts = range(0, load.positions.size, plan.batch_size)
-                for i, start in enumerate(starts):
-                    takes.append(self._start_take(load, residents, slice(start, start + plan.batch_size)))
+                firsts = range(0, load.positions.size, plan.batch_size)
+                for i, at in enumerate(firsts):
+                    takes.append(self._start_take(load, residents, slice(at, at + plan.batch_size)))
                     while len(takes) > ahead:
-                        yield self._hand_over(takes, now, convert)
+                        yield self._hand_over(takes, plan)
                     # Only once the previous fetch's last minibatch is handed over: this reuses its resident's memory.
-                    if i == min(ahead, len(starts) - 1):
+                    if i == min(ahead, len(firsts) - 1):
                         loads.extend(self._start_load(plan, *which) for which in islice(to_load, 1))
                 del residents, load
             while takes:
-                yield self._hand_over(takes, now, convert)
+                yield self._hand_over(takes, plan)
         finally:
             if os.getpid() == process:  # a forked process has none of the threads, and their locks may be held forever
                 while loads:  # no loop variable: an error's traceback holds this frame, and so would keep its memory
@@ -191,15 +190,13 @@ class Engine:
         )
         return _Take(pending, load.rows[part], {name: values[part] for name, values in load.obs.items()})
 
-    def _hand_over(self, takes: deque[_Take], now: Place, convert: Callable[[Batch], T]) -> T:
-        """Return the converted first of the minibatches in flight; like a load, it stays queued while awaited."""
+    def _hand_over(self, takes: deque[_Take], plan: Plan) -> Batch:
+        """Return the first of the minibatches in flight; like a load, it stays queued while awaited."""
         stats, start = self._backend.stats, time.perf_counter()
-        batch = self._batch_of(takes[0], now.plan.n_partners)
-        stats.spent("wait_s", start, batch=stats.n_batches, n_batches=1, n_rows=batch.rows.size)
-        made = convert(batch)
+        batch = self._batch_of(takes[0], plan.n_partners)
         takes.popleft()
-        now.step += 1
-        return made
+        stats.spent("wait_s", start, batch=stats.n_batches, n_batches=1, n_rows=batch.rows.size)
+        return batch
 
     def _batch_of(self, take: _Take, n_partners: int = 0) -> Batch:
         pairs = zip(take.pending, self._tables.values(), strict=True)

@@ -214,6 +214,8 @@ class CellDataModule(LightningDataModule):  # type: ignore[misc]  # no types wit
 
     def _epochs(self, part: str) -> _Epochs | list[_Epochs]:
         epochs = [_Epochs(dataset, self) for dataset in self._datasets(part)]
+        for each in epochs:
+            each.begin()  # so that its length is that of the epoch
         return epochs if part in self._are_several else epochs[0]
 
     def _close(self, name: str, given: _Set) -> None:
@@ -294,10 +296,10 @@ class _Epochs:
         return len(self._dataset)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        self._begin()  # in a generator, as Lightning calls iter() before it knows the epoch of the first minibatch
+        self.begin()  # in a generator, as Lightning calls iter() before it knows the epoch of the first minibatch
         yield from self._dataset
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         for epoch in (1, 0):  # via another epoch, else a position in epoch 0 would be kept
             self._dataset.set_epoch(epoch)
 
@@ -318,10 +320,10 @@ class _TrainEpochs(_Epochs):
             return super().__len__()
         return n_left + int(state["step"]) + sum(int(steps) for _, steps in state["history"])
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         trainer = self._module.trainer
         if getattr(trainer, "overfit_batches", 0):
-            super()._begin()
+            super().begin()
         elif trainer is not None:
             self._dataset.set_epoch(trainer.current_epoch)
 

@@ -9,7 +9,7 @@ import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 import numpy as np
 
@@ -470,15 +470,16 @@ class Loader:
     def iterate(self, convert: Callable[[Batch], T]) -> Iterator[T]:
         """Start the next epoch, as ``iter()`` does, and yield what a function converts each minibatch into.
 
-        A minibatch counts as received (`state_dict`) once `convert` has returned. If that is interrupted or fails, it
-        comes first after a resume; a loop that converts minibatches itself would have received it. To convert in
-        threads ahead of the consumer, use `gpuload.Mapped`.
+        A minibatch counts as received (`state_dict`) once `convert` has returned. If that fails or is interrupted, the
+        iteration begins with it when it goes on, and so does a resumed one; a loop that converts minibatches itself
+        would have received it. To convert in threads ahead of the consumer, use `gpuload.Mapped`.
         """
         self._check_usable()
         with self._beginning:
             self._end_live()
             self._now = None
-            batches = _Iteration(self._epoch(self._next, convert), self._next)
+            now = Place(self._next.plan, self._next.step)
+            batches = _Iteration(self._epoch(self._next, now), self._next, now, convert)
             self._live = weakref.ref(batches)
         self._check_usable()  # again: had another thread closed the loader before, nothing would end this iteration
         return batches
@@ -533,30 +534,38 @@ class Loader:
     def _start_of(self, epoch: int) -> Place:
         return Place(replace(self._plan, epoch=epoch))
 
-    def _epoch(self, start: Place, convert: Callable[[Batch], T]) -> Generator[T, None, None]:
-        """Yield the converted minibatches from a position on, tracking the consumer's position."""
-        now = Place(start.plan, start.step)
+    def _epoch(self, start: Place, now: Place) -> Generator[Batch, None, None]:
+        """Yield the minibatches from a position on, the start of what the consumer's position now is."""
         try:
             self._now = now
             if self._next is start:  # an iterator that is never advanced does not use up an epoch
                 self._next = self._start_of(start.plan.epoch + 1)
             with _clear_frames_on_memory_error():
-                yield from self._engine.batches(now, convert)
+                yield from self._engine.batches(now)
         finally:
             now.is_live = False
         if self._now is now:
             self._now = None
 
 
-class _Iteration(OneAtATime[T]):
-    """Iterator over an epoch's minibatches; if ended early, it raises PlanError rather than StopIteration."""
+class _Iteration(OneAtATime[Any], Generic[T]):
+    """Iterator over an epoch's minibatches; if ended early, it raises PlanError rather than StopIteration.
 
-    __slots__ = ("_is_cut_off", "start")
+    It advances the consumer's position last, as nothing can interrupt it after that: what was not received is not
+    counted, whatever came between.
+    """
 
-    def __init__(self, batches: Generator[T, None, None], start: Place) -> None:
+    __slots__ = ("_convert", "_is_between", "_is_cut_off", "_now", "_unconverted", "start")
+
+    def __init__(
+        self, batches: Generator[Batch, None, None], start: Place, now: Place, convert: Callable[[Batch], T]
+    ) -> None:
         super().__init__(batches)
         self.start = start
+        self._now, self._convert = now, convert
         self._is_cut_off = False
+        self._is_between = False  # the engine was asked for a minibatch, and it is not here yet
+        self._unconverted: Batch | None = None
 
     @property
     def is_fresh(self) -> bool:
@@ -565,7 +574,9 @@ class _Iteration(OneAtATime[T]):
 
     def __next__(self) -> T:
         try:
-            return super().__next__()
+            if self._unconverted is None:
+                self._unconverted = self._take()
+            made = self._convert(self._unconverted)
         except Exception as error:
             if self._is_cut_off and not isinstance(error, GpuloadError):
                 raise PlanError(
@@ -573,6 +584,24 @@ class _Iteration(OneAtATime[T]):
                     "can run at a time: open a second loader."
                 ) from None
             raise
+        self._unconverted = None
+        self._now.step += 1
+        return made
+
+    def _take(self) -> Batch:
+        if self._is_between and inspect.getgeneratorstate(self._items) == inspect.GEN_SUSPENDED:
+            raise PlanError(
+                "an interrupt cut this iteration off between two minibatches; begin another, after "
+                "loader.load_state_dict(loader.state_dict()) to go on where this one was."
+            )
+        self._is_between = True
+        try:
+            batch: Batch = super().__next__()
+        except Exception:
+            self._is_between = False
+            raise
+        self._is_between = False
+        return batch
 
     def end(self, *, is_final: bool) -> None:
         """End the iteration from outside; its consumer gets a PlanError.
@@ -585,7 +614,7 @@ class _Iteration(OneAtATime[T]):
         except PlanError:
             if not is_final:
                 raise
-        self._is_cut_off = is_cut_off
+        self._is_cut_off, self._unconverted = is_cut_off, None
 
 
 @contextmanager

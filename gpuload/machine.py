@@ -48,8 +48,9 @@ def available_memory() -> int:
         there = _numbers(file.read()).get("MemAvailable:", 0) * 1024
     with suppress(OSError, ValueError):  # as above
         limit, used = int(_of_group("memory.max")), int(_of_group("memory.current"))
-        parts = _numbers(_of_group("memory.stat"))
-        used -= parts.get("inactive_file", 0) + parts.get("active_file", 0)  # the kernel gives up what it cached
+        with suppress(OSError, ValueError):
+            parts = _numbers(_of_group("memory.stat"))
+            used -= parts.get("inactive_file", 0) + parts.get("active_file", 0)  # the kernel gives up what it cached
         return min(there, max(0, limit - used))
     return there
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gpuload.checks import check_whole
 from gpuload.errors import PlanError, shown
-from gpuload.threads import OneAtATime
+from gpuload.threads import OneAtATime, TaskThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -132,7 +131,7 @@ class Mapped(Generic[Made]):
         self._check_live(live)
         self._position, n_received = (start, 0), 0
         waiting: deque[Future[Made]] = deque()
-        with ThreadPoolExecutor(self._num_threads, thread_name_prefix="mapped-by-gpuload") as threads:
+        with TaskThreads(self._num_threads, "mapped-by-gpuload") as threads:
             try:
                 fault: Exception | None = None
                 is_over = False

@@ -9,14 +9,14 @@ import errno
 import os
 import shutil
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
 
-from gpuload.errors import ReadError, first_line, unopened
+from gpuload.errors import GpuloadError, ReadError, first_line, unopened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -243,16 +243,22 @@ def saving(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
         with replacing(os.path.realpath(path)) as beside, beside.open("wb") as file:
             if os.path.exists(path):
-                shutil.copymode(path, beside)
+                with suppress(OSError):  # file systems without modes
+                    shutil.copymode(path, beside)
             yield file
+    except GpuloadError:
+        raise
     except OSError as error:
         raise ReadError(f"{os.fspath(path)}: cannot be written: {error.strerror}. Choose another place.") from error
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise ReadError if there is something that is no file, such as a device, which `saving` would replace."""
-    if os.path.exists(path) and not os.path.isfile(path):
+    """Raise ReadError if what is there is no regular file of its own, or protected: `saving` would replace it."""
+    name = os.path.abspath(path)
+    if (os.path.exists(name) and not os.path.isfile(name)) or name.startswith(("/dev/std", "/dev/fd/", "/proc/")):
         raise ReadError(f"{os.fspath(path)}: cannot be written: it is no regular file. Choose another place.")
+    if os.path.exists(name) and not os.access(name, os.W_OK):
+        raise ReadError(f"{os.fspath(path)}: cannot be written: {os.strerror(errno.EACCES)}. Choose another place.")
 
 
 @contextmanager

@@ -6,6 +6,8 @@ daemons and are joined only briefly; their calls have timeouts of their own, aft
 must hold nothing that others need, and must not write to memory that may have been reused by then. The interpreter
 kills daemons when it exits, and aborts if one is inside code that does not stand that, such as PyTorch's.
 
+`TaskThreads` are an executor of the standard library that interrupts cannot keep from ending.
+
 `QuickThreads` make calls so short that an executor's futures, with their conditions, would cost as much.
 
 `OneAtATime` refuses a second thread where only one is allowed.
@@ -26,7 +28,7 @@ import sys
 import threading
 import time
 import weakref
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from importlib import import_module
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, overload
@@ -61,6 +63,37 @@ def is_over() -> bool:
     return ended is not None and ended.is_set()
 
 
+class _Idle:
+    """Counts idle threads, as a semaphore does, but without a lock that an interrupt can leave locked.
+
+    ``threading.Semaphore`` takes one in Python code. Cut off right after that, nothing ever releases it, and no thread
+    of the pool can end.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: SimpleQueue[None] = SimpleQueue()
+
+    def acquire(self, timeout: float = 0) -> bool:
+        """Take one, if there is any; waits for none."""
+        del timeout
+        with contextlib.suppress(Empty):
+            self._tokens.get_nowait()
+            return True
+        return False
+
+    def release(self) -> None:
+        """Add one."""
+        self._tokens.put(None)
+
+
+class TaskThreads(ThreadPoolExecutor):
+    """A ThreadPoolExecutor whose `submit` may be interrupted anywhere, and can still be shut down."""
+
+    def __init__(self, n: int, name: str) -> None:
+        super().__init__(n, thread_name_prefix=name)
+        self._idle_semaphore = _Idle()  # type: ignore[assignment]  # as much of one as is used
+
+
 class DaemonThreads:
     """A pool of daemon threads, started on demand and ended by `close` or when the pool is garbage-collected."""
 
@@ -68,7 +101,7 @@ class DaemonThreads:
         self._n, self._name = n, name
         self._lock = threading.Lock()
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._idle = threading.Semaphore(0)
+        self._idle = _Idle()
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
         weakref.finalize(self, _end, self._tasks, self._ended)
@@ -86,7 +119,7 @@ class DaemonThreads:
             if self._ended.is_set():
                 raise RuntimeError("these threads were ended")
             self._tasks.put((future, function, args))
-            if not self._idle.acquire(blocking=False) and len(self._threads) < self._n:
+            if not self._idle.acquire() and len(self._threads) < self._n:
                 thread = threading.Thread(
                     target=_work,
                     args=(self._tasks, self._idle, self._ended),
@@ -351,7 +384,7 @@ def import_whole(*modules: str) -> None:
             call_aside(import_module, name)
 
 
-def _work(tasks: SimpleQueue[_Task | None], idle: threading.Semaphore, ended: threading.Event) -> None:
+def _work(tasks: SimpleQueue[_Task | None], idle: _Idle, ended: threading.Event) -> None:
     _here.ended = ended
     while True:
         try:

@@ -227,7 +227,8 @@ class CellDataset(IterableDataset[dict[str, torch.Tensor]]):
                 f"{n_joined} minibatches; use DataLoader(dataset, batch_size=None), unprepared."
             )
         # Keep no other reference to a minibatch here, so that its memory is released after its last use.
-        return iter(partial(self._next, self._loader.iterate(self._of_batch)), None)
+        batches = self._loader.iterate(self._of_batch)
+        return batches if self._loader.device == "cpu" else iter(partial(self._next, batches), None)
 
     def _prepared(self) -> Any:
         """Return the DataLoader being iterated, if it is this dataset's and was prepared by Accelerate, else None."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -27,7 +26,7 @@ from gpuload.backends.gathering import Gatherer
 from gpuload.backends.memory_cache import Budget
 from gpuload.backends.native import counts
 from gpuload.stats import Stats
-from gpuload.threads import QuickThreads
+from gpuload.threads import QuickThreads, TaskThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -203,7 +202,7 @@ class CpuBackend:
         self.host_cache_nbytes = cache_nbytes
         self._values = np.dtype(values)
         self._loads = host.HostLoads(n, verify, self.stats, RoundingWarning(), Budget(cache_nbytes))
-        self._drawing = ThreadPoolExecutor(n, thread_name_prefix=f"{host.THREADS}draw")  # not behind the next fetch
+        self._drawing = TaskThreads(n, f"{host.THREADS}draw")  # not behind the next fetch
         self._takes = QuickThreads(n, f"{host.THREADS}take")
         self._scratch = self._loads.scratch
         self._residents = BufferPool(max_idle=2 * n_matrices)

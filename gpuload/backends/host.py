@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,10 +27,11 @@ from gpuload.checks import check_choice, check_whole
 from gpuload.errors import CorruptDataError
 from gpuload.layout import MAX_GAP, select_chunks
 from gpuload.machine import usable_cores
-from gpuload.threads import DaemonThreads
+from gpuload.threads import DaemonThreads, TaskThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
@@ -80,7 +80,7 @@ class HostLoads:
     def __init__(self, n: int, verify: str, stats: Stats, rounding: RoundingWarning, budget: Budget) -> None:
         check_choice("verify", verify, VERIFY)
         self._verify, self._stats, self._rounding = verify, stats, rounding
-        self._threads = ThreadPoolExecutor(n, thread_name_prefix=f"{THREADS}load")
+        self._threads = TaskThreads(n, f"{THREADS}load")
         self._far_reads = DaemonThreads(FAR_PARTS, f"{THREADS}read")
         self._stored = BufferPool(max_idle=FAR_PARTS)
         self._cache = MemoryCache(budget, n)

@@ -272,7 +272,7 @@ def _explain_elsewhere(error: StoreError, modality: str, paths: Mapping[str, Any
 
     columns: dict[str, Sequence[str]] = {modality: ()}
     for name in paths:
-        with suppress(GpuloadError):  # the error is about another path
+        with suppress(Exception):  # whatever is wrong there, the error is about another path
             parts = _parts(paths[name])
             columns[name] = () if _is_far(parts) else _columns_of(parts[0])
     explain_elsewhere(error, modality, columns)

@@ -181,7 +181,7 @@ def pack(
     with ExitStack() as stack:
         stack.enter_context(workplace.translated(target))
         stamps = [_stamp(path) for path in files]
-        plan = json.dumps({"version": 4, "sources": stamps, **settings}).encode()
+        plan = json.dumps({"version": 4, "sources": stamps, **settings}).encode()  # raised when chunks are encoded anew
         columns, chosen = chosen_columns(files, obs, join), _chosen(files, layers[0], condition, join)
         labels = _labels(files, layers[0], group_by, join, chosen)
         client = None if scheduler is None else stack.enter_context(connect(scheduler))

@@ -167,13 +167,17 @@ class Work:
         job = matrix.job
         spans = list(pairwise(cut_rows(job.offsets, job.bucket)))
         digests = self._workers(matrix, None).digests(spans, matrix.store.file_rows)
-        found = self._count(digests, len(spans), at, self._share(matrix) * _SHARES[2])
-        if sum(found) % (1 << 64) != digest:
+        cause: CorruptDataError | None = None
+        try:
+            found = sum(self._count(digests, len(spans), at, self._share(matrix) * _SHARES[2])) % (1 << 64)
+        except CorruptDataError as error:
+            found, cause = -1, error
+        if found != digest:
             clear(job.origin.folder)
             raise CorruptDataError(
                 f"{job.origin.folder}: the rows that were written do not read back as those of the sources, so nothing "
                 "was published and the work was discarded; check the disk and the memory, and pack again."
-            )
+            ) from cause
 
     def _count(self, done: Generator[Any, None, None], n: int, at: float, share: float) -> list[Any]:
         """Pass on the results of n tasks, reporting progress; they are a fraction of all work, starting at `at`."""

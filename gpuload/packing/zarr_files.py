@@ -68,9 +68,9 @@ class Strings(Protocol):
 class Codec:
     """How chunks are encoded: in blosc's containers, since zarr's standard defines those, but not bare LZ4.
 
-    Whole numbers are byte-shuffled: the high bytes of sorted gene numbers, and of counts, compress to almost nothing.
-    Floats are not: normalised counts are the same few values over and over, which shuffled bytes would hide
-    (benchmarks/results/pack.jsonl has the sizes and rates of both).
+    Whole numbers of two bytes and more are byte-shuffled: the high bytes of sorted gene numbers, and of counts,
+    compress to almost nothing. Floats are not: normalised counts are the same few values over and over, which shuffled
+    bytes would hide (benchmarks/results/pack.jsonl has the sizes and rates of both).
 
     Attributes
     ----------

@@ -353,6 +353,64 @@ def test_a_minibatch_cut_off_on_its_way_into_tensors_comes_after_the_resume(
     assert rows == expected
 
 
+def test_an_iteration_goes_on_with_the_minibatch_that_was_not_converted(
+    plain: Stored, CellDataset: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpuload.torch
+
+    tensor, n_calls = gpuload.torch._tensor, 0
+
+    def fails_once(array: Any) -> Any:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 3:
+            raise RuntimeError("CUDA out of memory")
+        return tensor(array)
+
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        expected = [batch.rows.tolist() for batch in loader]
+        loader.set_epoch(0)
+        monkeypatch.setattr(gpuload.torch, "_tensor", fails_once)
+        batches = iter(CellDataset(loader))
+        rows = [next(batches)["rows"].tolist() for _ in range(2)]
+        with pytest.raises(RuntimeError, match="out of memory"):
+            next(batches)
+        assert loader.state_dict()["step"] == 2
+        rows += [batch["rows"].tolist() for batch in batches]
+        assert rows == expected
+        batches = iter(CellDataset(loader))
+        n_calls = 2
+        with pytest.raises(RuntimeError, match="out of memory"):
+            next(batches)
+        iter(loader)
+        with pytest.raises(gpuload.PlanError, match="this iteration was ended by a later"):
+            next(batches)
+
+
+def test_an_iteration_cut_off_between_two_minibatches_does_not_skip_one(plain: Stored) -> None:
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        expected = [batch.rows.tolist() for batch in loader]
+        loader.set_epoch(0)
+        batches = iter(loader)
+        rows = [next(batches).rows.tolist() for _ in range(2)]
+
+        def interrupt(frame: Any, event: str, _: Any) -> None:  # as a signal may, when the engine has returned
+            if event == "return" and frame.f_code.co_name == "batches":
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                next(batches)
+        finally:
+            sys.setprofile(None)
+        state = loader.state_dict()
+        assert state["step"] == 2
+        loader.load_state_dict(state)
+        assert rows + [batch.rows.tolist() for batch in loader] == expected
+
+
 def test_dali_epochs_end_and_reset(plain: Stored, CellIterator: Any) -> None:
     expected = [batches_of(plain.path), epoch_one(plain.path)]
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:

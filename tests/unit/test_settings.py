@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 
@@ -116,6 +118,30 @@ def test_a_saved_file_replaces_what_a_link_leads_to(tmp_path):
         raise ValueError(file.write(b"half") and "half of it")
     assert (there.read_text(), there.stat().st_ino) == (before, inode)
     assert sorted(tmp_path.rglob("*")) == [link, there.parent, there]
+
+
+@pytest.mark.parametrize("path", ["/dev/stdout", "/proc/self/fd/1", "/dev/null", "protected.json"])
+def test_what_is_no_file_of_its_own_or_protected_is_not_replaced(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "protected.json").write_text("{}")
+    monkeypatch.setattr(os, "access", lambda name, _: "protected" not in str(name))  # as for another user than root
+    reason = "Permission denied" if path == "protected.json" else "it is no regular file"
+    with pytest.raises(ReadError, match=f"^{path}: cannot be written: {reason}. Choose another place.$"):
+        write_settings(path, SAVED, {})
+    assert (tmp_path / "protected.json").read_text() == "{}"
+
+
+def test_a_file_is_saved_where_modes_cannot_be_changed(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    path = tmp_path / "settings.json"
+    path.write_text("{}")
+    monkeypatch.setattr(os, "chmod", refuse)
+    write_settings(path, SAVED, {})
+    assert json.loads(path.read_text())["settings"] == SAVED
+    with pytest.raises(ReadError, match=r"^other: gone$"), saving(path):  # an error with words of its own keeps them
+        raise ReadError("other: gone")
 
 
 def test_known_settings_are_those_of_the_loader(plain):

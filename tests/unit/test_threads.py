@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gpuload.errors import PlanError
-from gpuload.threads import Closer, DaemonThreads, OneAtATime, QuickThreads, cached_property
+from gpuload.threads import Closer, DaemonThreads, OneAtATime, QuickThreads, TaskThreads, cached_property
 from tests.forks import status_of_fork
 
 if TYPE_CHECKING:
@@ -65,6 +65,38 @@ def test_results_and_errors(threads: QuickThreads) -> None:
     assert all(call.done() for call in calls)
     assert not any(call.cancel() for call in calls)
     assert len(running()) == 2
+
+
+@pytest.mark.parametrize("kind", [QuickThreads, DaemonThreads, TaskThreads])
+def test_submit_takes_no_lock_that_an_interrupt_could_leave_locked(kind: Any) -> None:
+    """``with`` a threading.Condition runs Python code, which can be cut off once the lock is taken."""
+    entered = []
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is threading.Condition.__enter__.__code__:
+            entered.append(frame.f_back.f_code.co_qualname)
+
+    threads = kind(2, "asked")
+    try:
+        for _ in range(3):  # as threads start, and as they are idle
+            sys.setprofile(look)
+            try:
+                call = threads.submit(int, "1")
+            finally:
+                sys.setprofile(None)
+            assert call.result() == 1
+            time.sleep(0.02)
+    finally:
+        (threads.shutdown if kind is TaskThreads else threads.close)()
+    assert not [name for name in entered if "Thread.start" not in name and "Event" not in name]
+
+
+def test_no_more_task_threads_start_than_there_is_work_for() -> None:
+    with TaskThreads(4, "task") as threads:
+        for _ in range(20):
+            threads.submit(int, "1").result()
+            time.sleep(0.002)
+        assert len(threads._threads) < 4
 
 
 def test_calls_run_concurrently(threads: QuickThreads) -> None:
@@ -250,9 +282,9 @@ def test_waiting_threads_take_the_next_calls_and_all_end() -> None:
     for _ in range(5):
         pool.submit(int).result()
         deadline = time.monotonic() + 10
-        while not pool._idle._value and time.monotonic() < deadline:  # type: ignore[attr-defined]
+        while not pool._idle._tokens.qsize() and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert len(running()) == pool._idle._value == 1  # type: ignore[attr-defined]
+        assert len(running()) == pool._idle._tokens.qsize() == 1
     barrier = threading.Barrier(3)
     for future in [pool.submit(barrier.wait, 10) for _ in range(3)]:
         future.result()

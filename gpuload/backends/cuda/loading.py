@@ -17,7 +17,6 @@ import logging
 import threading
 import time
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -35,9 +34,11 @@ from gpuload.backends.cuda.work import N_THREADS
 from gpuload.backends.damage import RoundingWarning, not_counts
 from gpuload.backends.memory_cache import Budget
 from gpuload.layout import select_chunks
+from gpuload.threads import TaskThreads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
@@ -196,7 +197,7 @@ class DeviceLoads:
         if host_cache_nbytes:
             self._mapped = mapped = MappedMemory(device, budget)
             self._caches.append(ChunkCache(mapped.memory, is_as_stored=is_as_stored, prepare=mapped.prepare))
-        self._threads = ThreadPoolExecutor(N_LOADS, thread_name_prefix=f"{host.THREADS}load")
+        self._threads = TaskThreads(N_LOADS, f"{host.THREADS}load")
         self._arena_nbytes: dict[int, int] = {}
 
     @property

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from gpuload.backends import host
 from gpuload.errors import DeviceError, ReadError
+from gpuload.threads import TaskThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,7 +144,7 @@ class Threads:
     """
 
     def __init__(self, n: int, name: str, on_close: Callable[[], None]) -> None:
-        self._pool = ThreadPoolExecutor(n, thread_name_prefix=f"{host.THREADS}{name}")
+        self._pool = TaskThreads(n, f"{host.THREADS}{name}")
         self._process = os.getpid()
         self._on_close = on_close
         self._lock = threading.Lock()
