@@ -555,7 +555,7 @@ class _Iteration(OneAtATime[Any], Generic[T]):
     counted, whatever came between.
     """
 
-    __slots__ = ("_convert", "_is_between", "_is_cut_off", "_now", "_unconverted", "start")
+    __slots__ = ("_convert", "_is_between", "_is_cut_off", "_now", "_thread", "_unconverted", "start")
 
     def __init__(
         self, batches: Generator[Batch, None, None], start: Place, now: Place, convert: Callable[[Batch], T]
@@ -566,6 +566,7 @@ class _Iteration(OneAtATime[Any], Generic[T]):
         self._is_cut_off = False
         self._is_between = False  # the engine was asked for a minibatch, and it is not here yet
         self._unconverted: Batch | None = None
+        self._thread: int | None = None  # that is inside; no lock, as an interrupt could leave it locked
 
     @property
     def is_fresh(self) -> bool:
@@ -573,18 +574,23 @@ class _Iteration(OneAtATime[Any], Generic[T]):
         return inspect.getgeneratorstate(self._items) == inspect.GEN_CREATED
 
     def __next__(self) -> T:
+        this = threading.get_ident()
+        if self._thread not in (None, this):
+            raise self._other_thread()
+        self._thread = this
         try:
             if self._unconverted is None:
                 self._unconverted = self._take()
             made = self._convert(self._unconverted)
-        except Exception as error:
-            if self._is_cut_off and not isinstance(error, GpuloadError):
+        except BaseException as error:
+            self._thread = None
+            if self._is_cut_off and isinstance(error, Exception) and not isinstance(error, GpuloadError):
                 raise PlanError(
                     "this iteration was ended by a later iter(), close() or load_state_dict() of its loader; only one "
                     "can run at a time: open a second loader."
                 ) from None
             raise
-        self._unconverted = None
+        self._thread = self._unconverted = None
         self._now.step += 1
         return made
 

@@ -306,10 +306,13 @@ class OneAtATime(Generic[T]):
         """Raise PlanError if the error is "generator already executing", rather than one raised by its code."""
         is_its_own = error.__traceback__ is not None and error.__traceback__.tb_next is None
         if type(error) is ValueError and is_its_own:
-            raise PlanError(
-                f"the {self._owner} is being iterated in another thread; only one thread at a time can take its "
-                f"minibatches, and only one iteration can run: {self._cure}."
-            ) from None
+            raise self._other_thread() from None
+
+    def _other_thread(self) -> PlanError:
+        return PlanError(
+            f"the {self._owner} is being iterated in another thread; only one thread at a time can take its "
+            f"minibatches, and only one iteration can run: {self._cure}."
+        )
 
 
 class cached_property(Generic[T]):  # noqa: N801 - as functools names it

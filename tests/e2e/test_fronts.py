@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import sys
+import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -385,6 +386,27 @@ def test_an_iteration_goes_on_with_the_minibatch_that_was_not_converted(
         iter(loader)
         with pytest.raises(gpuload.PlanError, match="this iteration was ended by a later"):
             next(batches)
+
+
+def test_a_second_thread_gets_no_minibatch_while_one_is_converted(plain: Stored) -> None:
+    is_converting, may_go_on = threading.Event(), threading.Event()
+
+    def convert(batch: gpuload.Batch) -> list[int]:
+        is_converting.set()
+        assert may_go_on.wait(30)
+        return batch.rows.tolist()
+
+    with gpuload.open_loader(plain.path, **SETTINGS) as loader:
+        expected = [batch.rows.tolist() for batch in loader]
+        loader.set_epoch(0)
+        batches = loader.iterate(convert)
+        with ThreadPoolExecutor(1) as threads:
+            first = threads.submit(next, batches)
+            assert is_converting.wait(30)
+            with pytest.raises(gpuload.PlanError, match="is being iterated in another thread"):
+                next(batches)
+            may_go_on.set()
+            assert [first.result(), *batches] == expected
 
 
 def test_an_iteration_cut_off_between_two_minibatches_does_not_skip_one(plain: Stored) -> None:
