@@ -258,7 +258,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
     if (os.path.exists(name) and not os.path.isfile(name)) or name.startswith(("/dev/std", "/dev/fd/", "/proc/")):
         raise ReadError(f"{os.fspath(path)}: cannot be written: it is no regular file. Choose another place.")
     if os.path.exists(name) and not os.access(name, os.W_OK):
-        raise ReadError(f"{os.fspath(path)}: cannot be written: {os.strerror(errno.EACCES)}. Choose another place.")
+        raise ReadError(f"{os.fspath(path)}: cannot be written: this user may not write there. Choose another place.")
 
 
 @contextmanager

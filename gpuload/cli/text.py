@@ -138,7 +138,7 @@ def check_outputs(sources: Sequence[str], *paths: str | None) -> None:
             raise ReadError(f"{path}: this is a folder; name a file to write.")
         check_regular(path)
         beside = os.path.dirname(os.path.realpath(path))  # a file there replaces it
-        if not os.access(beside, os.W_OK) or (os.path.exists(path) and not os.access(path, os.W_OK)):
+        if not os.access(beside, os.W_OK):
             raise ReadError(f"{path}: cannot be written: this user may not write there. Choose another place.")
         is_data = path.endswith(ENDINGS) or os.path.realpath(path) in map(os.path.realpath, sources)
         if is_data and os.path.exists(path):

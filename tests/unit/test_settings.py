@@ -125,7 +125,7 @@ def test_what_is_no_file_of_its_own_or_protected_is_not_replaced(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "protected.json").write_text("{}")
     monkeypatch.setattr(os, "access", lambda name, _: "protected" not in str(name))  # as for another user than root
-    reason = "Permission denied" if path == "protected.json" else "it is no regular file"
+    reason = "this user may not write there" if path == "protected.json" else "it is no regular file"
     with pytest.raises(ReadError, match=f"^{path}: cannot be written: {reason}. Choose another place.$"):
         write_settings(path, SAVED, {})
     assert (tmp_path / "protected.json").read_text() == "{}"
