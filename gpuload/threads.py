@@ -6,7 +6,7 @@ daemons and are joined only briefly; their calls have timeouts of their own, aft
 must hold nothing that others need, and must not write to memory that may have been reused by then. The interpreter
 kills daemons when it exits, and aborts if one is inside code that does not stand that, such as PyTorch's.
 
-`TaskThreads` are an executor of the standard library that interrupts cannot keep from ending.
+`TaskThreads` are the standard library's executor, but for how it counts idle threads.
 
 `QuickThreads` make calls so short that an executor's futures, with their conditions, would cost as much.
 
@@ -87,7 +87,7 @@ class _Idle:
 
 
 class TaskThreads(ThreadPoolExecutor):
-    """A ThreadPoolExecutor whose `submit` may be interrupted anywhere, and can still be shut down."""
+    """A ThreadPoolExecutor that counts its idle threads so that no interrupt of `submit` keeps them from ending."""
 
     def __init__(self, n: int, name: str) -> None:
         super().__init__(n, thread_name_prefix=name)
