@@ -102,6 +102,8 @@ def interrupted(command: str, cells: Path, folder: Path, after_s: float) -> tupl
     finally:
         process.kill()
     assert not running_in(process.pid), "it left processes behind"
+    if process.returncode == 130 and (folder / "packed.zarr").exists():  # interrupted when its work was done
+        return None
     if process.returncode == 130:
         left = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
         assert not [name for name in left if not name.startswith(KEPT.get(command, ()))]
