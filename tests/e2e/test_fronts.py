@@ -21,11 +21,14 @@ import pytest
 import gpuload
 from gpuload.backends import buffers
 from gpuload.backends.buffers import BufferPool
+from gpuload.engine import Engine
+from gpuload.threads import OneAtATime
 
 torch = pytest.importorskip("torch")
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import CodeType
 
     from tests.conftest import StoreVariant
     from tests.variants import Stored
@@ -409,7 +412,8 @@ def test_a_second_thread_gets_no_minibatch_while_one_is_converted(plain: Stored)
             assert [first.result(), *batches] == expected
 
 
-def test_an_iteration_cut_off_between_two_minibatches_does_not_skip_one(plain: Stored) -> None:
+@pytest.mark.parametrize("code", [Engine.batches.__code__, OneAtATime.__next__.__code__], ids=["engine", "iterator"])
+def test_an_iteration_cut_off_between_two_minibatches_does_not_skip_one(plain: Stored, code: CodeType) -> None:
     with gpuload.open_loader(plain.path, **SETTINGS) as loader:
         expected = [batch.rows.tolist() for batch in loader]
         loader.set_epoch(0)
@@ -417,7 +421,7 @@ def test_an_iteration_cut_off_between_two_minibatches_does_not_skip_one(plain: S
         rows = [next(batches).rows.tolist() for _ in range(2)]
 
         def interrupt(frame: Any, event: str, _: Any) -> None:  # as a signal may, when the engine has returned
-            if event == "return" and frame.f_code.co_name == "batches":
+            if event == "return" and frame.f_code is code:
                 sys.setprofile(None)
                 raise KeyboardInterrupt
 
@@ -429,6 +433,9 @@ def test_an_iteration_cut_off_between_two_minibatches_does_not_skip_one(plain: S
             sys.setprofile(None)
         state = loader.state_dict()
         assert state["step"] == 2
+        if code is OneAtATime.__next__.__code__:  # the engine has given its third away
+            with pytest.raises(gpuload.PlanError, match="an interrupt cut this iteration off between two minibatches"):
+                next(batches)
         loader.load_state_dict(state)
         assert rows + [batch.rows.tolist() for batch in loader] == expected
 
@@ -533,8 +540,6 @@ def test_dali_zero_copy(plain: Stored, dali: Any, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Poison memory that returns to any pool; lease obs and rows too; return the sizes that minibatches gave back."""
-    from gpuload.engine import Engine
-
     came_back: list[int] = []
     hand_over = Engine._hand_over
 

@@ -78,6 +78,14 @@ def interrupted(code: str, path: Path, *after_s: float) -> tuple[int, str, str, 
         process.kill()
 
 
+def completed(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python, given a file, to its end, which must be a good one."""
+    command = [sys.executable, *arguments, str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 @pytest.mark.parametrize("body", ["pass", "time.sleep(0.002)", "batch.X.sum()"])
 def test_the_loader_is_usable_after_each_interrupt(plain: Stored, body: str) -> None:
     status, output, errors, _ = interrupted(ENDLESS.format(body=body), plain.path, 0.05, 0.31)
@@ -118,27 +126,9 @@ with gpuload.open_loader(sys.argv[1], device="cpu") as loader:
 @pytest.mark.parametrize("module", ["pandas.core.api", "numba.core.types"])
 def test_an_interrupt_while_the_first_loader_opens_leaves_no_half_imported_package(plain: Stored, module: str) -> None:
     code = CUT_OFF_IMPORT.format(module=module)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(plain.path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"interrupted\n{len(plain.dense)}\n"
+    assert completed(plain.path, "-c", code).stdout == f"interrupted\n{len(plain.dense)}\n"
 
 
 def test_program_with_an_unclosed_loader_exits_silently(plain: Stored) -> None:
     code = START + "batches = iter(loader)\nbatch = next(batches)\nprint(batch.X.shape)\n"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, str(plain.path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert completed(plain.path, "-W", "error", "-c", code).stderr == ""
